@@ -23,7 +23,7 @@ from setuptools.command.build_ext import build_ext
 
 STAMPED = str(Path("lsq/csrc/sources.cpp"))
 """The source that is compiled with the checksum of all of a library, which it hands to
-lsq/native/shared_library.py."""
+lsq/native/sources.py."""
 
 _module = runpy.run_path("lsq/native/sources.py")
 checksum, sealed, unsealed = _module["checksum"], _module["sealed"], _module["unsealed"]
@@ -143,7 +143,7 @@ def build_library(
     it mapped.
 
     Behind it comes the digest of what it was made from, by which the next build knows whether it is
-    current, and the checksum of all that, by which lsq/native/shared_library.py knows a damaged one
+    current, and the checksum of all that, by which lsq/native/sources.py knows a damaged one
     before it is loaded.
 
     Args:

@@ -1,13 +1,8 @@
-"""Linear layers of Transformers and their int8 products: PyTorch, torchao, SDNQ, lsq.
+"""Linear layers of Transformers, forward and backward: PyTorch, torchao, SDNQ, lsq.
 
-Products of Transformer base, for x [M, K], weight [N, K] and the gradient of the output [M, N]:
-    output           x weight^T           [M, N]
-    input_gradient   gradient weight      [M, K]
-    weight_gradient  gradient^T x         [N, K]
-The right-hand operand of an int8 product is timed in both layouts: "rows" is contiguous along the
-inner dimension, "columns" across it. "layers" are all linear layers of one block, forward and
-backward, with gradients of inputs and parameters. Sides with bfloat16 in their name have it in
-parameters, inputs and gradients; "autocast" has it in products. A side that cannot run is left out.
+"layers" are all linear layers of one block, with gradients of inputs and parameters. Sides with
+bfloat16 in their name have it in parameters, inputs and gradients; "autocast" has it in products. A
+side that cannot run is left out.
 """
 
 import copy
@@ -18,25 +13,17 @@ from functools import partial
 import common
 import torch
 from model_sides import sdnq, torchao
-from torch.nn import functional
 
 import lsq
 from lsq.config import QuantConfig
 
-BASE = {
-    "attention output": (512, 512),
-    "query key value": (512, 1536),
-    "feed-forward 1": (512, 2048),
-    "feed-forward 2": (2048, 512),
-    "vocabulary": (512, 32000),
-}
-"""Inputs and outputs of each layer of Transformer base."""
 MODELS = {
-    "Transformer base": tuple(BASE.values()),
+    "Transformer base": ((512, 512), (512, 1536), (512, 2048), (2048, 512), (512, 32000)),
     "GPT-2 small": ((768, 2304), (768, 768), (768, 3072), (3072, 768)),
     "Llama 110M": (*4 * ((768, 768),), *2 * ((768, 2048),), (2048, 768)),
 }
-QUICK = {"tiny": (64, 128)}
+"""Inputs and outputs of the layers of each."""
+QUICK = {"tiny": ((64, 128),)}
 
 
 class Conv1D(torch.nn.Module):
@@ -50,34 +37,6 @@ class Conv1D(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.addmm(self.bias, x, self.weight)
-
-
-def product_sides(left: torch.Tensor, right: torch.Tensor) -> dict[str, Callable]:
-    """The ways to multiply left float32 [M, K] by right float32 [N, K] transposed."""
-    half_left, half_right = left.bfloat16(), right.bfloat16()
-    codes_left, codes_right = (
-        (tensor * 32).clamp(-127, 127).to(torch.int8) for tensor in (left, right)
-    )
-    columns = codes_right.t().contiguous()
-    return {
-        "float32": lambda: functional.linear(left, right),
-        "bfloat16": lambda: functional.linear(half_left, half_right),
-        "int8 rows": lambda: torch._int_mm(codes_left, codes_right.t()),
-        "int8 columns": lambda: torch._int_mm(codes_left, columns),
-    }
-
-
-def product_rows(name: str, rows: int, shape: tuple[int, int], rounds: int) -> Iterator[dict]:
-    inputs, outputs = shape
-    x, weight, gradient = map(torch.randn, ((rows, inputs), (outputs, inputs), (rows, outputs)))
-    operands = {
-        "output": (x, weight),
-        "input_gradient": (gradient, weight.t().contiguous()),
-        "weight_gradient": (gradient.t().contiguous(), x.t().contiguous()),
-    }
-    for product, pair in operands.items():
-        timings = common.alternate(product_sides(*pair), rounds=rounds)
-        yield from side_rows(name, product, timings, 2 * rows * inputs * outputs)
 
 
 def layer_sides(shapes: tuple[tuple[int, int], ...], rows: int) -> dict[str, Callable[[], None]]:
@@ -131,12 +90,11 @@ def step(
         layer.zero_grad()
 
 
-def side_rows(name: str, product: str, timings: dict, operations: float) -> Iterator[dict]:
+def rows(name: str, timings: dict, operations: float) -> Iterator[dict]:
     """Rows of the table; `operations`: multiplications and additions of what was timed."""
     for side, timing in timings.items():
         yield {
             "shape": name,
-            "product": product,
             "side": side,
             "milliseconds": 1e3 * timing.median,
             "fastest": 1e3 * timing.fastest,
@@ -154,13 +112,10 @@ def main(arguments: list[str] | None = None) -> None:
     if options.quick:
         options.rows = 32
     table = []
-    for name, shape in (QUICK if options.quick else BASE).items():
-        table += product_rows(name, options.rows, shape, options.rounds)
-    models = {"tiny": tuple(QUICK.values())} if options.quick else MODELS
-    for name, shapes in models.items():
+    for name, shapes in (QUICK if options.quick else MODELS).items():
         timings = common.alternate(layer_sides(shapes, options.rows), rounds=options.rounds)
         weights = sum(inputs * outputs for inputs, outputs in shapes)
-        table += side_rows(name, "layers", timings, 3 * 2 * options.rows * weights)
+        table += rows(name, timings, 3 * 2 * options.rows * weights)
     conditions = common.conditions(
         options,
         baseline="PyTorch in bfloat16",

@@ -20,7 +20,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import common
-import limits
 import torch
 from matplotlib.figure import Figure
 from model_sides import (
@@ -38,7 +37,6 @@ from torch import nn
 
 from lsq.commands.step_memory import saved_tensors
 from lsq.memory import kept
-from lsq.native import tiles
 
 COLOURS = {"PyTorch": "0.5", "torchao": "C1", "SDNQ": "C2", "lsq": "C0"}
 """By the first word of a side's name."""
@@ -273,17 +271,6 @@ def linear_weights(model: nn.Module) -> int:
     )
 
 
-def possible() -> dict | None:
-    """Limits of the processor and its memory, see limits.py; None without int8 instructions."""
-    names = [name for name in tiles.usable() if name != tiles.PLAIN]
-    if not names:
-        return None
-    return {
-        "operations_per_second": {name: limits.peak(name) for name in names},
-        "bytes_per_second": limits.triad(),
-    }
-
-
 def main(arguments: list[str] | None = None) -> None:
     parser = common.parser(__doc__)
     parser.add_argument(
@@ -332,7 +319,6 @@ def main(arguments: list[str] | None = None) -> None:
         ),
         options,
         models=models,
-        limits=None if options.quick else possible(),
     )
     if options.picture is not None:
         draw(rows, options.picture)

@@ -42,8 +42,7 @@ def obstacle() -> str | None:
         return f"{' and '.join(missing)} not found; install iproute2"
     if os.geteuid() != 0:
         return (
-            "network namespaces need root; run it as root, in a container with CAP_SYS_ADMIN"
-            " and"
+            "network namespaces need root; run it as root, in a container with CAP_SYS_ADMIN and"
             " CAP_NET_ADMIN"
         )
     return None

@@ -6,7 +6,7 @@ with torch._int_mm in place of its exact float64 products. It draws the same ran
 fused loops with torch's integer operations, which take most of its time where something is dropped
 or rounded at random: see --dropout 0. With --device cuda, transformer base and big are measured,
 with activations in bfloat16. There an operation is a list of kernels and products, and its parts
-are timed apart: its kernels, against a copy; its products, which bench_gemm.py compares; and the
+are timed apart: its kernels, against a copy; its products, which `lsq tune` compares; and the
 kernels that only finish sums.
 """
 

@@ -13,9 +13,8 @@ from dataclasses import asdict
 
 import common
 import torch
-from operations import QUICK, Call, Size, calls, product_of
+from operations import QUICK, Call, Size, calls, products_of
 
-from lsq.gemm.product_key import ProductKey
 from lsq.native import loader
 from lsq.program.samples import Sampler
 from lsq.run.backends import backend
@@ -26,7 +25,7 @@ OPERATIONS += ("VocabularyLoss", "VocabularyLossGradient")
 BASELINE = "bfloat16"
 
 
-def sides_of(call: Call, key: ProductKey) -> dict[str, Callable[[], object]]:
+def sides_of(call: Call, m: int, n: int, k: int) -> dict[str, Callable[[], object]]:
     """The operation on random tensors, and products of floats."""
     operation, place = Sampler().operation(call.operation), backend("cpu")
     for leaf in operation.leaves():
@@ -36,24 +35,24 @@ def sides_of(call: Call, key: ProductKey) -> dict[str, Callable[[], object]]:
     scratch = [place.allocate(*each) for each in place.scratch(operation)]
     found = {"lsq": place.prepare([(operation, scratch)])}
     for dtype in (torch.bfloat16, torch.float32):
-        a, b = torch.randn(key.m, key.k, dtype=dtype), torch.randn(key.k, key.n, dtype=dtype)
-        out = torch.empty(key.m, key.n, dtype=dtype)
+        a, b = torch.randn(m, k, dtype=dtype), torch.randn(k, n, dtype=dtype)
+        out = torch.empty(m, n, dtype=dtype)
         found[str(dtype).removeprefix("torch.")] = lambda a=a, b=b, out=out: torch.mm(a, b, out=out)
     return found
 
 
-def rows(call: Call, key: ProductKey, rounds: int) -> Iterator[dict]:
+def rows(call: Call, m: int, n: int, k: int, rounds: int) -> Iterator[dict]:
     with torch.no_grad():
-        timings = common.alternate(sides_of(call, key), rounds=rounds)
+        timings = common.alternate(sides_of(call, m, n, k), rounds=rounds)
     for side, timing in timings.items():
         yield {
             "operation": call.name,
-            "product": f"{key.m} x {key.n} x {key.k}",
+            "product": f"{m} x {n} x {k}",
             "result": call.result,
             "side": side,
             "milliseconds": 1e3 * timing.median,
             "fastest": 1e3 * timing.fastest,
-            "giga_operations_per_second": 1e-9 * key.arithmetic / timing.median,
+            "giga_operations_per_second": 2e-9 * m * n * k / timing.median,
             "ratio": timings[BASELINE].median / timing.median,
         }
 
@@ -79,9 +78,9 @@ def main(arguments: list[str] | None = None) -> int:
     options = common.parse(parser, arguments)
     size, table = QUICK if options.quick else SIZE, []
     for call in calls(OPERATIONS, size, options.dropout):
-        key = product_of(call.operation)
-        if call.backward == "int8" and key is not None:
-            table += rows(call, key, options.rounds)
+        products = products_of(call.operation)
+        if call.backward == "int8" and products:
+            table += rows(call, *products[0][1:], options.rounds)
     conditions = common.conditions(
         options,
         baseline=BASELINE,

@@ -56,8 +56,7 @@ def draw(
     if SIDE not in parts or limits is None:
         raise ValueError(
             f"a picture needs the side {SIDE!r} and the limits of a processor with VNNI or AMX;"
-            " measure again with "
-            "py on such a one"
+            " measure again on such a one"
         )
     figure = Figure(figsize=(11, 4.2), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(3, 2))

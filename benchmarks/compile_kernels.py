@@ -30,8 +30,7 @@ from tqdm import tqdm
 
 from lsq import gemm
 from lsq.config import LayerConfig, QuantConfig
-from lsq.gemm.configuration import WGMMA_SM
-from lsq.gemm.default_tile import default_tile
+from lsq.gemm.configuration import WGMMA_SM, default_tile
 from lsq.gemm.product_key import ProductKey
 from lsq.gemm.tuner import product_list
 from lsq.gemm.tuner.ended import tiles
@@ -42,7 +41,7 @@ from lsq.native import compiler
 from lsq.native.compiler import Resources
 from lsq.native.launch import Kernel, Launch
 from lsq.ops.fake_quantize import FakeQuantize
-from lsq.ops.gradient_layout import BITS, MessageLayout
+from lsq.ops.gradient_layout import MessageLayout
 from lsq.ops.gradient_messages import Messages, PackGradients, SumMessages, UnpackGradients
 from lsq.ops.grouped_product import GroupedCodes, GroupedProduct
 from lsq.ops.grouped_product_cuda import FEW_ROWS as FEW_ROWS_OF_GROUPS
@@ -54,7 +53,7 @@ from lsq.ops.sparse_project import INPUTS, MOST_ROWS, OUTPUTS, SparseProject, Sp
 from lsq.ops.vocabulary_loss import VocabularyLoss, VocabularyLossGradient
 from lsq.program.operation import Operation
 from lsq.program.program import Program
-from lsq.program.samples import KEY, placed
+from lsq.program.samples import placed
 from lsq.program.tensor import VirtualTensor
 from lsq.program.values import Coded, Weight
 from lsq.quant import WEIGHT_FORMATS, Grain
@@ -182,9 +181,8 @@ def translation_model(size: Size, config: LayerConfig) -> Architecture:
 
 def messages(dtypes=DTYPES) -> Iterator[Operation]:
     """Packing, summing and unpacking of gradient messages, in every specialised way."""
-    kinds = itertools.product(MESSAGE_BLOCKS, BITS, (None, KEY), (1, PROCESSES), dtypes)
-    for block, bits, key, rows, dtype in kinds:
-        layout = MessageLayout.of_shard(TOKENS, block=block, bits=bits)
+    for block, rows, dtype in itertools.product(MESSAGE_BLOCKS, (1, PROCESSES), dtypes):
+        layout = MessageLayout.of_shard(TOKENS, block=block)
 
         def tensor(*shape, dtype=torch.uint8):
             return VirtualTensor(name="any", shape=shape, dtype=dtype)
@@ -192,8 +190,8 @@ def messages(dtypes=DTYPES) -> Iterator[Operation]:
         def written(*copies, layout=layout, tensor=tensor):
             return Messages(layout=layout, data=tensor(*copies, layout.message_bytes))
 
-        yield PackGradients(x=tensor(rows, TOKENS, dtype=dtype), key=key, messages=written(1))
-        yield SumMessages(messages=written(rows), key=key, sum=written())
+        yield PackGradients(x=tensor(rows, TOKENS, dtype=dtype), messages=written(1))
+        yield SumMessages(messages=written(rows), sum=written())
         yield UnpackGradients(messages=written(rows, 1), x=tensor(TOKENS, dtype=dtype))
 
 

@@ -1,7 +1,7 @@
 """What benchmarks on a GPU share: where they run, how they time, what their figures depend on, and
 tables of results.
 
-    python benchmarks/gpu.py step.json gemm.json [--short] [--output results.md]
+    python benchmarks/gpu.py step.json gemm.json [--output results.md]
 
 Events time a captured graph of many launches, so that what the host takes to launch them does not
 count. Launches that follow one another work on different copies of their tensors, together several
@@ -15,7 +15,6 @@ import json
 import math
 import os
 import signal
-import statistics
 import subprocess
 import sys
 import time
@@ -25,7 +24,7 @@ from pathlib import Path
 import common
 import torch
 
-from lsq.gemm.cublaslt import Choose, first_candidate
+from lsq.gemm.cublaslt import first_candidate
 from lsq.native import compiler
 from lsq.native.device import Device
 from lsq.run import cuda
@@ -70,16 +69,15 @@ def add_options(parser: argparse.ArgumentParser, *devices: str) -> None:
     )
 
 
-def open_device(name: str, choose: Choose = first_candidate) -> Device:
-    """The GPU ("cuda") or the emulator, with `choose` to pick algorithms of products, see
-    lsq.gemm.cublaslt.Products.
+def open_device(name: str) -> Device:
+    """The GPU ("cuda") or the emulator, with cuBLASLt's first proposal for each product.
 
     Raises:
         RuntimeError: there is no GPU that can be used, or no C++ compiler for the emulator.
     """
     if name == EMULATOR:
-        return cuda.emulated_device(choose=choose)
-    return cuda.gpu(0, choose)
+        return cuda.emulated_device()
+    return cuda.gpu(0, first_candidate)
 
 
 def on_gpu(device: Device) -> bool:
@@ -349,10 +347,6 @@ def report(name: str, survey: Survey, conditions: Mapping, options: argparse.Nam
     return int(bool(survey.failed) or not survey.rows)
 
 
-GOAL = 0.85
-"""What the kernels of an operation should reach of a copy's bandwidth."""
-LONGEST, MOST = 200, 10
-"""Characters of a failure, and failures, in the summary table."""
 HEADLINE = (
     "device",
     "multiprocessors",
@@ -412,117 +406,9 @@ def markdown_table(rows: list[Mapping]) -> list[str]:
     return [f"| {' | '.join(line)} |" for line in (list(rows[0]), ["---"] * len(rows[0]), *body)]
 
 
-def operation_rows(rows: list[Mapping]) -> list[dict]:
-    """One row for each operation: its kernels' ratio to a copy, and the most gigabytes a second."""
-    found = []
-    for name in dict.fromkeys(row["operation"] for row in rows):
-        mine = [row for row in rows if row["operation"] == name and row["ratio"] is not None]
-        if mine:
-            ratios = [row["ratio"] for row in mine]
-            figures = {
-                "worst": min(ratios),
-                "median": statistics.median(ratios),
-                "best": max(ratios),
-            }
-            reached = sum(ratio >= GOAL for ratio in ratios)
-            fastest = max(row["gigabytes_per_second"] for row in mine)
-            found.append(
-                {
-                    "operation": name,
-                    "calls": len(mine),
-                    f"at_{GOAL}": reached,
-                    **figures,
-                    "most": fastest,
-                }
-            )
-    return found
-
-
-def product_rows(rows: list[Mapping]) -> list[dict]:
-    """One row for each number of tokens: medians over the products, and the fastest."""
-    keys = ("cublaslt_tops", "best_tops", "int_mm_tops", "bfloat16_tops", "ratio", "best_ratio")
-    found = []
-    for square, tokens in dict.fromkeys((row["layer"] == "square", row["tokens"]) for row in rows):
-        mine = [
-            row for row in rows if (row["layer"] == "square", row["tokens"]) == (square, tokens)
-        ]
-        medians = {key: statistics.median(row[key] for row in mine) for key in keys}
-        where = f"{tokens}, square" if square else str(tokens)
-        most = max(row["best_tops"] for row in mine)
-        found.append({"tokens": where, "products": len(mine), **medians, "most_tops": most})
-    return found
-
-
-def step_rows(rows: list[Mapping]) -> list[dict]:
-    """The figures that matter most of each side."""
-    keys = (
-        "side",
-        "model",
-        "tokens",
-        "milliseconds",
-        "tokens_per_second",
-        "peak_gigabytes",
-        "loss",
-        "ratio",
-    )
-    return [{key: row[key] for key in keys} | {"remark": row["remark"][:40]} for row in rows]
-
-
-def probe_rows(rows: list[Mapping]) -> list[dict]:
-    """The number of kernels that are right, and those that are not."""
-    right = {
-        "kernel": f"{sum(row['state'] == 'ok' for row in rows)} of {len(rows)}",
-        "state": "ok",
-        "why": "",
-    }
-    wrong = [row for row in rows if row["state"] != "ok"]
-    return [right, *({key: str(row[key])[:LONGEST] for key in right} for row in wrong)]
-
-
-SHORT: dict[str, Callable[[list[Mapping]], list[dict]]] = {
-    "gemm": product_rows,
-    "gpu_step": step_rows,
-    "probe": probe_rows,
-}
-"""Benchmark -> the summary of its rows; those of operations have `operation_rows`."""
-
-
-def summary(results: list[Mapping]) -> str:
-    rows: dict[str, list[dict]] = {}
-    for result in results:
-        name, found = result["benchmark"], result["rows"]
-        kind = "operations" if found and "kernels_microseconds" in found[0] else name
-        of_kind = operation_rows if kind == "operations" else SHORT.get(name, list)
-        rows.setdefault(kind, []).extend(of_kind(found))
-    for result in results:  # of what was measured first
-        kernels = result.get("kernels", [])
-        first = [
-            row
-            for row in kernels
-            if all(row[key] == kernels[0][key] for key in ("side", "model", "tokens"))
-        ]
-        rows.setdefault("kernels", []).extend(first)
-    parts = [f"{kind}\n{common.table(found)}" for kind, found in rows.items() if found]
-    failed = [
-        f"{result['benchmark']} failed: {what}: {why}"[:LONGEST]
-        for result in results
-        for what, why in result.get("failed", {}).items()
-    ]
-    left_out = [
-        f"{result['benchmark']}: {len(result['left_out'])} measurements left out, no time"
-        for result in results
-        if result.get("left_out")
-    ]
-    more = [f"and {len(failed) - MOST} failures more"] if len(failed) > MOST else []
-    return "\n\n".join([*parts, "\n".join([*failed[:MOST], *more, *left_out])]).rstrip()
-
-
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("results", type=Path, nargs="+", metavar="FILE", help="lines of JSON")
-    parser.add_argument(
-        "--short", action="store_true", help="print a few lines on everything instead of Markdown"
-    )
     parser.add_argument(
         "--output",
         type=Path,
@@ -534,9 +420,7 @@ def main(arguments: list[str] | None = None) -> int:
     text = "\n".join(map(markdown, results))
     if options.output:
         options.output.write_text(text, encoding="utf-8")
-    if options.short:
-        print(summary(results))
-    elif not options.output:
+    else:
         print(text, end="")
     return 0
 

@@ -22,7 +22,7 @@ from lsq import gemm
 from lsq.config import QuantConfig
 from lsq.emulator import profile
 from lsq.emulator.profile import Profile
-from lsq.gemm.default_tile import default_tile
+from lsq.gemm.configuration import TileConfiguration, default_tile
 from lsq.gemm.product_key import ProductKey
 from lsq.layers import programs
 from lsq.layers.blocks import PackedSequences
@@ -264,14 +264,14 @@ def of_few_words(operation: Operation) -> Operation:
     return few
 
 
-def tile_of(size: Size) -> gemm.TileConfiguration | None:
+def tile_of(size: Size) -> TileConfiguration | None:
     """The tile of logits that the rule takes for the whole step."""
     return default_tile(
         ProductKey(op="vocabulary_loss", m=size.tokens, n=size.padded, k=size.hidden)
     )
 
 
-def launches(operation: Operation, place: str, tile: gemm.TileConfiguration | None) -> list[Launch]:
+def launches(operation: Operation, place: str, tile: TileConfiguration | None) -> list[Launch]:
     """An operation's launches beside products, on random tensors."""
     real = Sampler(place).operation(operation) if place == "cpu" else on_meta(operation)
     with gemm.ended_by(tile if hasattr(operation, "prediction") else None):

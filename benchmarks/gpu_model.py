@@ -17,7 +17,7 @@ import torch
 
 from lsq.emulator import profile
 from lsq.emulator.profile import WARP, Limits, Profile, Traffic, fitting_blocks
-from lsq.gemm import TileConfiguration
+from lsq.gemm.configuration import TileConfiguration
 from lsq.native.launch import Launch
 
 SECTOR = 32

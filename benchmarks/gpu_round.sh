@@ -9,7 +9,7 @@
 #   probe      gpu_probe.py: every kernel alone, against its reference: ok, wrong, fault or hangs
 #   step       bench_gpu_step.py: a step of big, of base, by kernel, beside torch.compile, torchao, fairseq
 #   tests      tests marked gpu
-#   products   bench_gemm.py, then lsq tune: algorithms and tiles for three products of big (gpu_tune.csv)
+#   products   lsq tune: algorithms and tiles for three products of big (gpu_tune.csv), beside bfloat16
 #   smoke      bench_numbers.py: two trainings from nothing to translations; int8 must get 95 % of the numbers right
 # Two more run where they are named:
 #   kernels    bench_operations.py
@@ -148,14 +148,9 @@ PLANTED
 }
 
 stage_products() {
-    local end=$((SECONDS + $1)) failed=0 seconds=$(($1 / 3)) status
-    measure gemm "$seconds" bench_gemm --device "$device" --rounds 5 --seconds "$(measuring "$seconds")" || failed=1
-    [[ $device == cuda ]] || return $failed # there are no tuned files for an emulator
-    seconds=$((end - SECONDS))
-    limited "$seconds" "$python" -m lsq.commands.cli tune --shapes benchmarks/gpu_tune.csv --device cuda \
-        --seconds "$(measuring "$seconds")" --output "$OUT/tuned.json" --quiet
-    status=$?
-    return $((status ? status : failed))
+    [[ $device == cuda ]] || return $not_run # there are no tuned files for an emulator
+    limited "$1" "$python" -m lsq.commands.cli tune --shapes benchmarks/gpu_tune.csv --device cuda \
+        --seconds "$(measuring "$1")" --output "$OUT/tuned.json" --quiet
 }
 
 stage_smoke() {
@@ -208,7 +203,7 @@ main() {
         total=$((total - shares[$stage]))
     done
     files=$(cd "$OUT" && ls -t -- *.json | grep -v tuned.json) &&
-        (cd "$OUT" && "$python" "$OLDPWD/benchmarks/gpu.py" $files --short --output results.md)
+        (cd "$OUT" && "$python" "$OLDPWD/benchmarks/gpu.py" $files --output results.md)
     for stage in "${stages[@]}"; do
         printf '%-10s %-12s %4d s\n' "$stage" "${verdicts[$stage]}" "${took[$stage]}"
     done

@@ -21,7 +21,6 @@ import operations
 import torch
 import transformer
 
-from lsq import gemm
 from lsq.config import QuantConfig
 from lsq.layers import programs
 from lsq.layers.blocks import PackedSequences
@@ -222,9 +221,7 @@ def arithmetic(operation: Operation) -> float:
         heads = operation.heads
         pairs = heads.rows * heads.key_rows / heads.sentences
         return 2 * ATTENTION_PRODUCTS[operation.name] * pairs * heads.count * heads.width
-    with gemm.requested() as found:
-        real(operation).cpu_scratch()
-    return sum(key.arithmetic for key in found)
+    return sum(2 * m * n * k for _, m, n, k in operations.products_of(operation))
 
 
 def moved(operation: Operation) -> int:

@@ -22,7 +22,6 @@ from gpu_model import (
     GPUS,
     H100,
     MICRO,
-    SECTOR,
     TERA,
     Clock,
     Gpu,
@@ -40,9 +39,10 @@ from matplotlib.figure import Figure
 from operations import QUICK, sizes
 
 from lsq.config import QuantConfig
-from lsq.emulator.profile import WARP, Operand, Profile, Traffic, fitting_blocks
-from lsq.gemm.default_tile import default_tile
-from lsq.gemm.product_key import TILED, TILED_ALONE, ProductKey
+from lsq.emulator.profile import Operand, Profile, Traffic
+from lsq.gemm.configuration import default_tile
+from lsq.gemm.operations import TILED, TILED_ALONE
+from lsq.gemm.product_key import ProductKey
 from lsq.gemm.product_key import key_of as key_of_product
 from lsq.native import compiler
 from lsq.native.launch import Launch, Product
@@ -314,56 +314,6 @@ def model(step: Step, gpu: Gpu) -> dict:
     }
 
 
-def kernel_rows(step: Step, gpu: Gpu) -> list[dict]:
-    """What was counted of each kernel of lsq, over all its launches in a step."""
-    found: dict[str, list[tuple[int, Launch]]] = defaultdict(list)
-    for part in step.parts:
-        for entry in part.entries:
-            if isinstance(entry, Launch):
-                found[entry.kernel.name].append((part.times, entry))
-    return [
-        {
-            "kernel": name,
-            "launches": sum(times for times, _ in entries),
-            **counted_figures([(times, step.counted[id(entry)]) for times, entry in entries]),
-            **occupancy([entry for _, entry in entries], gpu),
-        }
-        for name, entries in found.items()
-    ]
-
-
-def counted_figures(profiles: list[tuple[int, Profile]]) -> dict:
-    """Sectors of requests, conflicts of banks and active lanes of the counted samples."""
-
-    def of_tensors(figure: str) -> int:
-        return sum(
-            times * getattr(traffic, figure)
-            for times, one in profiles
-            for tensor in one.operands
-            for traffic in (tensor.reads, tensor.writes)
-        )
-
-    requests = max(1, of_tensors("requests"))
-    least = sum(times * one.shared_least for times, one in profiles)
-    return {
-        "sectors_per_request": of_tensors("sectors") / requests,
-        "full_sectors_per_request": of_tensors("bytes") / SECTOR / requests,
-        "bank_passes": sum(times * one.shared_passes for times, one in profiles) / least
-        if least
-        else None,
-        "lanes": WARP * sum(one.activity for _, one in profiles) / len(profiles),
-    }
-
-
-def occupancy(entries: list[Launch], gpu: Gpu) -> dict:
-    """Registers, shared memory and resident warps of the variant with most registers."""
-    registers, shared, threads = max(
-        (*resources(entry, gpu.target), entry.block[0]) for entry in entries
-    )
-    blocks = fitting_blocks(threads, registers, shared, gpu.limits)
-    return {"registers": registers, "shared_bytes": shared, "warps": blocks * -(-threads // WARP)}
-
-
 ROOT = Path(__file__).resolve().parents[1]
 COUNTS = ROOT / "benchmarks/results/gpu_kernel_counts.json"
 ACCESSES = ("reads", "writes", "atomics")
@@ -534,19 +484,14 @@ def main(arguments: list[str] | None = None) -> int:
         "gap_microseconds": H100.gap / MICRO,
         "baseline": "compiled",
     }
-    kernels = kernel_rows(steps[-1], H100)
-    for title, lines in (
-        ("modelled steps", table_rows(results)),
-        ("kernels", kernels),
-        ("checks", checks()),
-    ):
+    rows, beside = table_rows(results), checks()
+    for title, lines in (("modelled steps", rows), ("checks", beside)):
         print(f"{title}\n\n{common.table(lines)}\n")
     line = {
         "benchmark": "gpu_step_modelled",
         "conditions": conditions,
-        "rows": table_rows(results),
-        "kernels": kernels,
-        "checks": checks(),
+        "rows": rows,
+        "checks": beside,
         "kernels_by_gpu": results,
     }
     if options.json is not None:

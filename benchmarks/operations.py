@@ -7,12 +7,13 @@ Their tensors are virtual: lsq.program.samples draws real ones for any of them, 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
+from unittest import mock
 
 import torch
 
 from lsq import gemm
 from lsq.config import LayerConfig, QuantConfig
-from lsq.gemm.product_key import ProductKey
+from lsq.gemm import cpu
 from lsq.layers import programs
 from lsq.layers.blocks import PackedSequences
 from lsq.layers.linear import linear
@@ -24,7 +25,6 @@ from lsq.ops.gradient_layout import MessageLayout
 from lsq.ops.gradient_messages import Messages, PackGradients, SumMessages, UnpackGradients
 from lsq.program.operation import Operation
 from lsq.program.program import Program
-from lsq.program.samples import KEY
 from lsq.program.tensor import VirtualTensor
 from lsq.program.values import Weight
 from lsq.run.backends import backend
@@ -204,20 +204,15 @@ def others(size: Size) -> Iterator[Operation]:
         yield from messages(size.feed_forward * size.hidden, dtype)
 
 
-def messages(
-    values: int, dtype: torch.dtype, bits: int = 8, stochastic: bool = False
-) -> Iterator[Operation]:
-    """Operations of a worker on a bucket of gradients: pack (two ways), sum a shard, unpack."""
-    layout = MessageLayout.for_values(values, PROCESSES, bits=bits)
-    eight = MessageLayout.for_values(values, PROCESSES)
-    one, key = MessageLayout.of_shard(layout.length), KEY if stochastic else None
-    x, packed = _tensor("gradients", (1, values), dtype), _messages(layout, PROCESSES)
-    yield PackGradients(x=x, key=key, messages=packed)
-    yield PackGradients(x=x, key=key, messages=packed, error=_tensor("error", (values,)))
-    yield SumMessages(messages=packed, factor=1 / PROCESSES, key=key, sum=_messages(one))
-    yield UnpackGradients(
-        messages=_messages(eight, 1, PROCESSES), x=_tensor("gradients", (values,), dtype)
-    )
+def messages(values: int, dtype: torch.dtype) -> Iterator[Operation]:
+    """Operations of a worker on a bucket of gradients: pack, sum a shard, unpack."""
+    layout = MessageLayout.for_values(values, PROCESSES)
+    packed = _messages(layout, PROCESSES)
+    yield PackGradients(x=_tensor("gradients", (1, values), dtype), messages=packed)
+    one = MessageLayout.of_shard(layout.length)
+    yield SumMessages(messages=packed, factor=1 / PROCESSES, sum=_messages(one))
+    x = _tensor("gradients", (values,), dtype)
+    yield UnpackGradients(messages=_messages(layout, 1, PROCESSES), x=x)
 
 
 def _messages(layout: MessageLayout, *copies: int) -> Messages:
@@ -230,11 +225,17 @@ def _tensor(name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float3
     return VirtualTensor(name=name, shape=tuple(shape), dtype=dtype)
 
 
-def product_of(operation: Operation) -> ProductKey | None:
-    """The int8 product of an operation; None: it has none."""
-    with gemm.requested() as found:
+def products_of(operation: Operation) -> list[tuple[str, int, int, int]]:
+    """(op, m, n, k) of the int8 products of an operation on a CPU."""
+    found = []
+
+    def noted(*product: str | int):
+        found.append(product)
+        return cpu.scratch_for(*product)
+
+    with mock.patch.object(gemm, "scratch_for", noted):
         operation.cpu_scratch()
-    return found[0] if found else None
+    return found
 
 
 def counted(operation: Operation) -> dict[int, tuple[torch.Tensor, int]]:

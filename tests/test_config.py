@@ -145,7 +145,6 @@ def test_layers_refuse(name, value, allowed):
         ({"heads": 5}, "hidden size 48 is not divisible by 5 heads"),
         ({"kv_heads": 2}, "3 heads are not divisible by 2 kv_heads"),
         ({"head_width": 20}, "the width of all heads of queries is 60.*use 64"),
-<<<<<<< HEAD
         ({"hidden": 51}, "hidden is 51.*multiple of 16; use 64"),
         ({"feed_forward": 100}, "feed_forward is 100.*multiple of 16; use 112"),
     ],
@@ -155,13 +154,6 @@ def test_widths_that_do_not_fit(given, message):
         LayerConfig(**LAYER | given)
     if not any("head" in name for name in given):
         LayerConfig(**LAYER | given, quant=QuantConfig(mode="float"))
-=======
-    ],
-)
-def test_heads_divide_widths(given, message):
-    with pytest.raises(ValueError, match=message):
-        LayerConfig(**LAYER | given)
->>>>>>> 4a9aa0722240664d8dbd682beac06570f1b0669f
 
 
 def test_widths_of_attention():

@@ -13,7 +13,7 @@ from lsq.layers import ProgramModule
 
 CALLS = 400
 """Of Python functions, those of PyTorch included, in a warm training pass of two layers."""
-MODULES = 100
+MODULES = 97
 """Of lsq, that a first training step loads."""
 LINES = 25
 """Of ProgramModule.execute."""

@@ -119,7 +119,7 @@ def test_nothing_installs_the_package_that_has_lsqs_name_on_pypi():
 
 def test_calls_name_extras_that_exist():
     code = "".join(text for path, text in texts().items() if path.is_relative_to(ROOT / "lsq"))
-    named = re.findall(r"extras\.(?:command|require)\(([^)]*)\)", code)
+    named = re.findall(r"extras\.(?:command\(|require\([^,]*,)([^)]*)\)", code)
     names = [name for arguments in named for name in re.findall(r"['\"](\w+)['\"]", arguments)]
     assert {"cuda13", "study", "text", "ctranslate2"} <= set(names) <= set(extras.EXTRAS)
     assert {name for needed in commands.EXTRAS.values() for name in needed} <= set(extras.EXTRAS)

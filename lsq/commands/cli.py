@@ -146,7 +146,7 @@ def describe(error: BaseException) -> tuple[int, str | None]:
     if isinstance(error, RuntimeError):
         # PyTorch takes seconds to import, and is there already
         from lsq.dist.roll_call import ExchangeFailed
-        from lsq.native.shared_library import LibraryError
+        from lsq.native.sources import LibraryError
 
         if isinstance(error, (ExchangeFailed, LibraryError)):
             return 1, f"error: {message}"

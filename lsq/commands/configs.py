@@ -7,14 +7,12 @@ from tqdm import tqdm
 
 from lsq.commands.options import check_writable, command_parser, one_line_errors
 from lsq.commands.tune import gpu_trials
-from lsq.gemm import configuration_file, device, lookup
+from lsq.gemm import configuration_file, lookup
 from lsq.gemm.configuration import CublasConfiguration, Entry, TileConfiguration
-from lsq.gemm.configuration_file import ConfigurationFile
-from lsq.gemm.device import Validators, difference
+from lsq.gemm.configuration_file import ConfigurationFile, Validators, difference
 from lsq.gemm.tuner.trial import entry_fault
 from lsq.study.tables import fitted
 
-KINDS = ("cpu", "cuda")
 OTHER = {TileConfiguration: "cuBLASLt and a kernel", CublasConfiguration: "the best tile"}
 """The other way, by type of the chosen configuration."""
 HEAD = "op m n k layout types chosen default float gain spread date".split() + ["run as"]
@@ -45,8 +43,6 @@ def parser() -> ArgumentParser:
     made["verify"].add_argument("--quiet", action="store_true", help="no progress bar")
     path = "a file, or a folder, where it is named after the device"
     made["export"].add_argument("output", type=Path, metavar="PATH", help=path)
-    kind = {"choices": KINDS, "default": "cuda", "help": "of device (default: cuda)"}
-    made["export"].add_argument("--kind", **kind)
     return result
 
 
@@ -56,22 +52,22 @@ def run(arguments: list[str]) -> int:
     if given.action == "verify":
         return verify(given.file, quiet=given.quiet)
     if given.action == "export":
-        return export(given.output, given.kind)
+        return export(given.output)
     print(list_files() if given.action == "list" else show(configuration_file.read(given.file)))
     return 0
 
 
-def _device(kind: str) -> Validators | str:
-    """Return the device of a kind, or the reason why there is none."""
+def _gpu() -> Validators | str:
+    """Return the GPU, or the reason why there is none."""
     try:
-        return device.here(kind)
+        return configuration_file.here()
     except RuntimeError as error:
         return str(error)
 
 
 def list_files() -> str:
     """List every file, its device, and whether it is used."""
-    files = configuration_file.search(device.here("cpu"))
+    files = configuration_file.search(_gpu())
     if not files:
         folder = configuration_file.user_folder()
         return f"There are no files in {folder}. `lsq tune` makes one."
@@ -80,11 +76,9 @@ def list_files() -> str:
         if each.file is None:
             lines.append(f"{each.path}: damaged: {each.refusal}")
             continue
-        theirs = each.file.validators
-        ours = _device(theirs.kind)
-        refusal = ours if isinstance(ours, str) else difference(theirs, ours)
-        verdict = "used" if refusal is None else f"not used: {refusal}"
-        lines.append(f"{each.path}: {theirs.device}, {len(each.file.entries)} entries; {verdict}")
+        verdict = "used" if each.refusal is None else f"not used: {each.refusal}"
+        name, count = each.file.validators.device, len(each.file.entries)
+        lines.append(f"{each.path}: {name}, {count} entries; {verdict}")
     return "\n".join(lines)
 
 
@@ -92,7 +86,7 @@ def show(file: ConfigurationFile) -> str:
     """Format the device of a file and a table of its entries."""
     validators = file.validators
     words = [
-        f"{name} {' '.join(value) or 'none' if isinstance(value, tuple) else value}"
+        f"{name} {value}"
         for name, value in vars(validators).items()
         if name not in ("device", "format")
     ]
@@ -122,13 +116,9 @@ def _row(entry: Entry) -> tuple[str, ...]:
 
 def verify(path: Path, *, quiet: bool) -> int:
     """Check every entry of a GPU's file and print what is wrong; the exit status is 1 if anything
-    is. ValueError if the file is damaged, or was made for another device or a CPU."""
+    is. ValueError if the file is damaged, or was made for another GPU."""
     file = configuration_file.read(path)
-    if file.validators.kind == "cpu":
-        raise ValueError(
-            f"{path} is for a CPU, whose tiles are exact whatever a file says; verify files of GPUs"
-        )
-    here = _device("cuda")
+    here = _gpu()
     refusal = here if isinstance(here, str) else difference(file.validators, here)
     if refusal is not None:
         raise ValueError(f"{path}: {refusal}; verify it on the device that it was made on")
@@ -145,20 +135,20 @@ def verify(path: Path, *, quiet: bool) -> int:
     return 1 if faults else 0
 
 
-def export(output: Path, kind: str) -> int:
+def export(output: Path) -> int:
     """Write the entries that are in use as one file; ValueError if there are none, or there is no
-    device of this kind."""
+    GPU."""
     check_writable(output, "PATH", makes_folders=True)
-    here = _device(kind)
+    here = _gpu()
     if isinstance(here, str):
-        raise ValueError(f"--kind is {kind}, and {here}")
-    file = lookup.table(kind).file
+        raise ValueError(here)
+    file = lookup.table().file
     if not file.entries:
         raise ValueError(
-            f"no file holds for the {kind} here, so there is nothing to export; make one with `lsq"
+            "no file holds for the GPU here, so there is nothing to export; make one with `lsq"
             " tune`"
         )
-    path = output / device.file_name(file.validators) if output.is_dir() else output
+    path = output / configuration_file.file_name(file.validators) if output.is_dir() else output
     configuration_file.write(path, file)
     print(f"{len(file.entries)} entries for {file.validators.device}: {path}")
     return 0

@@ -30,7 +30,7 @@ from lsq.layers.blocks import PackedSequences
 from lsq.layers.linear import linear
 from lsq.layers.programs import Mode, Table
 from lsq.native import loader, processor, runtime, tiles
-from lsq.native.shared_library import LibraryError
+from lsq.native.sources import LibraryError
 from lsq.ops.rounding import RoundWeight
 from lsq.ops.sums import FinishSums, PartialSums
 from lsq.program.operation import Operation
@@ -373,35 +373,14 @@ def trained() -> list[Program]:
         dropouts = dict.fromkeys(("dropout", "attention_dropout", "activation_dropout"), 0.1)
         config = LayerConfig(**SMALL, **dropouts, activation=activation, norm=norm, quant=quant)
         mode = Mode(training=True, backward=True, backend=backend("emulated"))
-<<<<<<< HEAD
-        table = Table(
-            vocabulary=11,
-            hidden=config.hidden,
-            positions=9,
-            padding=1,
-            scale=2.0,
-            dropout=0.1,
-            learned=True,
-        )
-        gated = replace(config, activation="silu", gated=True, bias=False)
-        found += [
-            programs.feed_forward(gated, 21, mode),
-            linear(quant, 21, config.hidden, 32, mode, bias=True),
-            programs.decoder_layer(
-                config, PackedSequences(rows=21, count=3), PackedSequences(rows=27, count=3), mode
-            ),
-            programs.vocabulary_loss(quant, 41, 91, config.hidden, mode, padding=1, smoothing=0.1),
-=======
-        words = Vocabulary(words=91, hidden=config.hidden, padded=96 if quant.quantized else 91)
         sizes = {"vocabulary": 11, "hidden": config.hidden, "positions": 9, "padding": 1}
         table = Table(**sizes, scale=2.0, dropout=0.1, learned=True)
         gated = replace(config, activation="silu", gated=True, bias=False)
         found += [
             programs.feed_forward(gated, 21, mode),
-            programs.linear(quant, 21, config.hidden, 32, mode, bias=True),
+            linear(quant, 21, config.hidden, 32, mode, bias=True),
             programs.decoder_layer(config, batch, PackedSequences(rows=27, count=3), mode),
-            programs.vocabulary_loss(quant, 41, words, mode, padding=1, smoothing=0.1),
->>>>>>> 4a9aa0722240664d8dbd682beac06570f1b0669f
+            programs.vocabulary_loss(quant, 41, 91, config.hidden, mode, padding=1, smoothing=0.1),
             programs.embedding(quant, 15, table, mode),
         ]
     turned = turning(LayerConfig(**SMALL))

@@ -17,8 +17,7 @@ from lsq.commands.options import (
     one_line_errors,
     positive,
 )
-from lsq.memory.files import read_buffers, save_plan, write_plan
-from lsq.memory.picture import alive_at_peak, draw
+from lsq.memory.files import alive_at_peak, draw, read_buffers, save_plan, write_plan
 from lsq.memory.planner import METHODS, TIME_LIMIT, Buffer, Plan, plan
 
 SHOWN = 10

@@ -15,16 +15,17 @@ from tqdm import tqdm
 from lsq import extras
 from lsq.commands.options import Count, File, Seconds, check_writable, command_parser
 from lsq.commands.plan import parse_step
-from lsq.gemm import configuration_file, device
+from lsq.gemm import configuration_file
 from lsq.gemm.configuration import Entry, TileConfiguration
 from lsq.gemm.configuration_file import ConfigurationFile
 from lsq.gemm.cublaslt import first_candidate
-from lsq.gemm.product_key import MATMUL, OPERATIONS, TOKEN_STEP, ProductKey
+from lsq.gemm.operations import TILED, TILED_ALONE
+from lsq.gemm.product_key import MATMUL, TOKEN_STEP, ProductKey
 from lsq.gemm.tuner import product_list
 from lsq.gemm.tuner.cublaslt import CublasBackend
 from lsq.gemm.tuner.search import Summary, opened, tune
 from lsq.gemm.tuner.trial import Outcome, Trials
-from lsq.ops import representatives
+from lsq.ops.representatives import OPERATIONS
 from lsq.run.cuda import gpu
 
 if TYPE_CHECKING:
@@ -78,8 +79,6 @@ class Options(What, Training):
     """cuda alone"""
     output: Annotated[Path, "FILE.json"] | None = None
     """by default in the user's folder"""
-    exhaustive: bool = False
-    """all algorithms of cuBLASLt, not only its proposals"""
     seconds: Seconds | None = None
     """begin no further product after so many"""
     again: bool = False
@@ -121,10 +120,10 @@ def run(arguments: list[str]) -> int:
         print(product_list.text(keys), end="")
         return 0
     try:
-        validators = device.here("cuda")
+        validators = configuration_file.here()
     except RuntimeError as error:
         raise ValueError(f"there is no GPU to tune for ({error}); {NOT_ON_CPUS}") from None
-    path = given.output or _default_path(device.file_name(validators))
+    path = given.output or _default_path(configuration_file.file_name(validators))
     if given.output is None:
         check_writable(path, makes_folders=True)
     status = 0
@@ -135,7 +134,7 @@ def run(arguments: list[str]) -> int:
             print(f"to tune    {due} products", flush=True)
         with _progress(due, given.quiet) as progress:
             summary = tune(
-                gpu_trials(exhaustive=given.exhaustive),
+                gpu_trials(),
                 keys,
                 path,
                 validators,
@@ -174,24 +173,17 @@ def _of_training(given: Namespace, training: Sequence[str]) -> list[ProductKey]:
     )
 
 
-def gpu_trials(*, exhaustive: bool = False, cache: int | None = None) -> Trials:
+def gpu_trials(*, cache: int | None = None) -> Trials:
     """Make trials of products on the current GPU.
 
     Args:
-        exhaustive: of all algorithms of cuBLASLt.
         cache: bytes that the operands of a product exceed together; None: the L2 cache.
 
     Raises:
         RuntimeError, ValueError: there is no libcublasLt, or the GPU cannot be used.
     """
     current = gpu(torch.cuda.current_device(), first_candidate)
-    return CublasBackend(
-        current.products,
-        device=current,
-        operations=representatives.OPERATIONS,
-        exhaustive=exhaustive,
-        cache=cache,
-    ).trial
+    return CublasBackend(current.products, device=current, operations=OPERATIONS, cache=cache).trial
 
 
 def _default_path(name: str) -> Path:
@@ -287,7 +279,7 @@ def draw(file: ConfigurationFile, path: Path) -> None:
 def _panel(
     axes: "Axes", entries: Sequence[Entry], gain: Callable[[Entry], float], compared: str
 ) -> None:
-    for number, op in enumerate((*OPERATIONS, MATMUL)):
+    for number, op in enumerate((*TILED, *TILED_ALONE, MATMUL)):
         chosen = [entry for entry in entries if entry.key.op == op]
         if not chosen:
             continue

@@ -62,7 +62,8 @@ struct Matrix {
 
     Row row(unsigned number) const {
         Row values;
-        for (unsigned i = 0; i < INNER / CHUNK; ++i) std::memcpy(values.data() + i * CHUNK, chunk(number, i), CHUNK);
+        for (unsigned i = 0; i < INNER / CHUNK; ++i)
+            std::memcpy(values.data() + i * CHUNK, chunk(number, i), CHUNK);
         return values;
     }
 };
@@ -101,7 +102,8 @@ template <class Work>
 void for_chunks(const Multiplication& one, const Work& work) {
     for (unsigned i = 0; i < INNER / CHUNK; ++i) {
         for (unsigned half = 0; half < 2; ++half) work(one.a.chunk(first_row() + 8 * half, i));
-        for (unsigned number = 0; number < one.columns / 4; ++number) work(one.b.chunk(column_of(number), i));
+        for (unsigned number = 0; number < one.columns / 4; ++number)
+            work(one.b.chunk(column_of(number), i));
     }
 }
 
@@ -113,7 +115,8 @@ void multiply(const Multiplication& one, std::vector<int32_t>& sums) {
             int32_t sum = 0;
             for (unsigned k = 0; k < INNER; ++k) sum += rows[half][k] * column[k];
             int32_t& found = sums[number / 2 * 4 + half * 2 + number % 2];
-            found = static_cast<int32_t>(static_cast<uint32_t>(found) + static_cast<uint32_t>(sum));  // wraps around
+            // Wraps around.
+            found = static_cast<int32_t>(static_cast<uint32_t>(found) + static_cast<uint32_t>(sum));
         }
     }
 }
@@ -129,15 +132,21 @@ void finish(Multiplications& mine, const Multiplication& one) {
 }
 
 void check_matrix(uint64_t descriptor, const Matrix& matrix, unsigned rows, Site site) {
-    const std::string given = "gives the descriptor " + hexadecimal(descriptor) + " to wgmma (" + describe(site) + "), ";
-    if (!matrix.swizzle) fail_thread(given + "whose matrix is not swizzled; the emulator knows swizzled ones alone");
+    const std::string given =
+        "gives the descriptor " + hexadecimal(descriptor) + " to wgmma (" + describe(site) + "), ";
+    if (!matrix.swizzle)
+        fail_thread(given + "whose matrix is not swizzled; the emulator knows swizzled ones alone");
     if (descriptor >> 49 & 7 || matrix.eight_rows % (8 * matrix.swizzle)) {
-        fail_thread(given + "whose groups of eight rows do not lie at a multiple of " + std::to_string(8 * matrix.swizzle));
+        fail_thread(given + "whose groups of eight rows do not lie at a multiple of " +
+                    std::to_string(8 * matrix.swizzle));
     }
-    if (matrix.start % matrix.swizzle + INNER > matrix.swizzle || matrix.start / matrix.swizzle % 8) {
-        fail_thread(given + "whose rows of 32 values do not begin within the first row of its swizzle");
+    if (matrix.start % matrix.swizzle + INNER > matrix.swizzle ||
+        matrix.start / matrix.swizzle % 8) {
+        fail_thread(given +
+                    "whose rows of 32 values do not begin within the first row of its swizzle");
     }
-    const unsigned char* first = emulator_dynamic_shared + matrix.start - matrix.start % matrix.swizzle;
+    const unsigned char* first =
+        emulator_dynamic_shared + matrix.start - matrix.start % matrix.swizzle;
     const unsigned char* past = first + (rows / 8 - 1) * matrix.eight_rows + 8 * matrix.swizzle;
     emulator_check_shared(past - 1, 1, "wgmma", site);
 }
@@ -158,8 +167,10 @@ void abandon_asynchronous() {
 
 std::string different_multiplications() {
     for (unsigned i = 0; i < threads.size(); ++i) {
-        if (multiplications[i].history == multiplications[i / WARPGROUP * WARPGROUP].history) continue;
-        return "the warps of its warpgroup " + std::to_string(i / WARPGROUP) + " do not begin the same wgmma";
+        if (multiplications[i].history == multiplications[i / WARPGROUP * WARPGROUP].history)
+            continue;
+        return "the warps of its warpgroup " + std::to_string(i / WARPGROUP) +
+               " do not begin the same wgmma";
     }
     return "";
 }
@@ -170,13 +181,15 @@ using namespace emulator;
 
 extern "C" {
 
-void emulator_copy(void* to, const void* from, size_t size, bool zeros, const void* place, Site site) {
+void emulator_copy(void* to, const void* from, size_t size, bool zeros, const void* place,
+                   Site site) {
     for (const void* address : {static_cast<const void*>(to), from}) {
         if (reinterpret_cast<uintptr_t>(address) % size) emulator_misaligned(address, size, site);
     }
     emulator_check_shared(to, size, "cp.async", site);
     if (!zeros) emulator_read(from, size, place);
-    begin_copy(to, size, static_cast<const char*>(place) + 1);  // an access of its own for those who count
+    // An access of its own for those who count.
+    begin_copy(to, size, static_cast<const char*>(place) + 1);
     Copy copy = {static_cast<unsigned char*>(to), size, {}};
     if (!zeros) std::memcpy(copy.bytes, from, size);
     copies[current].open.push_back(copy);
@@ -199,7 +212,8 @@ void emulator_wait_copies(size_t groups) {
 }
 
 uint32_t emulator_shared_address(const void* address) {
-    return static_cast<uint32_t>(static_cast<const unsigned char*>(address) - emulator_dynamic_shared);
+    return static_cast<uint32_t>(static_cast<const unsigned char*>(address) -
+                                 emulator_dynamic_shared);
 }
 
 void emulator_fence_warpgroup(Site site) {
@@ -207,11 +221,13 @@ void emulator_fence_warpgroup(Site site) {
     multiplications[current].fenced = true;
 }
 
-void emulator_begin_multiplication(int32_t* place, uint32_t columns, uint64_t a, uint64_t b, Site site) {
+void emulator_begin_multiplication(int32_t* place, uint32_t columns, uint64_t a, uint64_t b,
+                                   Site site) {
     emulator_together("wgmma.mma_async", nothing, nullptr, site);
     Multiplications& mine = multiplications[current];
     if (!mine.fenced) {
-        fail_thread("begins wgmma (" + describe(site) + ") with no wgmma.fence behind what may have touched its sums");
+        fail_thread("begins wgmma (" + describe(site) +
+                    ") with no wgmma.fence behind what may have touched its sums");
     }
     const Multiplication one = {Matrix(a), Matrix(b), place, columns};
     check_matrix(a, one.a, 64, site);

@@ -205,8 +205,7 @@ def _link(arguments: list[str], target: Path, text: str | None = None) -> None:
         except OSError as error:
             raise RuntimeError(
                 f"the emulator's cache folder {target.parent} cannot be written ({error.strerror}):"
-                " make it writable, "
-                "or name another folder in XDG_CACHE_HOME"
+                " make it writable, or name another folder in XDG_CACHE_HOME"
             ) from error
 
 
@@ -221,9 +220,8 @@ def _run(command: list[str], text: str | None = None) -> str:
     except OSError as error:
         raise RuntimeError(
             f"the C++ compiler {command[0]!r} cannot be run ({error.strerror}); the CUDA emulator"
-            " needs one: "
-            "install g++ (Debian, Ubuntu: `apt install g++`; Fedora: `dnf install gcc-c++`), or"
-            " name another in CXX"
+            " needs one: install g++ (Debian, Ubuntu: `apt install g++`; Fedora: `dnf install"
+            " gcc-c++`), or name another in CXX"
         ) from error
     if result.returncode:
         raise RuntimeError(f"`{shlex.join(command)}` failed:\n{result.stderr.strip()[:4000]}")

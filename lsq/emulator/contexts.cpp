@@ -55,11 +55,6 @@ DRIVER cuGetErrorString(int result, const char** message) {
     return known;
 }
 
-DRIVER cuDeviceGetCount(int* count) {
-    *count = DEVICES;
-    return SUCCESS;
-}
-
 DRIVER cuDeviceGet(int* device, int ordinal) {
     if (!exists(ordinal)) return INVALID_DEVICE;
     *device = ordinal;
@@ -72,15 +67,9 @@ DRIVER cuDevicePrimaryCtxRetain(Context** context, int device) {
     return SUCCESS;
 }
 
-DRIVER cuDevicePrimaryCtxRelease_v2(int device) { return exists(device) ? SUCCESS : INVALID_DEVICE; }
-
 DRIVER cuCtxGetCurrent(Context** context) {
     *context = stack.empty() ? nullptr : stack.back();
     return SUCCESS;
-}
-
-DRIVER cuCtxGetDevice(int* device) {
-    return guarded([&] { *device = current_context().device; });
 }
 
 DRIVER cuCtxPushCurrent_v2(Context* context) {

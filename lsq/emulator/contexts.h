@@ -46,7 +46,9 @@ struct Failure {
     std::string message;
 };
 
-[[noreturn]] inline void fail(Result result, const std::string& message) { throw Failure{result, message}; }
+[[noreturn]] inline void fail(Result result, const std::string& message) {
+    throw Failure{result, message};
+}
 
 Result remember(const Failure& failure);
 std::recursive_mutex& driver_lock();

@@ -57,7 +57,7 @@ struct Request {
     uintptr_t address[WARP];
 };
 
-// One place in the code, and what the lanes of the warp that runs have accessed there since they
+// One instruction, and what the lanes of the warp that runs have accessed there since they
 // met.
 struct Place {
     size_t size = 0;
@@ -96,7 +96,8 @@ std::string quoted(const std::string& words) { return '"' + words + '"'; }
 
 std::string listed(std::initializer_list<int64_t> numbers) {
     std::string found = "[";
-    for (const int64_t number : numbers) found += (found.size() > 1 ? "," : "") + std::to_string(number);
+    for (const int64_t number : numbers)
+        found += (found.size() > 1 ? "," : "") + std::to_string(number);
     return found + "]";
 }
 
@@ -117,11 +118,15 @@ std::string written(const Region& region) {
 std::string written(const Record& record) {
     const Shared& shared = record.shared;
     return "{\"kernel\":" + quoted(record.kernel) + ",\"module\":" + quoted(record.module) +
-           ",\"regions\":" + joined(record.regions, [](const Region& one) { return written(one); }) +
-           ",\"shared\":" + listed({shared.requests, shared.passes, shared.least}) + ",\"blocks\":" +
-           joined(record.blocks, [](const Block& one) {
-               return listed({static_cast<int64_t>(one.offset), one.warps, one.lanes});
-           }) + "}";
+           ",\"regions\":" +
+           joined(record.regions, [](const Region& one) { return written(one); }) +
+           ",\"shared\":" + listed({shared.requests, shared.passes, shared.least}) +
+           ",\"blocks\":" +
+           joined(record.blocks,
+                  [](const Block& one) {
+                      return listed({static_cast<int64_t>(one.offset), one.warps, one.lanes});
+                  }) +
+           "}";
 }
 
 template <typename Value>
@@ -144,7 +149,8 @@ void settle_shared(const Request& request, size_t size) {
             if (!(request.lanes >> lane & 1)) continue;
             any = true;
             const uintptr_t last = (request.address[lane] + size - 1) / WORD;
-            for (uintptr_t word = request.address[lane] / WORD; word <= last; ++word) words[word % BANKS].push_back(word);
+            for (uintptr_t word = request.address[lane] / WORD; word <= last; ++word)
+                words[word % BANKS].push_back(word);
         }
         size_t passes = 0;
         for (std::vector<uintptr_t>& bank : words) passes = std::max(passes, different(bank));
@@ -253,7 +259,8 @@ extern "C" {
 
 // Until emulator_profile_end, counts what launches do. Memory is told apart by `count` regions
 // [begin, end).
-EMULATOR_VISIBLE void emulator_profile_begin(const uint64_t* begins, const uint64_t* ends, int64_t count) {
+EMULATOR_VISIBLE void emulator_profile_begin(const uint64_t* begins, const uint64_t* ends,
+                                             int64_t count) {
     named.assign(count + 1, {});
     for (int64_t i = 0; i < count; ++i) {
         named[i].begin = begins[i];

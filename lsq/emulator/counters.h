@@ -2,7 +2,7 @@
 // of code.
 //
 // A GPU serves the lanes of a warp that execute one instruction together as one request. Here a
-// request is what the lanes of a warp access at one place of the code, reached on one path of
+// request is what the lanes of a warp access at one instruction, reached on one path of
 // calls, for the n-th time since all of them last met at a barrier or a collective. Lanes that go
 // round a loop different numbers of times are paired from its beginning, as they are on a GPU.
 #pragma once

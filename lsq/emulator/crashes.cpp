@@ -75,7 +75,8 @@ CrashGuard::CrashGuard(void (*leave)(Crash)) {
     sigaltstack(&stack, &stack_before);
     struct sigaction action = {};
     action.sa_sigaction = handle;
-    action.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER;  // the handler is left without returning
+    // The handler is left without returning.
+    action.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER;
     for (size_t i = 0; i < std::size(KINDS); ++i) sigaction(KINDS[i].signal, &action, &before[i]);
 }
 

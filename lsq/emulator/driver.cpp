@@ -53,13 +53,17 @@ std::string words(Index size) {
 // What a GPU would refuse about a launch's shape; empty if nothing.
 std::string refusal(const Function& function, const Launch& launch) {
     if (too_large(launch.grid, 0x7fffffff, 65535, 65535)) {
-        return "a grid of " + words(launch.grid) + " blocks; allowed are 1 to 2147483647 x 65535 x 65535";
+        return "a grid of " + words(launch.grid) +
+               " blocks; allowed are 1 to 2147483647 x 65535 x 65535";
     }
-    if (too_large(launch.block, 1024, 1024, 64) || launch.block.x * launch.block.y * launch.block.z > 1024) {
-        return "blocks of " + words(launch.block) + " threads; allowed are 1 to 1024 x 1024 x 64, 1024 in all";
+    if (too_large(launch.block, 1024, 1024, 64) ||
+        launch.block.x * launch.block.y * launch.block.z > 1024) {
+        return "blocks of " + words(launch.block) +
+               " threads; allowed are 1 to 1024 x 1024 x 64, 1024 in all";
     }
     if (launch.shared > function.dynamic_shared) {
-        return std::to_string(launch.shared) + " bytes of dynamic shared memory; the function, which has " +
+        return std::to_string(launch.shared) +
+               " bytes of dynamic shared memory; the function, which has " +
                std::to_string(function.static_bytes()) + " static bytes, allows " +
                std::to_string(function.dynamic_shared) +
                " (more must be allowed first: cuFuncSetAttribute, MAX_DYNAMIC_SHARED_SIZE_BYTES)";
@@ -100,7 +104,8 @@ DRIVER cuModuleLoadData(Module** module, const void* image) {
         refuse_unsafe("cuModuleLoadData");
         const char* text = static_cast<const char*>(image);
         if (std::strncmp(text, MAGIC, sizeof MAGIC - 1) != 0) {
-            fail(INVALID_IMAGE, "not a module of the emulator; make it with lsq.emulator.compile_kernels");
+            fail(INVALID_IMAGE,
+                 "not a module of the emulator; make it with lsq.emulator.compile_kernels");
         }
         void* library = dlopen(text + sizeof MAGIC - 1, RTLD_NOW | RTLD_LOCAL);
         if (!library) fail(INVALID_IMAGE, dlerror());
@@ -124,13 +129,19 @@ DRIVER cuModuleGetFunction(Function** function, Module* module, const char* name
             *function = &known->second;
             return;
         }
-        const auto find = [&](const std::string& symbol) { return dlsym(module->library, symbol.c_str()); };
+        const auto find = [&](const std::string& symbol) {
+            return dlsym(module->library, symbol.c_str());
+        };
         void* kernel = find(std::string(name) + "__launch");
-        if (!kernel) fail(NOT_FOUND, std::string("no kernel ") + name + " (or no LSQ_EXPORT after it)");
+        if (!kernel)
+            fail(NOT_FOUND, std::string("no kernel ") + name + " (or no LSQ_EXPORT after it)");
         const auto shared = reinterpret_cast<Memory (*)()>(find("emulator_static_shared"));
-        const auto parameters = reinterpret_cast<const size_t* (*)()>(find(std::string(name) + "__parameters"));
-        if (!shared || !parameters) fail(NOT_FOUND, std::string("kernel ") + name + " has no LSQ_EXPORT of its own");
-        Function made{name, module->context, reinterpret_cast<void (*)(void**)>(kernel), parameters(), shared(), 0};
+        const auto parameters =
+            reinterpret_cast<const size_t* (*)()>(find(std::string(name) + "__parameters"));
+        if (!shared || !parameters)
+            fail(NOT_FOUND, std::string("kernel ") + name + " has no LSQ_EXPORT of its own");
+        Function made{name,         module->context, reinterpret_cast<void (*)(void**)>(kernel),
+                      parameters(), shared(),        0};
         made.dynamic_shared = DEFAULT_SHARED - std::min(DEFAULT_SHARED, made.static_bytes());
         *function = &module->functions.emplace(name, made).first->second;
     });
@@ -149,15 +160,16 @@ DRIVER cuFuncSetAttribute(Function* function, int attribute, int value) {
         const size_t most = LARGEST_SHARED - function->static_bytes();
         if (value < 0 || static_cast<size_t>(value) > most) {
             fail(INVALID_VALUE, "kernel " + function->name + ": " + std::to_string(value) +
-                                    " bytes of dynamic shared memory; allowed are 0 to " + std::to_string(most));
+                                    " bytes of dynamic shared memory; allowed are 0 to " +
+                                    std::to_string(most));
         }
         function->dynamic_shared = value;
     });
 }
 
-DRIVER cuLaunchKernel(Function* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
-                      unsigned block_y, unsigned block_z, unsigned shared, const void* handle, void** arguments,
-                      void**) {
+DRIVER cuLaunchKernel(Function* function, unsigned grid_x, unsigned grid_y, unsigned grid_z,
+                      unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared,
+                      const void* handle, void** arguments, void**) {
     return guarded([&] {
         Stream& stream = find_stream(handle);
         const Launch launch{function->name.c_str(),      function->kernel, {grid_x, grid_y, grid_z},
@@ -168,6 +180,8 @@ DRIVER cuLaunchKernel(Function* function, unsigned grid_x, unsigned grid_y, unsi
         if (function->context != &stream.context) {
             fail(INVALID_HANDLE, what + " was loaded into another context than the current one");
         }
-        submit(stream, what, stream.capture ? repeatable(*function, launch) : [&] { return run(launch); });
+        submit(
+            stream, what,
+            stream.capture ? repeatable(*function, launch) : [&] { return run(launch); });
     });
 }

@@ -84,8 +84,8 @@ inline To reinterpret(From value) {
 
 template <typename T>
 inline T shuffle(const char* name, unsigned mask, T value, unsigned source, Site site) {
-    return reinterpret<T>(
-        emulator_collective(Collective::shuffle, name, mask, reinterpret<unsigned>(value), source, site));
+    return reinterpret<T>(emulator_collective(Collective::shuffle, name, mask,
+                                              reinterpret<unsigned>(value), source, site));
 }
 
 }  // namespace emulator
@@ -96,7 +96,8 @@ inline unsigned __umulhi(unsigned a, unsigned b) { return static_cast<uint64_t>(
 
 // The sum, rounded down.
 EMULATOR_INSTRUCTION float __fadd_rd(float a, float b) {
-    const float sum = a + b, of_b = sum - a, lost = (a - (sum - of_b)) + (b - of_b);  // exact: Knuth's two-sum
+    // Exact: Knuth's two-sum.
+    const float sum = a + b, of_b = sum - a, lost = (a - (sum - of_b)) + (b - of_b);
     return lost < 0.0f ? nextafterf(sum, -__builtin_inff()) : sum;
 }
 
@@ -113,7 +114,8 @@ EMULATOR_INSTRUCTION unsigned __byte_perm(unsigned a, unsigned b, unsigned choic
 
 // sum plus the products of the bytes of a and b, as signed numbers.
 EMULATOR_INSTRUCTION int __dp4a(int a, int b, int sum) {
-    for (int i = 0; i < 32; i += 8) sum += static_cast<signed char>(a >> i) * static_cast<signed char>(b >> i);
+    for (int i = 0; i < 32; i += 8)
+        sum += static_cast<signed char>(a >> i) * static_cast<signed char>(b >> i);
     return sum;
 }
 
@@ -157,15 +159,18 @@ inline void __syncwarp(unsigned mask = 0xffffffff, EMULATOR_SITE) {
 }
 
 inline unsigned __ballot_sync(unsigned mask, int predicate, EMULATOR_SITE) {
-    return emulator_collective(emulator::Collective::ballot, "__ballot_sync", mask, predicate != 0, 0, site);
+    return emulator_collective(emulator::Collective::ballot, "__ballot_sync", mask, predicate != 0,
+                               0, site);
 }
 
 inline int __any_sync(unsigned mask, int predicate, EMULATOR_SITE) {
-    return emulator_collective(emulator::Collective::ballot, "__any_sync", mask, predicate != 0, 0, site) != 0;
+    return emulator_collective(emulator::Collective::ballot, "__any_sync", mask, predicate != 0, 0,
+                               site) != 0;
 }
 
 inline int __all_sync(unsigned mask, int predicate, EMULATOR_SITE) {
-    return emulator_collective(emulator::Collective::ballot, "__all_sync", mask, predicate != 0, 0, site) == mask;
+    return emulator_collective(emulator::Collective::ballot, "__all_sync", mask, predicate != 0, 0,
+                               site) == mask;
 }
 
 // Shuffles act within groups of `width` lanes, a power of two; a source beyond the group is the
@@ -179,19 +184,23 @@ inline T __shfl_sync(unsigned mask, T value, int source, int width = 32, EMULATO
 template <typename T>
 inline T __shfl_up_sync(unsigned mask, T value, unsigned delta, int width = 32, EMULATOR_SITE) {
     const unsigned lane = emulator_lane(), within = lane & (width - 1u);
-    return emulator::shuffle("__shfl_up_sync", mask, value, delta > within ? lane : lane - delta, site);
+    return emulator::shuffle("__shfl_up_sync", mask, value, delta > within ? lane : lane - delta,
+                             site);
 }
 
 template <typename T>
 inline T __shfl_down_sync(unsigned mask, T value, unsigned delta, int width = 32, EMULATOR_SITE) {
     const unsigned lane = emulator_lane(), within = lane & (width - 1u);
-    return emulator::shuffle("__shfl_down_sync", mask, value, delta >= width - within ? lane : lane + delta, site);
+    return emulator::shuffle("__shfl_down_sync", mask, value,
+                             delta >= width - within ? lane : lane + delta, site);
 }
 
 template <typename T>
 inline T __shfl_xor_sync(unsigned mask, T value, int bits, int width = 32, EMULATOR_SITE) {
-    const unsigned lane = emulator_lane(), source = lane ^ bits, beyond = (lane & ~(width - 1u)) + width;
-    return emulator::shuffle("__shfl_xor_sync", mask, value, source >= beyond ? lane : source, site);
+    const unsigned lane = emulator_lane(), source = lane ^ bits,
+                   beyond = (lane & ~(width - 1u)) + width;
+    return emulator::shuffle("__shfl_xor_sync", mask, value, source >= beyond ? lane : source,
+                             site);
 }
 
 // Loads and stores of vectors, each one access, which on a GPU must be aligned. Compilers would
@@ -200,7 +209,8 @@ inline T __shfl_xor_sync(unsigned mask, T value, int bits, int width = 32, EMULA
 
 template <typename Word>
 EMULATOR_VECTOR Word emulator_load(const void* from, EMULATOR_SITE) {
-    if (reinterpret_cast<uintptr_t>(from) % sizeof(Word)) emulator_misaligned(from, sizeof(Word), site);
+    if (reinterpret_cast<uintptr_t>(from) % sizeof(Word))
+        emulator_misaligned(from, sizeof(Word), site);
     emulator_read(from, sizeof(Word), __builtin_return_address(0));
     return *static_cast<const Word*>(from);
 }
@@ -255,6 +265,10 @@ inline const size_t* parameters(void (*)(T...)) {
 
 // Stands after each kernel: what the driver looks up, one thread's run of it and the sizes of its
 // parameters.
-#define LSQ_EXPORT(kernel)                                                                                     \
-    extern "C" EMULATOR_VISIBLE void kernel##__launch(void** arguments) { emulator::call(kernel, arguments); } \
-    extern "C" EMULATOR_VISIBLE const size_t* kernel##__parameters() { return emulator::parameters(kernel); }
+#define LSQ_EXPORT(kernel)                                                \
+    extern "C" EMULATOR_VISIBLE void kernel##__launch(void** arguments) { \
+        emulator::call(kernel, arguments);                                \
+    }                                                                     \
+    extern "C" EMULATOR_VISIBLE const size_t* kernel##__parameters() {    \
+        return emulator::parameters(kernel);                              \
+    }

@@ -48,7 +48,8 @@ inline void before_switch([[maybe_unused]] void** kept, [[maybe_unused]] const v
 
 inline void after_switch([[maybe_unused]] void* kept, [[maybe_unused]] bool in_fiber) {
 #ifdef LSQ_SANITIZE
-    __sanitizer_finish_switch_fiber(kept, in_fiber ? &caller_stack : nullptr, in_fiber ? &caller_size : nullptr);
+    __sanitizer_finish_switch_fiber(kept, in_fiber ? &caller_stack : nullptr,
+                                    in_fiber ? &caller_size : nullptr);
 #endif
 }
 
@@ -140,7 +141,9 @@ void Fiber::yield() {
     after_switch(kept, true);
 }
 
-bool Fiber::holds(const void* address) const { return stack_ && address >= stack_ && address < stack_ + STACK; }
+bool Fiber::holds(const void* address) const {
+    return stack_ && address >= stack_ && address < stack_ + STACK;
+}
 
 bool Fiber::overflown(const void* address) const {
     return stack_ && address < stack_ && address >= stack_ - page_size();

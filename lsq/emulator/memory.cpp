@@ -124,7 +124,8 @@ DRIVER lsq_emulator_watch(int on) {
 
 // Code that is no kernel touches memory: on a stream, or on the host, which waits for nothing by
 // that.
-DRIVER lsq_emulator_use(const void* handle, const char* what, const void* address, size_t bytes, int writes) {
+DRIVER lsq_emulator_use(const void* handle, const char* what, const void* address, size_t bytes,
+                        int writes) {
     return guarded([&] {
         const auto work = [name = std::string(what), address, bytes, writes] {
             const std::string fault = use(address, bytes, writes);
@@ -137,13 +138,15 @@ DRIVER lsq_emulator_use(const void* handle, const char* what, const void* addres
 
 // Memory that others allocate begins to be used in the order of a stream, or of the host, whose
 // memory all devices use.
-DRIVER lsq_emulator_memory_begin(const void* handle, const char* name, const void* address, size_t bytes) {
+DRIVER lsq_emulator_memory_begin(const void* handle, const char* name, const void* address,
+                                 size_t bytes) {
     return guarded([&] { begin_memory(find_lane(handle), name, address, bytes); });
 }
 
 // It ends in the order of a stream or the host, and of `count` streams that its allocator waits for
 // as well (record_stream).
-DRIVER lsq_emulator_memory_end(const void* handle, const void* address, const void* const* others, size_t count) {
+DRIVER lsq_emulator_memory_end(const void* handle, const void* address, const void* const* others,
+                               size_t count) {
     return guarded([&] {
         std::vector<Lane*> lanes;
         for (size_t i = 0; i < count; ++i) lanes.push_back(&find_lane(others[i]));

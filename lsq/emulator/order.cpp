@@ -28,7 +28,8 @@ struct Piece {
 };
 
 struct Granule {
-    uint32_t writer = NOBODY, reader = NOBODY;  // numbers of pieces; readers that nothing orders: of a crowd
+    // Numbers of pieces; readers that nothing orders: of a crowd.
+    uint32_t writer = NOBODY, reader = NOBODY;
 };
 
 struct Region {
@@ -74,25 +75,29 @@ void each_granule(uintptr_t begin, uintptr_t end, Visit visit) {
 }
 
 bool over(const Piece& piece, const Clock& clock) {
-    return piece.kind != Kind::ended && piece.lane < clock.size() && clock[piece.lane] >= piece.tick;
+    return piece.kind != Kind::ended && piece.lane < clock.size() &&
+           clock[piece.lane] >= piece.tick;
 }
 
 // One of the pieces that `number` stands for that is not over by `clock`, or NOBODY.
 uint32_t unordered(uint32_t number, const Clock& clock) {
     if (!(number & CROWD)) return number == NOBODY || over(pieces[number], clock) ? NOBODY : number;
     const Crowd& crowd = crowds[number & ~CROWD];
-    const auto found = std::find_if(crowd.begin(), crowd.end(), [&](uint32_t one) { return !over(pieces[one], clock); });
+    const auto found = std::find_if(crowd.begin(), crowd.end(),
+                                    [&](uint32_t one) { return !over(pieces[one], clock); });
     return found == crowd.end() ? NOBODY : *found;
 }
 
 // The readers of a granule with the current piece among them, without those that are over for it.
 uint32_t with_reader(uint32_t readers) {
-    if (readers == current_piece || unordered(readers, current_lane->clock) == NOBODY) return current_piece;
+    if (readers == current_piece || unordered(readers, current_lane->clock) == NOBODY)
+        return current_piece;
     Crowd crowd = readers & CROWD ? crowds[readers & ~CROWD] : Crowd{readers};
     const auto is_over = [](uint32_t one) { return over(pieces[one], current_lane->clock); };
     crowd.erase(std::remove_if(crowd.begin(), crowd.end(), is_over), crowd.end());
     crowd.push_back(current_piece);
-    const auto [at, is_new] = numbers_of_crowds.emplace(crowd, CROWD | static_cast<uint32_t>(crowds.size()));
+    const auto [at, is_new] =
+        numbers_of_crowds.emplace(crowd, CROWD | static_cast<uint32_t>(crowds.size()));
     if (is_new) crowds.push_back(crowd);
     return at->second;
 }
@@ -110,8 +115,9 @@ std::string place(uintptr_t address, size_t bytes) {
     const auto region = region_of(address);
     if (region == regions.end()) return text;
     const uintptr_t begin = region->first;
-    return text + " (byte " + std::to_string(address - begin) + " of " + std::to_string(region->second.end - begin) +
-           " of the memory " + region->second.name + ")";
+    return text + " (byte " + std::to_string(address - begin) + " of " +
+           std::to_string(region->second.end - begin) + " of the memory " + region->second.name +
+           ")";
 }
 
 // What the current piece did, and why it should not have.
@@ -126,7 +132,8 @@ bool foreign(uint32_t writer, uintptr_t address) {
     const int here = current_lane->device;
     if (writer == NOBODY || here == HOST || pieces[writer].device == here) return false;
     const auto region = region_of(address);
-    return region != regions.end() && region->second.device != HOST && region->second.device != here;
+    return region != regions.end() && region->second.device != HOST &&
+           region->second.device != here;
 }
 
 }  // namespace
@@ -171,13 +178,16 @@ std::string use(const void* pointer, size_t bytes, bool writes) {
     std::string fault;
     each_granule(begin, end, [&](Granule& granule) {
         const uint32_t writer = unordered(granule.writer, current_lane->clock);
-        const uint32_t reader = writer || !writes ? NOBODY : unordered(granule.reader, current_lane->clock);
+        const uint32_t reader =
+            writer || !writes ? NOBODY : unordered(granule.reader, current_lane->clock);
         const bool is_foreign = foreign(granule.writer, begin);
         if (writer || reader || is_foreign) {
-            const std::string done = (writes ? "writes " : "reads ") + place(begin, bytes) + " on " + current_lane->name;
+            const std::string done =
+                (writes ? "writes " : "reads ") + place(begin, bytes) + " on " + current_lane->name;
             if (fault.empty()) {
                 fault = is_foreign ? done + ", which lies on another device"
-                                   : explain(done, pieces[writer ? writer : reader], writer ? " wrote" : " read");
+                                   : explain(done, pieces[writer ? writer : reader],
+                                             writer ? " wrote" : " read");
             }
         } else if (writes) {
             granule = {current_piece, NOBODY};
@@ -204,18 +214,21 @@ std::string end_memory(Lane& lane, const std::vector<Lane*>& others, const void*
     if (!watching) return "";
     const uintptr_t begin = reinterpret_cast<uintptr_t>(pointer);
     const auto region = regions.find(begin);
-    if (region == regions.end() || region->second.ended) return "no memory begins at " + hexadecimal(begin);
+    if (region == regions.end() || region->second.ended)
+        return "no memory begins at " + hexadecimal(begin);
     Clock clock = lane.clock;
     join(clock, host().clock);
     for (const Lane* other : others) join(clock, other->clock);
     std::string fault;
     const uint32_t piece = new_piece(Kind::ended, lane, "the memory " + region->second.name);
     each_granule(begin, region->second.end, [&](Granule& granule) {
-        const uint32_t writer = unordered(granule.writer, clock), reader = unordered(granule.reader, clock);
+        const uint32_t writer = unordered(granule.writer, clock),
+                       reader = unordered(granule.reader, clock);
         if (fault.empty() && (writer || reader)) {
             const Piece& last = pieces[writer ? writer : reader];
-            fault = "the memory " + region->second.name + " ends on " + lane.name + ", but " + last.what + " on " +
-                    last.where + (writer ? " writes" : " reads") + " it; nothing orders the two";
+            fault = "the memory " + region->second.name + " ends on " + lane.name + ", but " +
+                    last.what + " on " + last.where + (writer ? " writes" : " reads") +
+                    " it; nothing orders the two";
         }
         granule = {piece, NOBODY};
     });

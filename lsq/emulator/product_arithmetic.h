@@ -9,7 +9,8 @@
 #include <limits>
 #include <vector>
 
-#pragma GCC optimize("O3")  // the emulator is built for quick compiling; these loops must be vectorised
+#pragma GCC optimize( \
+    "O3")  // the emulator is built for quick compiling; these loops must be vectorised
 
 namespace emulator {
 
@@ -43,13 +44,15 @@ inline float widened(uint16_t bits) {
 
 // A sum rounded once, half to even, to bfloat16.
 inline uint16_t narrowed(double sum) {
-    constexpr int bits = 7, smallest = -126;  // of the fraction, and the least exponent of a normal number
+    // Of the fraction, and the least exponent of a normal number.
+    constexpr int bits = 7, smallest = -126;
     constexpr uint16_t infinity = 0x7F80;
     const uint16_t sign = std::signbit(sum) ? 0x8000 : 0;
     if (std::isnan(sum)) return sign | infinity | 1 << (bits - 1);
     if (std::isinf(sum)) return sign | infinity;
     const int exponent = sum == 0 ? smallest : std::max(std::ilogb(sum), smallest);
-    const auto steps = static_cast<int64_t>(std::nearbyint(std::ldexp(std::fabs(sum), bits - exponent)));
+    const auto steps =
+        static_cast<int64_t>(std::nearbyint(std::ldexp(std::fabs(sum), bits - exponent)));
     const int64_t code = (static_cast<int64_t>(exponent - smallest) << bits) + steps;
     return sign | static_cast<uint16_t>(std::min<int64_t>(code, infinity));
 }
@@ -95,9 +98,12 @@ inline void multiply_integers(const Job& job, const int8_t* a, const int8_t* b, 
             if (p.d.type == kInt32) {
                 reinterpret_cast<int32_t*>(d)[at] = sum * static_cast<int32_t>(job.scalar);
             } else {
-                const float scaled = static_cast<float>(sum) * (job.alpha ? job.alpha[row] : job.scalar);
-                constexpr float kLow = std::numeric_limits<int8_t>::min(), kHigh = std::numeric_limits<int8_t>::max();
-                const float code = std::isnan(scaled) ? 0 : std::clamp(std::nearbyint(scaled), kLow, kHigh);
+                const float scaled =
+                    static_cast<float>(sum) * (job.alpha ? job.alpha[row] : job.scalar);
+                constexpr float kLow = std::numeric_limits<int8_t>::min(),
+                                kHigh = std::numeric_limits<int8_t>::max();
+                const float code =
+                    std::isnan(scaled) ? 0 : std::clamp(std::nearbyint(scaled), kLow, kHigh);
                 reinterpret_cast<int8_t*>(d)[at] = static_cast<int8_t>(code);
             }
         }
@@ -106,7 +112,8 @@ inline void multiply_integers(const Job& job, const int8_t* a, const int8_t* b, 
 
 // The lines over which sums run, one after another: row or column `line` of the operand at [line *
 // k].
-inline std::vector<double> lines(const char* operand, const Layout& layout, int64_t count, int64_t k, bool contiguous) {
+inline std::vector<double> lines(const char* operand, const Layout& layout, int64_t count,
+                                 int64_t k, bool contiguous) {
     std::vector<double> values(static_cast<size_t>(count * k));
     for (int64_t line = 0; line < count; ++line)
         for (int64_t i = 0; i < k; ++i) {
@@ -138,7 +145,8 @@ inline void multiply_floats(const Job& job, const char* a, const char* b, char* 
 inline void multiply(const Job& job) {
     const Problem& p = job.problem;
     if (p.a.type == kInt8) {
-        multiply_integers(job, reinterpret_cast<const int8_t*>(job.a), reinterpret_cast<const int8_t*>(job.b), job.d);
+        multiply_integers(job, reinterpret_cast<const int8_t*>(job.a),
+                          reinterpret_cast<const int8_t*>(job.b), job.d);
     } else {
         multiply_floats(job, job.a, job.b, job.d);
     }

@@ -13,7 +13,6 @@
 #include <mutex>
 #include <string>
 #include <type_traits>
-#include <vector>
 
 #include "product_rules.h"
 #include "services.h"
@@ -24,14 +23,14 @@ using namespace emulator;
 
 namespace {
 
-struct Failure {
+struct PlannedFailure {
     int32_t status;
     int64_t times;
 };
 
 std::mutex mutex;
 std::map<std::string, int64_t> counts;
-std::map<std::string, Failure> failures;
+std::map<std::string, PlannedFailure> failures;
 
 // Counts a call; returns the status that it must fail with, or kSuccess.
 int called(const char* function) {
@@ -42,7 +41,6 @@ int called(const char* function) {
     --planned->second.times;
     return planned->second.status;
 }
-
 
 struct Preference {
     uint64_t workspace;
@@ -59,18 +57,12 @@ int take(Field& field, const void* value, size_t bytes) {
     return kSuccess;
 }
 
-int give(const void* value, size_t size, void* out, size_t bytes, size_t* written) {
-    if (bytes == 0) return written ? (*written = size, kSuccess) : kInvalidValue;
-    if (!out || bytes < size) return kInvalidValue;
-    std::memcpy(out, value, size);
-    if (written) *written = size;
-    return kSuccess;
+bool misaligned(const void* pointer, uintptr_t bytes) {
+    return reinterpret_cast<uintptr_t>(pointer) % bytes != 0;
 }
 
-bool misaligned(const void* pointer, uintptr_t bytes) { return reinterpret_cast<uintptr_t>(pointer) % bytes != 0; }
-
 // A column-major matrix is read or written.
-const char* use(const Layout& layout, const void* matrix, bool writes) {
+const char* touch(const Layout& layout, const void* matrix, bool writes) {
     const size_t bytes = bytes_of(layout.type);
     const char* first = static_cast<const char*>(matrix);
     for (uint64_t column = 0; column < layout.columns; ++column) {
@@ -81,15 +73,15 @@ const char* use(const Layout& layout, const void* matrix, bool writes) {
 }
 
 // A Job, on its stream.
-const char* work(const void* data) {
+const char* run_product(const void* data) {
     Job job;
     std::memcpy(&job, data, sizeof job);
     const Problem& problem = job.problem;
-    const char* fault = use(problem.a, job.a, false);
-    if (!fault) fault = use(problem.b, job.b, false);
+    const char* fault = touch(problem.a, job.a, false);
+    if (!fault) fault = touch(problem.b, job.b, false);
     if (!fault && job.alpha) fault = emulator_use(job.alpha, 4 * problem.m, false);
     if (!fault) fault = emulator_use(job.workspace, job.workspace_bytes, true);
-    if (!fault) fault = use(problem.d, job.d, true);
+    if (!fault) fault = touch(problem.d, job.d, true);
     if (!fault) multiply(job);
     return fault;
 }
@@ -112,7 +104,8 @@ LSQ_EXPORT int cublasLtMatmulDescCreate(Desc** desc, int32_t compute, int32_t sc
     return called("cublasLtMatmulDescCreate");
 }
 
-LSQ_EXPORT int cublasLtMatmulDescSetAttribute(Desc* desc, int32_t attribute, const void* value, size_t bytes) {
+LSQ_EXPORT int cublasLtMatmulDescSetAttribute(Desc* desc, int32_t attribute, const void* value,
+                                              size_t bytes) {
     switch (attribute) {
         case 2: return take(desc->pointer_mode, value, bytes);
         case 3: return take(desc->transpose_a, value, bytes);
@@ -126,8 +119,8 @@ LSQ_EXPORT int cublasLtMatmulDescDestroy(Desc* desc) {
     return called("cublasLtMatmulDescDestroy");
 }
 
-LSQ_EXPORT int cublasLtMatrixLayoutCreate(Layout** layout, int32_t type, uint64_t rows, uint64_t columns,
-                                          int64_t leading) {
+LSQ_EXPORT int cublasLtMatrixLayoutCreate(Layout** layout, int32_t type, uint64_t rows,
+                                          uint64_t columns, int64_t leading) {
     *layout = new Layout{type, rows, columns, leading};
     return called("cublasLtMatrixLayoutCreate");
 }
@@ -142,11 +135,12 @@ LSQ_EXPORT int cublasLtMatmulPreferenceCreate(Preference** preference) {
     return called("cublasLtMatmulPreferenceCreate");
 }
 
-LSQ_EXPORT int cublasLtMatmulPreferenceSetAttribute(Preference* preference, int32_t attribute, const void* value,
-                                                    size_t bytes) {
+LSQ_EXPORT int cublasLtMatmulPreferenceSetAttribute(Preference* preference, int32_t attribute,
+                                                    const void* value, size_t bytes) {
     if (attribute == 1) return take(preference->workspace, value, bytes);
     if (attribute == 3) return take(preference->schemes, value, bytes);
-    if (attribute >= 5 && attribute <= 8) return take(preference->alignment[attribute - 5], value, bytes);
+    if (attribute >= 5 && attribute <= 8)
+        return take(preference->alignment[attribute - 5], value, bytes);
     return kInvalidValue;
 }
 
@@ -155,9 +149,10 @@ LSQ_EXPORT int cublasLtMatmulPreferenceDestroy(Preference* preference) {
     return called("cublasLtMatmulPreferenceDestroy");
 }
 
-LSQ_EXPORT int cublasLtMatmulAlgoGetHeuristic(Handle* handle, const Desc* desc, const Layout* a, const Layout* b,
-                                              const Layout* c, const Layout* d, const Preference* preference,
-                                              int requested, Candidate* candidates, int* returned) {
+LSQ_EXPORT int cublasLtMatmulAlgoGetHeuristic(Handle* handle, const Desc* desc, const Layout* a,
+                                              const Layout* b, const Layout* c, const Layout* d,
+                                              const Preference* preference, int requested,
+                                              Candidate* candidates, int* returned) {
     if (const int failure = called("cublasLtMatmulAlgoGetHeuristic")) return failure;
     if (!handle) return kNotInitialized;
     if (!preference || !candidates || !returned || requested <= 0) return kInvalidValue;
@@ -166,25 +161,28 @@ LSQ_EXPORT int cublasLtMatmulAlgoGetHeuristic(Handle* handle, const Desc* desc, 
     if (const int refused = describe(desc, a, b, c, d, problem)) return refused;
     const int32_t types[4] = {desc->compute, desc->scale, a->type, d->type};
     const Algorithm ideas[] = {
-        configured(66, types, 23, 36, 1, kNone),       configured(21, types, 20, 14, 1, kNone),
-        configured(21, types, 20, 14, 2, kOutputType), configured(21, types, 18, 15, 2, kComputeType),
-        configured(23, types, 23, 35, 1, kNone),       configured(21, types, 15, 13, 4, kInPlace),
+        configured(66, types, 23, 36, 1, kNone),
+        configured(21, types, 20, 14, 1, kNone),
+        configured(21, types, 20, 14, 2, kOutputType),
+        configured(21, types, 18, 15, 2, kComputeType),
+        configured(23, types, 23, 35, 1, kNone),
+        configured(21, types, 15, 13, 4, kInPlace),
         configured(0, types, 15, 0, 1, kNone),
     };
     const uint32_t alignment = *std::min_element(preference->alignment, preference->alignment + 4);
     for (const Algorithm& idea : ideas) {
         Candidate result{};
-        if (*returned < requested && variant(&idea)->alignment <= alignment && !(idea.scheme & ~preference->schemes) &&
-            runs(*variant(&idea), a->type) && fits(problem, &idea, result) == kSuccess &&
-            result.workspace <= preference->workspace)
+        if (*returned < requested && variant(&idea)->alignment <= alignment &&
+            !(idea.scheme & ~preference->schemes) && runs(*variant(&idea), a->type) &&
+            fits(problem, &idea, result) == kSuccess && result.workspace <= preference->workspace)
             candidates[(*returned)++] = result;
     }
     return kSuccess;
 }
 
-LSQ_EXPORT int cublasLtMatmulAlgoCheck(Handle* handle, const Desc* desc, const Layout* a, const Layout* b,
-                                       const Layout* c, const Layout* d, const Algorithm* algorithm,
-                                       Candidate* result) {
+LSQ_EXPORT int cublasLtMatmulAlgoCheck(Handle* handle, const Desc* desc, const Layout* a,
+                                       const Layout* b, const Layout* c, const Layout* d,
+                                       const Algorithm* algorithm, Candidate* result) {
     if (const int failure = called("cublasLtMatmulAlgoCheck")) return failure;
     if (!handle) return kNotInitialized;
     Problem problem;
@@ -192,92 +190,39 @@ LSQ_EXPORT int cublasLtMatmulAlgoCheck(Handle* handle, const Desc* desc, const L
     return fits(problem, algorithm, *result);
 }
 
-LSQ_EXPORT int cublasLtMatmulAlgoGetIds(Handle* handle, int32_t compute, int32_t scale, int32_t a, int32_t b, int32_t c,
-                                        int32_t d, int requested, int* ids, int* returned) {
-    if (const int failure = called("cublasLtMatmulAlgoGetIds")) return failure;
-    if (!handle) return kNotInitialized;
-    if (requested <= 0 || !types_supported(compute, scale, a, b, c, d)) return kInvalidValue;
-    *returned = 0;
-    for (const Variant& known : kVariants)
-        if (runs(known, a) && *returned < requested) ids[(*returned)++] = known.id;
+LSQ_EXPORT int cublasLtMatmulAlgoConfigGetAttribute(const Algorithm* algorithm, int32_t attribute,
+                                                    void* value, size_t bytes, size_t* written) {
+    constexpr int32_t kScheme = 3;
+    if (!variant(algorithm) || attribute != kScheme) return kInvalidValue;
+    if (!value || bytes < sizeof algorithm->scheme) return kInvalidValue;
+    std::memcpy(value, &algorithm->scheme, sizeof algorithm->scheme);
+    if (written) *written = sizeof algorithm->scheme;
     return kSuccess;
-}
-
-LSQ_EXPORT int cublasLtMatmulAlgoInit(Handle* handle, int32_t compute, int32_t scale, int32_t a, int32_t b, int32_t c,
-                                      int32_t d, int id, Algorithm* algorithm) {
-    if (const int failure = called("cublasLtMatmulAlgoInit")) return failure;
-    if (!handle) return kNotInitialized;
-    for (const Variant& known : kVariants) {
-        if (known.id != id) continue;
-        if (!runs(known, a) || !types_supported(compute, scale, a, b, c, d)) return kNotSupported;
-        const int32_t types[4] = {compute, scale, a, d};
-        *algorithm = configured(id, types, 0, 0, 1, kNone);
-        return kSuccess;
-    }
-    return kInvalidValue;
-}
-
-LSQ_EXPORT int cublasLtMatmulAlgoCapGetAttribute(const Algorithm* algorithm, int32_t attribute, void* value,
-                                                 size_t bytes, size_t* written) {
-    const Variant* known = variant(algorithm);
-    if (!known) return kInvalidValue;
-    const auto number = [&](uint32_t result) { return give(&result, sizeof result, value, bytes, written); };
-    const auto list = [&](const std::vector<uint32_t>& values) {
-        return give(values.data(), 4 * values.size(), value, bytes, written);
-    };
-    const uint64_t numerics = algorithm->types[0] == kCompute32I ? 0x200804 : 0x0;
-    switch (attribute) {
-        case 0: return number(known->split_k);
-        case 1: return number(known->split_k ? kInPlace | kComputeType | kOutputType : 0);
-        case 2: return number(known->swizzle);
-        case 3: return number(1);
-        case 6: return list(known->tiles);
-        case 7: return number(known->custom_max);
-        case 11: return number(1 | 16);
-        case 13: return list(known->stages);
-        case 15: return give(&numerics, sizeof numerics, value, bytes, written);
-        case 16: case 17: case 18: case 19: return number(known->alignment);
-    }
-    return kInvalidValue;
-}
-
-LSQ_EXPORT int cublasLtMatmulAlgoConfigSetAttribute(Algorithm* algorithm, int32_t attribute, const void* value,
-                                                    size_t bytes) {
-    if (!variant(algorithm) || attribute == 0) return kInvalidValue;
-    const Field field = configuration(*algorithm, attribute);
-    if (!field.bytes || !value || bytes != field.bytes) return kInvalidValue;
-    std::memcpy(field.at, value, bytes);
-    algorithm->checksum = checksum(*algorithm);
-    return kSuccess;
-}
-
-LSQ_EXPORT int cublasLtMatmulAlgoConfigGetAttribute(const Algorithm* algorithm, int32_t attribute, void* value,
-                                                    size_t bytes, size_t* written) {
-    if (!variant(algorithm)) return kInvalidValue;
-    Algorithm copy = *algorithm;
-    const Field field = configuration(copy, attribute);
-    return field.bytes ? give(field.at, field.bytes, value, bytes, written) : kInvalidValue;
 }
 
 LSQ_EXPORT int cublasLtMatmul(Handle* handle, const Desc* desc, const void* alpha, const void* a,
-                              const Layout* a_layout, const void* b, const Layout* b_layout, const void* beta,
-                              const void* c, const Layout* c_layout, void* d, const Layout* d_layout,
-                              const Algorithm* algorithm, void* workspace, size_t workspace_bytes, void* stream) {
+                              const Layout* a_layout, const void* b, const Layout* b_layout,
+                              const void* beta, const void* c, const Layout* c_layout, void* d,
+                              const Layout* d_layout, const Algorithm* algorithm, void* workspace,
+                              size_t workspace_bytes, void* stream) {
     if (const int failure = called("cublasLtMatmul")) return failure;
     if (!handle) return kNotInitialized;
     emulator_context();  // a thread that has none gets one
     Job job{};
-    if (const int refused = describe(desc, a_layout, b_layout, c_layout, d_layout, job.problem)) return refused;
+    if (const int refused = describe(desc, a_layout, b_layout, c_layout, d_layout, job.problem))
+        return refused;
     Candidate result{};
     if (const int refused = fits(job.problem, algorithm, result)) return refused;
     const uint32_t alignment = variant(algorithm)->alignment;
-    if (!a || !b || !d || c != d || !alpha || !beta || misaligned(a, alignment) || misaligned(b, alignment) ||
-        misaligned(d, alignment) || misaligned(workspace, 256) || workspace_bytes < result.workspace ||
-        (result.workspace && !workspace))
+    if (!a || !b || !d || c != d || !alpha || !beta || misaligned(a, alignment) ||
+        misaligned(b, alignment) || misaligned(d, alignment) || misaligned(workspace, 256) ||
+        workspace_bytes < result.workspace || (result.workspace && !workspace))
         return kInvalidValue;
-    const bool integers = desc->scale == kInt32, vector = desc->pointer_mode == kAlphaDeviceVectorBetaHost;
+    const bool integers = desc->scale == kInt32,
+               vector = desc->pointer_mode == kAlphaDeviceVectorBetaHost;
     const auto number = [integers](const void* at) {
-        return integers ? static_cast<float>(*static_cast<const int32_t*>(at)) : *static_cast<const float*>(at);
+        return integers ? static_cast<float>(*static_cast<const int32_t*>(at))
+                        : *static_cast<const float*>(at);
     };
     if (number(beta) != 0) return kNotSupported;
     job.a = static_cast<const char*>(a);
@@ -288,7 +233,9 @@ LSQ_EXPORT int cublasLtMatmul(Handle* handle, const Desc* desc, const void* alph
     job.workspace = workspace;
     job.workspace_bytes = result.workspace;
     static_assert(std::is_trivially_copyable_v<Job>, "a capture keeps copies");
-    return emulator_submit(handle->context, stream, "a product", work, &job, sizeof job) ? kExecutionFailed : kSuccess;
+    return emulator_submit(handle->context, stream, "a product", run_product, &job, sizeof job)
+               ? kExecutionFailed
+               : kSuccess;
 }
 
 // What went wrong in the driver, where that was it.

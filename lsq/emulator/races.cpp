@@ -23,7 +23,8 @@ namespace emulator {
 namespace {
 
 constexpr uint64_t WARPS = 64, SEVERAL = WARPS - 1;  // of a block there are at most 32
-constexpr uint64_t COPYING = uint64_t{1} << 63;      // and the thread whose copy will write this byte
+// And the thread whose copy will write this byte.
+constexpr uint64_t COPYING = uint64_t{1} << 63;
 
 // Of one byte: WARPS * epoch + the warp that did it last, or SEVERAL; or COPYING. THREADS * fences
 // + the thread that wrote.
@@ -35,22 +36,25 @@ constexpr uint64_t THREADS = 1024;
 uint64_t epoch = 1;  // barriers and blocks so far, in all launches
 std::vector<Accesses> shadows[2];  // of shared memory, static and dynamic
 uint64_t fences[THREADS];  // of each thread so far, in all launches
-uint32_t readers[LARGEST_SHARED / 16];  // multiplications that read a chunk of dynamic shared memory
+// Multiplications that read a chunk of dynamic shared memory.
+uint32_t readers[LARGEST_SHARED / 16];
 uint64_t all_readers = 0;
 uint64_t first_epoch = 1;  // of the block that runs
 
-bool others(uint64_t access, uint64_t warp) { return access / WARPS == epoch && access % WARPS != warp; }
+bool others(uint64_t access, uint64_t warp) {
+    return access / WARPS == epoch && access % WARPS != warp;
+}
 
 [[noreturn]] void report(const char* does, const char* did, uint64_t access) {
     const uint64_t warp = access % WARPS;
     const std::string who = warp == SEVERAL ? "several warps" : "warp " + std::to_string(warp);
-    fail_thread(
-        std::string(does) + " shared memory that " + who + did + " with no __syncthreads between the two" + waited());
+    fail_thread(std::string(does) + " shared memory that " + who + did +
+                " with no __syncthreads between the two" + waited());
 }
 
 [[noreturn]] void report_copy(const char* does, uint64_t thread) {
-    fail_thread(std::string(does) + " shared memory that a copy of thread " + std::to_string(thread) +
-                " still fills, which has not waited for it" + waited());
+    fail_thread(std::string(does) + " shared memory that a copy of thread " +
+                std::to_string(thread) + " still fills, which has not waited for it" + waited());
 }
 
 uint64_t writer() { return THREADS * fences[current] + current; }
@@ -76,14 +80,16 @@ void check_readers(const void* address, size_t size) {
     const auto* byte = static_cast<const unsigned char*>(address);
     if (static_cast<size_t>(byte - emulator_dynamic_shared) >= launched->shared) return;
     if (!readers_of(byte) && !readers_of(byte + size - 1)) return;
-    fail_thread("writes shared memory that wgmma still reads, which has not been waited for" + waited());
+    fail_thread("writes shared memory that wgmma still reads, which has not been waited for" +
+                waited());
 }
 
 // The accesses to each byte of shared memory in [address, address + size).
 template <typename Change>
 void for_shared(const void* address, size_t size, const Change& change) {
     for (int place = 0; place < 2; ++place) {
-        const Memory dynamic = {emulator_dynamic_shared, emulator_dynamic_shared + launched->shared};
+        const Memory dynamic = {emulator_dynamic_shared,
+                                emulator_dynamic_shared + launched->shared};
         const Memory memory = place ? dynamic : launched->static_shared;
         std::vector<Accesses>& shadow = shadows[place];
         const size_t bytes = memory.end - memory.begin;
@@ -123,7 +129,8 @@ void begin_copy(const void* to, size_t size, const void* site) {
 
 void end_copy(const void* to, size_t size) {
     const Accesses now = {WARPS * epoch + running_warp(), 0, writer()};
-    for_shared(to, size, [&now](Accesses& byte) { byte.write = now.write, byte.writer = now.writer; });
+    for_shared(to, size,
+               [&now](Accesses& byte) { byte.write = now.write, byte.writer = now.writer; });
 }
 
 void begin_reading(const void* from, size_t size) {
@@ -168,8 +175,12 @@ HOOK __tsan_init() {}
 HOOK __tsan_read_range(const void* address, size_t size) { touch(address, size, false, SITE); }
 HOOK __tsan_write_range(const void* address, size_t size) { touch(address, size, true, SITE); }
 // Of whole vectors, which kernels load and store by functions without such calls.
-HOOK emulator_read(const void* address, size_t size, const void* site) { touch(address, size, false, site); }
-HOOK emulator_write(const void* address, size_t size, const void* site) { touch(address, size, true, site); }
+HOOK emulator_read(const void* address, size_t size, const void* site) {
+    touch(address, size, false, site);
+}
+HOOK emulator_write(const void* address, size_t size, const void* site) {
+    touch(address, size, true, site);
+}
 
 #define ACCESSES(bytes)                                                                            \
     HOOK __tsan_read##bytes(const void* address) { touch(address, bytes, false, SITE); }           \

@@ -38,7 +38,8 @@ public:
         positions.resize(count);
         std::iota(positions.begin(), positions.end(), 0u);
         if (order_ == 1) std::reverse(positions.begin(), positions.end());
-        if (order_ != 0 && order_ != 1) std::shuffle(positions.begin(), positions.end(), generator_);
+        if (order_ != 0 && order_ != 1)
+            std::shuffle(positions.begin(), positions.end(), generator_);
     }
 
 private:
@@ -93,8 +94,10 @@ void try_collective(unsigned arrived) {
 std::string describe_waits() {
     const auto wait_of = [](const Thread& thread) -> std::string {
         if (thread.state == State::finished) return " finished";
-        const std::string mask = thread.state == State::collective ? ", mask " + hexadecimal(thread.mask) : "";
-        return std::string(": wait at ") + thread.operation + " (" + describe(thread.site) + mask + ")";
+        const std::string mask =
+            thread.state == State::collective ? ", mask " + hexadecimal(thread.mask) : "";
+        return std::string(": wait at ") + thread.operation + " (" + describe(thread.site) + mask +
+               ")";
     };
     std::vector<std::string> waits;
     std::vector<std::vector<const Thread*>> groups;
@@ -110,7 +113,8 @@ std::string describe_waits() {
     std::string text;
     for (size_t group = 0; group < groups.size(); ++group) {
         text += (group ? "; " : "") + describe(*groups[group].front());
-        if (groups[group].size() > 1) text += " and " + std::to_string(groups[group].size() - 1) + " more";
+        if (groups[group].size() > 1)
+            text += " and " + std::to_string(groups[group].size() - 1) + " more";
         text += waits[group];
     }
     return text;
@@ -134,7 +138,8 @@ bool run_warp(unsigned warp, Order& order, std::vector<unsigned>& lanes) {
                 in_kernel = 0;
                 if (crash.signal) {
                     const bool overflown = fibers[current].overflown(crash.address);
-                    fault = describe(thread) + " " + (overflown ? "needs more stack than it has" : describe(crash));
+                    fault = describe(thread) + " " +
+                            (overflown ? "needs more stack than it has" : describe(crash));
                 }
                 if (!fault.empty()) return false;
                 if (thread.state == State::collective) try_collective(current);
@@ -179,7 +184,8 @@ void clear_shared() {
         for (volatile unsigned char* byte = memory.begin; byte != memory.end; ++byte) *byte = 0xff;
     }();
 #else
-    std::memset(launched->static_shared.begin, 0xff, launched->static_shared.end - launched->static_shared.begin);
+    std::memset(launched->static_shared.begin, 0xff,
+                launched->static_shared.end - launched->static_shared.begin);
 #endif
 }
 
@@ -230,7 +236,8 @@ std::string run(const Launch& launch) {
     }
 #ifdef LSQ_SANITIZE
     __asan_unpoison_memory_region(emulator_dynamic_shared, LARGEST_SHARED);
-    __asan_poison_memory_region(emulator_dynamic_shared + launch.shared, LARGEST_SHARED - launch.shared);
+    __asan_poison_memory_region(emulator_dynamic_shared + launch.shared,
+                                LARGEST_SHARED - launch.shared);
 #endif
     const CrashGuard guard_of_signals(leave_crashed);
     const CountedLaunch counted(launch);
@@ -242,7 +249,9 @@ std::string run(const Launch& launch) {
         blockIdx = {block % launch.grid.x, row % launch.grid.y, row / launch.grid.y};
         const bool sound = run_block(order);
         abandon_asynchronous();
-        if (!sound) return std::string("kernel ") + launch.name + ", block " + describe(blockIdx) + ": " + fault;
+        if (!sound)
+            return std::string("kernel ") + launch.name + ", block " + describe(blockIdx) + ": " +
+                   fault;
     }
     return "";
 }

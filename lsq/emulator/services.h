@@ -14,7 +14,7 @@
 
 namespace emulator {
 
-// A place in a source file, for messages.
+// A line of a source file, for messages.
 struct Site {
     const char* file;
     int line;
@@ -43,13 +43,14 @@ EMULATOR_VISIBLE void emulator_barrier(emulator::Site site);
 // Returns when every lane of `mask` has called it with the same mask and kind. ballot: the lanes
 // whose value is not 0; shuffle: the value of lane `source`; synchronize: 0. `name` is for
 // messages.
-EMULATOR_VISIBLE uint32_t emulator_collective(emulator::Collective kind, const char* name, uint32_t mask,
-                                              uint32_t value, uint32_t source, emulator::Site site);
+EMULATOR_VISIBLE uint32_t emulator_collective(emulator::Collective kind, const char* name,
+                                              uint32_t mask, uint32_t value, uint32_t source,
+                                              emulator::Site site);
 
 // Returns when all 32 lanes of the warp have called it with the same `operation`, which has then
 // run once for all of them: on the `operands` of each lane.
-EMULATOR_VISIBLE void emulator_together(const char* name, void (*operation)(void* const* operands), void* operands,
-                                        emulator::Site site);
+EMULATOR_VISIBLE void emulator_together(const char* name, void (*operation)(void* const* operands),
+                                        void* operands, emulator::Site site);
 
 // The index in its warp of the thread that runs.
 EMULATOR_VISIBLE uint32_t emulator_lane();
@@ -63,12 +64,13 @@ EMULATOR_VISIBLE void emulator_read(const void* address, size_t size, const void
 EMULATOR_VISIBLE void emulator_write(const void* address, size_t size, const void* site);
 
 // Ends the launch where memory is not the block's shared memory; `name` is for messages.
-EMULATOR_VISIBLE void emulator_check_shared(const void* address, size_t size, const char* name, emulator::Site site);
+EMULATOR_VISIBLE void emulator_check_shared(const void* address, size_t size, const char* name,
+                                            emulator::Site site);
 
 // Begins to copy 4, 8 or 16 bytes to shared memory, or zeros, by an instruction that stands before
 // `place`.
-EMULATOR_VISIBLE void emulator_copy(void* to, const void* from, size_t size, bool zeros, const void* place,
-                                    emulator::Site site);
+EMULATOR_VISIBLE void emulator_copy(void* to, const void* from, size_t size, bool zeros,
+                                    const void* place, emulator::Site site);
 
 // The copies that the thread has begun since the last call are a group.
 EMULATOR_VISIBLE void emulator_commit_copies();
@@ -89,8 +91,8 @@ EMULATOR_VISIBLE void emulator_fence_warpgroup(emulator::Site site);
 
 // Begins sums += a [64, 32] times b [columns, 32] transposed, int8 in shared memory, of which
 // `place` int32 [columns / 8, 4] are the thread's: they are rubbish until it has waited.
-EMULATOR_VISIBLE void emulator_begin_multiplication(int32_t* place, uint32_t columns, uint64_t a, uint64_t b,
-                                                    emulator::Site site);
+EMULATOR_VISIBLE void emulator_begin_multiplication(int32_t* place, uint32_t columns, uint64_t a,
+                                                    uint64_t b, emulator::Site site);
 
 // The multiplications that the thread has begun since the last call are a group.
 EMULATOR_VISIBLE void emulator_commit_multiplications(emulator::Site site);
@@ -99,9 +101,10 @@ EMULATOR_VISIBLE void emulator_commit_multiplications(emulator::Site site);
 EMULATOR_VISIBLE void emulator_wait_multiplications(size_t groups, emulator::Site site);
 
 // Ends the launch: `address` is no multiple of `alignment`.
-[[noreturn]] EMULATOR_VISIBLE void emulator_misaligned(const void* address, size_t alignment, emulator::Site site);
+[[noreturn]] EMULATOR_VISIBLE void emulator_misaligned(const void* address, size_t alignment,
+                                                       emulator::Site site);
 
-// Ends the launch, because the two places of a group of four, two bits each, are not in order.
+// Ends the launch, because the two indices in a group of four, two bits each, are not in order.
 [[noreturn]] EMULATOR_VISIBLE void emulator_unordered(uint32_t places, emulator::Site site);
 
 // For libraries:
@@ -111,7 +114,8 @@ EMULATOR_VISIBLE void emulator_wait_multiplications(size_t groups, emulator::Sit
 // Returns a result of the driver, a failure where `context`, to which the library belongs, is not
 // the current one.
 EMULATOR_VISIBLE int emulator_submit(const void* context, const void* stream, const char* what,
-                                     const char* (*work)(const void* data), const void* data, size_t bytes);
+                                     const char* (*work)(const void* data), const void* data,
+                                     size_t bytes);
 
 // Within such work: it touches memory of the device. What is wrong with that in words, valid until
 // the next call, or null.

@@ -71,7 +71,8 @@ const void* keep(Handles<T>& handles, std::shared_ptr<T> made) {
 }
 
 template <typename T>
-std::shared_ptr<T> find(const Handles<T>& handles, const void* handle, Result result, const char* kind) {
+std::shared_ptr<T> find(const Handles<T>& handles, const void* handle, Result result,
+                        const char* kind) {
     const auto found = handles.find(handle);
     if (found == handles.end()) fail(result, std::string("there is no such ") + kind);
     return found->second;
@@ -83,7 +84,8 @@ std::shared_ptr<Event> find_event(const void* handle) {
 }
 
 Stream& null_stream(Context& context) {
-    if (!context.null_stream) context.null_stream = std::make_shared<Stream>(context, true, "stream 0");
+    if (!context.null_stream)
+        context.null_stream = std::make_shared<Stream>(context, true, "stream 0");
     return *context.null_stream;
 }
 
@@ -143,7 +145,8 @@ void wait_in_capture(Stream& stream, const Event& event) {
     if (!event.capture) {
         if (!event.recorded) return;
         invalidate(*stream.capture, CAPTURE_ISOLATION,
-                   stream.lane.name + " is captured and cannot wait for an event recorded outside of the capture");
+                   stream.lane.name +
+                       " is captured and cannot wait for an event recorded outside of the capture");
     }
     if (event.capture->ended) refuse_captured_event(*event.capture, "cuStreamWaitEvent");
     if (!event.capture->fault.empty()) refuse_invalid(*event.capture);
@@ -152,7 +155,8 @@ void wait_in_capture(Stream& stream, const Event& event) {
         invalidate(*event.capture, CAPTURE_MERGE, "two captures would become one");
     }
     if (&stream == stream.context.null_stream.get()) {
-        invalidate(*event.capture, CAPTURE_IMPLICIT, stream.lane.name + " cannot take part in a capture");
+        invalidate(*event.capture, CAPTURE_IMPLICIT,
+                   stream.lane.name + " cannot take part in a capture");
     }
     if (!stream.capture) {
         stream.capture = event.capture;
@@ -208,14 +212,16 @@ void run(Executable& executable, Clock& clock) {
 
 Stream::Stream(Context& context, bool blocking, const std::string& name)
     : context(context), blocking(blocking),
-      lane(name + (context.device ? " of device " + std::to_string(context.device) : ""), context.device) {}
+      lane(name + (context.device ? " of device " + std::to_string(context.device) : ""),
+           context.device) {}
 
 Stream& find_stream(const void* handle) {
     Context& context = current_context();
     if (reinterpret_cast<uintptr_t>(handle) <= LEGACY) return null_stream(context);
     Stream& stream = *find(streams, handle, INVALID_HANDLE, "stream");
     if (&stream.context == &context) return stream;
-    fail(INVALID_HANDLE, stream.lane.name + " does not belong to the current context, which is that of device " +
+    fail(INVALID_HANDLE, stream.lane.name +
+                             " does not belong to the current context, which is that of device " +
                              std::to_string(context.device));
 }
 
@@ -311,7 +317,8 @@ DRIVER cuStreamWaitEvent(const void* handle, const void* event_handle, unsigned)
 }
 
 DRIVER cuEventCreate(const void** handle, unsigned) {
-    return guarded([&] { *handle = keep(events, std::shared_ptr<Event>(new Event{current_context()})); });
+    return guarded(
+        [&] { *handle = keep(events, std::shared_ptr<Event>(new Event{current_context()})); });
 }
 
 DRIVER cuEventDestroy_v2(const void* handle) {
@@ -337,18 +344,17 @@ DRIVER cuEventSynchronize(const void* handle) {
     return guarded([&] { wait_for(*find_event(handle), "cuEventSynchronize"); });
 }
 
-DRIVER cuEventQuery(const void* handle) {
-    return guarded([&] { wait_for(*find_event(handle), "cuEventQuery"); });
-}
-
 DRIVER cuStreamBeginCapture_v2(const void* handle, int mode) {
     return guarded([&] {
         Stream& stream = find_stream(handle);
-        if (mode < MODE_GLOBAL || mode > MODE_RELAXED) fail(INVALID_VALUE, "mode " + std::to_string(mode));
-        if (&stream == stream.context.null_stream.get()) fail(CAPTURE_UNSUPPORTED, "stream 0 cannot be captured");
+        if (mode < MODE_GLOBAL || mode > MODE_RELAXED)
+            fail(INVALID_VALUE, "mode " + std::to_string(mode));
+        if (&stream == stream.context.null_stream.get())
+            fail(CAPTURE_UNSUPPORTED, "stream 0 cannot be captured");
         if (stream.capture) fail(ILLEGAL_STATE, stream.lane.name + " is captured already");
         stream.capture = std::make_shared<Capture>();
-        *stream.capture = {&stream, mode, std::this_thread::get_id(), {&stream.context, {}}, {&stream}, "", false};
+        *stream.capture = {
+            &stream, mode, std::this_thread::get_id(), {&stream.context, {}}, {&stream}, "", false};
         stream.branch = 0;
         captures.push_back(stream.capture);
     });
@@ -368,7 +374,8 @@ DRIVER cuStreamEndCapture(const void* handle, const void** graph) {
         const std::shared_ptr<Capture> capture = stream.capture;
         if (!capture) fail(ILLEGAL_STATE, stream.lane.name + " is not captured");
         if (&stream != capture->origin) {
-            invalidate(*capture, CAPTURE_UNMATCHED, "the capture did not begin in " + stream.lane.name);
+            invalidate(*capture, CAPTURE_UNMATCHED,
+                       "the capture did not begin in " + stream.lane.name);
         }
         if (capture->mode != MODE_RELAXED && capture->thread != std::this_thread::get_id()) {
             fail(CAPTURE_WRONG_THREAD, "the capture was begun by another thread");
@@ -377,8 +384,8 @@ DRIVER cuStreamEndCapture(const void* handle, const void** graph) {
         leave(capture);
         if (!capture->fault.empty()) refuse_invalid(*capture);
         if (left) {
-            fail(CAPTURE_UNJOINED, "work was captured in " + left->lane.name + " for which " + stream.lane.name +
-                                       " has not waited");
+            fail(CAPTURE_UNJOINED, "work was captured in " + left->lane.name + " for which " +
+                                       stream.lane.name + " has not waited");
         }
         *graph = keep(graphs, std::make_shared<Graph>(capture->graph));
     });
@@ -389,7 +396,8 @@ DRIVER cuGraphInstantiateWithFlags(const void** handle, const void* graph, unsig
         const auto made = std::make_shared<Executable>();
         made->graph = *find(graphs, graph, INVALID_VALUE, "graph");
         for (size_t branch = 0; branch < made->graph.branches; ++branch) {
-            made->lanes.emplace_back("branch " + std::to_string(branch) + " of a graph", made->graph.context->device);
+            made->lanes.emplace_back("branch " + std::to_string(branch) + " of a graph",
+                                     made->graph.context->device);
         }
         *handle = keep(executables, made);
     });
@@ -412,15 +420,12 @@ DRIVER cuGraphDestroy(const void* graph) {
     return guarded([&] { graphs.erase(find(graphs, graph, INVALID_VALUE, "graph").get()); });
 }
 
-DRIVER cuGraphExecDestroy(const void* handle) {
-    return guarded([&] { executables.erase(find(executables, handle, INVALID_VALUE, "graph").get()); });
-}
-
-int emulator_submit(const void* context, const void* handle, const char* what, const char* (*work)(const void*),
-                    const void* data, size_t bytes) {
+int emulator_submit(const void* context, const void* handle, const char* what,
+                    const char* (*work)(const void*), const void* data, size_t bytes) {
     return guarded([&] {
         Stream& stream = find_stream(handle);
-        if (context != &stream.context) fail(INVALID_CONTEXT, std::string(what) + " belongs to another context");
+        if (context != &stream.context)
+            fail(INVALID_CONTEXT, std::string(what) + " belongs to another context");
         const auto* first = static_cast<const unsigned char*>(data);
         const std::vector<unsigned char> copy(first, first + bytes);
         submit(stream, what, [work, copy, name = std::string(what)] {

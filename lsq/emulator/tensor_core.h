@@ -2,7 +2,7 @@
 // kernels/tensor_core.cuh names them.
 //
 // Layouts are those of "Warp Level Matrix Multiply-Accumulate Instructions" in NVIDIA's PTX ISA. A
-// lane's place in a fragment: group = lane / 4, part = lane % 4.
+// lane's position in a fragment: group = lane / 4, part = lane % 4.
 #pragma once
 
 #include <cstdint>
@@ -36,13 +36,16 @@ inline int byte_of(const uint32_t* words, int stride, int k) {
 }
 
 EMULATOR_TOGETHER inline void multiply_bytes(void* const* operands) {
-    const auto of = [operands](int lane) { return static_cast<Multiplication<int32_t>*>(operands[lane]); };
+    const auto of = [operands](int lane) {
+        return static_cast<Multiplication<int32_t>*>(operands[lane]);
+    };
     for (int row = 0; row < 16; ++row) {
         for (int column = 0; column < 8; ++column) {
             int64_t sum = 0;
             for (int k = 0; k < 32; ++k) {
                 const int part = k / 4 % 4;
-                sum += byte_of(of(row % 8 * 4 + part)->a + row / 8, 2, k) * byte_of(of(column * 4 + part)->b, 1, k);
+                sum += byte_of(of(row % 8 * 4 + part)->a + row / 8, 2, k) *
+                       byte_of(of(column * 4 + part)->b, 1, k);
             }
             // Sums wrap around.
             int32_t& found = of(row % 8 * 4 + column / 2)->sums[row / 8 * 2 + column % 2];
@@ -59,7 +62,9 @@ struct SparseMultiplication {
 // Of stored byte k of a row, group k / 2 of four columns has the place; the smaller one of a group
 // comes first.
 EMULATOR_TOGETHER inline void multiply_sparse_bytes(void* const* operands) {
-    const auto of = [operands](int lane) { return static_cast<SparseMultiplication*>(operands[lane]); };
+    const auto of = [operands](int lane) {
+        return static_cast<SparseMultiplication*>(operands[lane]);
+    };
     for (int row = 0; row < 16; ++row) {
         for (int column = 0; column < 8; ++column) {
             int64_t sum = 0;
@@ -85,7 +90,9 @@ inline double bfloat16_of(const uint32_t* words, int stride, int k) {
 
 // A sum is rounded once; a GPU cuts off what lies far below the largest product.
 EMULATOR_TOGETHER inline void multiply_bfloat16(void* const* operands) {
-    const auto of = [operands](int lane) { return static_cast<Multiplication<float>*>(operands[lane]); };
+    const auto of = [operands](int lane) {
+        return static_cast<Multiplication<float>*>(operands[lane]);
+    };
     for (int row = 0; row < 16; ++row) {
         for (int column = 0; column < 8; ++column) {
             float& found = of(row % 8 * 4 + column / 2)->sums[row / 8 * 2 + column % 2];
@@ -108,13 +115,16 @@ struct MatrixLoad {
 
 template <int MATRICES, bool TRANSPOSED>
 EMULATOR_TOGETHER void load_matrices(void* const* operands) {
-    const auto of = [operands](int lane) { return static_cast<MatrixLoad<MATRICES>*>(operands[lane]); };
+    const auto of = [operands](int lane) {
+        return static_cast<MatrixLoad<MATRICES>*>(operands[lane]);
+    };
     for (int lane = 0; lane < WARP; ++lane) {
         const int group = lane / 4, part = lane % 4;
         for (int matrix = 0; matrix < MATRICES; ++matrix) {
             uint32_t word = 0;
             for (int half = 0; half < 2; ++half) {
-                const int row = TRANSPOSED ? 2 * part + half : group, column = TRANSPOSED ? group : 2 * part + half;
+                const int row = TRANSPOSED ? 2 * part + half : group,
+                          column = TRANSPOSED ? group : 2 * part + half;
                 word |= static_cast<uint32_t>(of(8 * matrix + row)->row[column]) << 16 * half;
             }
             of(lane)->words[matrix] = word;
@@ -123,9 +133,10 @@ EMULATOR_TOGETHER void load_matrices(void* const* operands) {
 }
 
 template <class Sum>
-EMULATOR_TOGETHER void together(void (*operation)(void* const*), Sum (&sums)[4], const uint32_t (&a)[4],
-                                const uint32_t (&b)[2], Site site) {
-    Multiplication<Sum> operands = {{a[0], a[1], a[2], a[3]}, {b[0], b[1]}, {sums[0], sums[1], sums[2], sums[3]}};
+EMULATOR_TOGETHER void together(void (*operation)(void* const*), Sum (&sums)[4],
+                                const uint32_t (&a)[4], const uint32_t (&b)[2], Site site) {
+    Multiplication<Sum> operands = {
+        {a[0], a[1], a[2], a[3]}, {b[0], b[1]}, {sums[0], sums[1], sums[2], sums[3]}};
     emulator_together("mma.sync", operation, &operands, site);
     for (int i = 0; i < 4; ++i) sums[i] = operands.sums[i];
 }
@@ -150,8 +161,10 @@ EMULATOR_TOGETHER inline void emulator_multiply_sparse(
         const uint32_t places = kept >> 4 * group;
         if ((places & 3) >= (places >> 2 & 3)) emulator_unordered(places & 15, site);
     }
-    emulator::SparseMultiplication operands = {
-        {a[0], a[1], a[2], a[3]}, {b[0], b[1], b[2], b[3]}, kept, {sums[0], sums[1], sums[2], sums[3]}};
+    emulator::SparseMultiplication operands = {{a[0], a[1], a[2], a[3]},
+                                               {b[0], b[1], b[2], b[3]},
+                                               kept,
+                                               {sums[0], sums[1], sums[2], sums[3]}};
     emulator_together("mma.sp", emulator::multiply_sparse_bytes, &operands, site);
     for (int i = 0; i < 4; ++i) sums[i] = operands.sums[i];
 }
@@ -166,14 +179,16 @@ EMULATOR_TOGETHER inline void emulator_multiply(
 
 // cvt.rn.bf16x2.f32
 __attribute__((noinline)) inline uint32_t emulator_bfloat16_pair(float low, float high) {
-    return emulator_float_to_bfloat16(low) | static_cast<uint32_t>(emulator_float_to_bfloat16(high)) << 16;
+    return emulator_float_to_bfloat16(low) | static_cast<uint32_t>(emulator_float_to_bfloat16(high))
+                                                 << 16;
 }
 
 // ldmatrix.sync.aligned.m8n8.x1, .x2 or .x4, perhaps .trans, .shared.b16: lane i names row i % 8 of
 // matrix i / 8.
 template <int MATRICES, bool TRANSPOSED>
-EMULATOR_TOGETHER void emulator_load_matrices(
-    const void* row, uint32_t (&words)[MATRICES], emulator::Site site = {__builtin_FILE(), __builtin_LINE()}) {
+EMULATOR_TOGETHER void emulator_load_matrices(const void* row, uint32_t (&words)[MATRICES],
+                                              emulator::Site site = {__builtin_FILE(),
+                                                                     __builtin_LINE()}) {
     emulator::MatrixLoad<MATRICES> operands = {};
     if (emulator_lane() < 8 * MATRICES) {
         constexpr size_t bytes = sizeof operands.row;
@@ -187,8 +202,10 @@ EMULATOR_TOGETHER void emulator_load_matrices(
 }
 
 // cp.async.ca or .cg .shared.global: `bytes` from global to shared memory, or as many zeros.
-EMULATOR_TOGETHER inline void emulator_copy_async(
-    void* to, const void* from, size_t bytes, bool zeros, emulator::Site site = {__builtin_FILE(), __builtin_LINE()}) {
+EMULATOR_TOGETHER inline void emulator_copy_async(void* to, const void* from, size_t bytes,
+                                                  bool zeros,
+                                                  emulator::Site site = {__builtin_FILE(),
+                                                                         __builtin_LINE()}) {
     emulator_copy(to, from, bytes, zeros, __builtin_return_address(0), site);
 }
 
@@ -201,12 +218,15 @@ EMULATOR_NO_CALL void emulator_fence_sums(EMULATOR_HERE) { emulator_fence_warpgr
 // wgmma.mma_async.m64nNk32.s32.s8.s8: sums [64, N] += a [64, 32] times b [N, 32] transposed, N = 8
 // * TILES.
 template <int TILES>
-EMULATOR_NO_CALL void emulator_multiply_warpgroup(int32_t (&sums)[TILES][4], uint64_t a, uint64_t b, EMULATOR_HERE) {
+EMULATOR_NO_CALL void emulator_multiply_warpgroup(int32_t (&sums)[TILES][4], uint64_t a, uint64_t b,
+                                                  EMULATOR_HERE) {
     emulator_begin_multiplication(sums[0], 8 * TILES, a, b, site);
 }
 
 // wgmma.commit_group
-EMULATOR_NO_CALL void emulator_commit_warpgroup(EMULATOR_HERE) { emulator_commit_multiplications(site); }
+EMULATOR_NO_CALL void emulator_commit_warpgroup(EMULATOR_HERE) {
+    emulator_commit_multiplications(site);
+}
 
 // wgmma.wait_group
 EMULATOR_NO_CALL void emulator_wait_warpgroup(size_t groups, EMULATOR_HERE) {

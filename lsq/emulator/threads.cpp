@@ -29,7 +29,8 @@ void wait(State state, const char* operation, Site site) {
 }  // namespace
 
 std::string describe(Index index) {
-    return "(" + std::to_string(index.x) + ", " + std::to_string(index.y) + ", " + std::to_string(index.z) + ")";
+    return "(" + std::to_string(index.x) + ", " + std::to_string(index.y) + ", " +
+           std::to_string(index.z) + ")";
 }
 
 std::string describe(const Thread& thread) { return "thread " + describe(thread.index); }
@@ -57,8 +58,8 @@ uint32_t emulator_lane() { return current % WARP; }
 
 void emulator_barrier(Site site) { wait(State::barrier, "__syncthreads", site); }
 
-uint32_t emulator_collective(Collective kind, const char* name, uint32_t mask, uint32_t value, uint32_t source,
-                             Site site) {
+uint32_t emulator_collective(Collective kind, const char* name, uint32_t mask, uint32_t value,
+                             uint32_t source, Site site) {
     const uint32_t lane = emulator_lane();
     const size_t lanes = std::min<size_t>(WARP, threads.size() - (current - lane));
     const uint32_t present = static_cast<uint32_t>((uint64_t{1} << lanes) - 1);
@@ -68,9 +69,11 @@ uint32_t emulator_collective(Collective kind, const char* name, uint32_t mask, u
         return "calls " + call() + " with mask " + hexadecimal(mask) + ", but ";
     };
     if (!(mask >> lane & 1)) {
-        fail_thread(with_mask() + "is itself lane " + std::to_string(lane) + ", which the mask does not name");
+        fail_thread(with_mask() + "is itself lane " + std::to_string(lane) +
+                    ", which the mask does not name");
     }
-    if (mask & ~present) fail_thread(with_mask() + "its warp has only " + std::to_string(lanes) + " lanes");
+    if (mask & ~present)
+        fail_thread(with_mask() + "its warp has only " + std::to_string(lanes) + " lanes");
     if (kind == Collective::shuffle && !(source < lanes && mask >> source & 1)) {
         fail_thread("reads lane " + std::to_string(source) + " by " + call() + ", which its mask " +
                     hexadecimal(mask) + " does not name");
@@ -85,7 +88,8 @@ uint32_t emulator_collective(Collective kind, const char* name, uint32_t mask, u
     return thread.result;
 }
 
-void emulator_together(const char* name, void (*operation)(void* const*), void* operands, Site site) {
+void emulator_together(const char* name, void (*operation)(void* const*), void* operands,
+                       Site site) {
     Thread& thread = threads[current];
     thread.together = operation;
     thread.operands = operands;
@@ -105,8 +109,9 @@ void emulator_misaligned(const void* address, size_t alignment, Site site) {
 }
 
 void emulator_unordered(uint32_t places, Site site) {
-    fail_thread("gives mma.sp (" + describe(site) + ") the places " + std::to_string(places & 3) + " and " +
-                std::to_string(places >> 2) + " of a group, of which the first must be the smaller");
+    fail_thread("gives mma.sp (" + describe(site) + ") the places " + std::to_string(places & 3) +
+                " and " + std::to_string(places >> 2) +
+                " of a group, of which the first must be the smaller");
 }
 
 }  // extern "C"

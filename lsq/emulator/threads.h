@@ -57,7 +57,8 @@ inline unsigned running_warp() { return current / WARP; }
 inline bool in_shared(const void* address) {
     const uintptr_t at = reinterpret_cast<uintptr_t>(address);
     const Memory fixed = launched->static_shared;
-    return at - reinterpret_cast<uintptr_t>(fixed.begin) < static_cast<size_t>(fixed.end - fixed.begin) ||
+    return at - reinterpret_cast<uintptr_t>(fixed.begin) <
+               static_cast<size_t>(fixed.end - fixed.begin) ||
            at - reinterpret_cast<uintptr_t>(emulator_dynamic_shared) < launched->shared;
 }
 

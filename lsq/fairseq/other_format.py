@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lsq.fairseq import architectures, checkpoint, options
 from lsq.fairseq.memory import made_up_dictionary
-from lsq.models.other_format import Measured, load_other_format, refuse_same
+from lsq.models.clips import Measured, load_other_format, refuse_same
 
 
 class Converted(NamedTuple):

@@ -126,12 +126,12 @@ def check_report(path: str | None) -> None:
 def report_tuned(path: str | None) -> None:
     """Log how many products of a GPU were tuned, and list the others in `path` for `lsq tune
     --shapes`. Products of CPUs are not tuned, so none of them is listed."""
-    tables = [table for table in lookup.tables() if table.uses()]
-    for table in tables:
+    table = lookup.loaded()
+    if table is not None and table.uses():
         logger.info(coverage(table))
     if path:
-        missed = dict.fromkeys(use.key for table in tables for use in _missed(table))
-        files.write_text(Path(path), product_list.text(list(missed)))
+        missed = [] if table is None else [use.key for use in _missed(table)]
+        files.write_text(Path(path), product_list.text(missed))
 
 
 def coverage(table: Table) -> str:

@@ -20,12 +20,12 @@ from fairseq.tasks.translation import TranslationConfig, TranslationTask
 from fairseq.trainer import Trainer
 from omegaconf import II
 
-from lsq import gemm
 from lsq.fairseq import device, generator, products
 from lsq.fairseq.device import DeviceOptions
 from lsq.fairseq.gradients import GradientOptions, GradientTask, option
 from lsq.fairseq.memory import bounding_batch, plan_training
 from lsq.fairseq.model import PADDINGS, Paddings
+from lsq.gemm import lookup
 from lsq.layers.memory import MODES
 from lsq.layers.module import ProgramModule
 from lsq.models.sparsity import Sparsity, sparsity_of, wants_sparsity
@@ -89,7 +89,7 @@ class LSQTask(GradientTask):
         super().__init__(cfg, *dictionaries, **options)
         self.cfg = cfg  # fairseq's older tasks keep it as `args` alone
         if cfg.lsq_gemm_config:
-            gemm.set_files([Path(cfg.lsq_gemm_config)])
+            lookup.set_files([Path(cfg.lsq_gemm_config)])
 
     def state_dict(self) -> dict[str, Any]:
         """What fairseq keeps of the task in a checkpoint: also which words the model was trained

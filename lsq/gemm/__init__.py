@@ -5,15 +5,12 @@ Every product is a [M, K] times b [N, K] transposed; either operand may be a tra
 lsq.gemm.tuner makes the files.
 """
 
-from lsq.gemm.configuration import TileConfiguration
 from lsq.gemm.cpu import int8_product, multiply, reference, scratch_for, untuned_product
 from lsq.gemm.cuda import cuda_tile, ended_by
-from lsq.gemm.lookup import set_files
-from lsq.gemm.product_key import LARGEST_INNER, inner_parts, is_long, requested
+from lsq.gemm.operations import LARGEST_INNER, inner_parts, is_long
 
 __all__ = [
     "LARGEST_INNER",
-    "TileConfiguration",
     "cuda_tile",
     "ended_by",
     "inner_parts",
@@ -21,8 +18,6 @@ __all__ = [
     "is_long",
     "multiply",
     "reference",
-    "requested",
     "scratch_for",
-    "set_files",
     "untuned_product",
 ]

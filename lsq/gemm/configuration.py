@@ -1,26 +1,17 @@
-"""How a product runs, and its measured times: checked data, as tuned files hold it.
+"""How a product runs on a GPU, the rule for untuned ones, and measured times: checked data, as
+tuned files hold it.
 
 Every error is a ValueError that begins with the name of the field.
 """
 
 import contextlib
-import dataclasses
 import datetime
+import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 from lsq.files.json_file import check_choice, check_number, check_whole, shown
-from lsq.gemm.product_key import (
-    EXACT_TOKENS,
-    LARGEST_DIMENSION,
-    MATMUL,
-    OVER_TOKENS,
-    TILED,
-    TILED_ALONE,
-    TOKEN_STEP,
-    ProductKey,
-)
-from lsq.native import tiles
+from lsq.gemm.operations import OVER_TOKENS, TILED, TILED_ALONE
+from lsq.gemm.product_key import EXACT_TOKENS, MATMUL, TOKEN_STEP, ProductKey
 
 ALGORITHM_BYTES = 64
 TILE_ROWS = (64, 128)
@@ -37,74 +28,43 @@ MOST_TILE_ROWS = 65535
 """Rows of tiles that a grid has room for."""
 LARGEST_TIME = 1e12
 LARGEST_SPREAD = 1e6
+
+# The rule follows a model of GPUs (benchmarks/model_gpu_step.py, docs/gpu.md); nothing of it is
+# measured.
+BLOCKS = 128
+"""Blocks that fill a GPU, about its multiprocessors. Tiles shrink until there are so many."""
+SIDES = {
+    "mma": ((128, 128), (128, 64), (64, 64)),
+    "wgmma": ((128, 256), (128, 128), (128, 64), (64, 64)),
+}
+"""Rows and columns of tiles, the fastest first."""
+FEW_ROWS = 64
+"""Products of at most so many rows have tiles of so many rows."""
+SHARED_BYTES = {"mma": 48 * 1024, "wgmma": 192 * 1024}
+"""Of a block: two fit a multiprocessor of every GPU; one of Hopper's, and two with small tiles."""
+STAGES = {"mma": 4, "wgmma": 8}
+INNER_OF_A_PART = 1024
+"""Values along K that a part has at least."""
+MOST_PARTS = 8
+LONGEST_BESIDE_FASTER_PRODUCTS = {"mma": 512, "wgmma": 8192}
+"""Largest K of tiles on GPUs whose libraries multiply faster than mma.sync. There, sums that pass
+through memory cost less than slower multiplication (by wgmma: than reads of tiles through the L2
+cache), unless K is short."""
 _DATE = "%Y-%m-%dT%H:%M:%SZ"
-
-
-@dataclass(frozen=True, kw_only=True)
-class CpuConfiguration:
-    """The tiles of a CPU for an int8 product.
-
-    Raises:
-        ValueError: no such configuration.
-    """
-
-    kind: ClassVar[str] = "cpu"
-
-    kernel: str
-    """One of tiles.INSTRUCTIONS."""
-    rows: int = 0
-    """Rows that a thread takes at a time, a multiple of 32; 0: as many as suit the caches."""
-
-    def __post_init__(self) -> None:
-        check_choice("kernel", self.kernel, tuple(tiles.INSTRUCTIONS))
-        check_whole("rows", self.rows, 0, LARGEST_DIMENSION)
-        if self.rows % tiles.PAIR:
-            raise ValueError(
-                f"rows is {self.rows}; tiles make multiples of {tiles.PAIR} rows at a time: use one"
-            )
-
-    @classmethod
-    def default(cls) -> "CpuConfiguration":
-        """The rule: the fastest instructions of the processor, and rows that suit the caches."""
-        return cls(kernel=(tiles.usable() or (tiles.PLAIN,))[0])
-
-    def check_key(self, key: ProductKey) -> None:
-        """Raise ValueError if this configuration cannot run a product."""
-        if key.op == MATMUL:
-            raise ValueError(
-                f"kernel is of a CPU, which multiplies for operations alone, not {key}: remove it"
-            )
-
-    def __str__(self) -> str:
-        rows = f"{self.rows} rows at a time" if self.rows else "as many rows as suit the caches"
-        return f"{self.kernel}, {rows}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class CublasConfiguration:
     """An algorithm of cuBLASLt; another kernel applies the epilogue.
 
-    The fields after `workspace_bytes` are what its bytes hold, in cuBLASLt's own numbers.
-
     Raises:
         ValueError: no such algorithm.
     """
-
-    kind: ClassVar[str] = "cuda"
 
     algorithm: bytes
     """64 bytes, in files as hexadecimal digits; valid for one version of the library and one model
     of device."""
     workspace_bytes: int
-    id: int
-    tile: int
-    stages: int
-    split_k: int
-    reduction_scheme: int
-    swizzle: int
-    custom_option: int
-    inner_shape: int
-    cluster_shape: int
 
     def __post_init__(self) -> None:
         if not isinstance(self.algorithm, bytes) or len(self.algorithm) != ALGORITHM_BYTES:
@@ -114,8 +74,6 @@ class CublasConfiguration:
                 f"algorithm is {given}; it must be {ALGORITHM_BYTES} bytes: tune again"
             )
         check_whole("workspace_bytes", self.workspace_bytes, 0, 2**40)
-        for name in DECODED:
-            check_whole(name, getattr(self, name), -(2**31), 2**32 - 1)
 
     def check_key(self, key: ProductKey) -> None:
         """Raise ValueError if this configuration cannot run a product."""
@@ -128,12 +86,7 @@ class CublasConfiguration:
             )
 
     def __str__(self) -> str:
-        words = [f"{name} {getattr(self, name)}" for name in DECODED]
-        return ", ".join([*words, f"{self.workspace_bytes} bytes"])
-
-
-DECODED = tuple(field.name for field in dataclasses.fields(CublasConfiguration))[2:]
-"""The fields of CublasConfiguration that the algorithm's bytes hold."""
+        return f"cuBLASLt by {self.algorithm[:16].hex()}..., {self.workspace_bytes} bytes"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,8 +96,6 @@ class TileConfiguration:
     Raises:
         ValueError: the kernels have no such tile.
     """
-
-    kind: ClassVar[str] = "cuda"
 
     rows: int
     """Of sums that a block makes, 64 or 128."""
@@ -209,7 +160,39 @@ class TileConfiguration:
         return f"tiles of {self.rows} x {self.columns}{by}, {self.stages} stages{split}"
 
 
-Configuration = CpuConfiguration | CublasConfiguration | TileConfiguration
+Configuration = CublasConfiguration | TileConfiguration
+
+
+def default_tile(key: ProductKey, sm: int | None = None) -> TileConfiguration | None:
+    """The tile for an untuned product; None: cuBLASLt multiplies, but not for TILED_ALONE.
+
+    Args:
+        key: of an operation, or of a MATMUL, which has no tile.
+        sm: compute capability of the GPU, e.g. 90; None: of any whose fastest int8 products are
+            those of mma.sync.
+    """
+    instruction = "wgmma" if sm == WGMMA_SM else "mma"
+    if key.op not in TILED_ALONE and _is_left_to_cublaslt(key, sm, instruction):
+        return None
+    parts = MOST_PARTS if key.op == OVER_TOKENS else 1
+    parts = max(1, min(parts, key.k // INNER_OF_A_PART))
+    for rows, columns in SIDES[instruction]:
+        rows = FEW_ROWS if key.m <= FEW_ROWS else rows
+        tiles = -(-key.m // rows) * -(-key.n // columns)
+        if tiles * parts >= BLOCKS:
+            break
+    stages = min(STAGES[instruction], SHARED_BYTES[instruction] // (TILE_STEP * (rows + columns)))
+    split = min(parts, math.ceil(BLOCKS / tiles))
+    return TileConfiguration(
+        rows=rows, columns=columns, stages=stages, split=split, instruction=instruction
+    )
+
+
+def _is_left_to_cublaslt(key: ProductKey, sm: int | None, instruction: str) -> bool:
+    """Whether no tile takes a product, or a library multiplies it faster."""
+    if key.op not in TILED or key.n % 16 or key.k % 16 or key.m > 64 * MOST_TILE_ROWS:
+        return True
+    return sm is not None and 90 <= sm < 120 and key.k > LONGEST_BESIDE_FASTER_PRODUCTS[instruction]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,40 +1,121 @@
-"""Files of tuned products: JSON with the validators of one device and its entries, one per line.
+"""Files of tuned products: JSON with the validators of one GPU and its entries, one per line.
 
 Files are not trusted. A file whose validators do not match is refused as a whole.
 """
 
 import dataclasses
+import functools
 import os
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from lsq.files import json_file
-from lsq.files.json_file import check_choice, shown
+from lsq.files.json_file import check_text, check_whole, shown
 from lsq.gemm.configuration import (
     ALGORITHM_BYTES,
     WGMMA_SM,
     Configuration,
-    CpuConfiguration,
     CublasConfiguration,
     Entry,
     TileConfiguration,
     Times,
 )
-from lsq.gemm.device import CpuValidators, CudaValidators, Validators, check_format, difference
 from lsq.gemm.product_key import ProductKey
+from lsq.native import compiler
+from lsq.native.products import ProductLibrary, find_cublaslt
+
+FORMAT = 3
 
 _REMEDY = "correct or delete the file"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConfigurationFile:
-    """The entries of one device, sorted by key.
+class Validators:
+    """A model of GPU with its libcublasLt. Entries hold where all of these are the same.
 
     Raises:
-        ValueError: two entries have the same key, or one does not suit the device.
+        ValueError: a value of the wrong type or out of range.
+    """
+
+    format: int = FORMAT
+    device: str
+    """Model name."""
+    library: str = "cublasLt"
+    library_version: str
+    """Such as "13.0.2"."""
+    sm: int
+    """Compute capability, e.g. 90."""
+    multiprocessors: int
+
+    def __post_init__(self) -> None:
+        _check_format(self.format)
+        for name in ("device", "library", "library_version"):
+            check_text(name, getattr(self, name))
+        check_whole("sm", self.sm, 10, 9999)
+        check_whole("multiprocessors", self.multiprocessors, 1, 65536)
+
+
+def _check_format(value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value != FORMAT:
+        raise ValueError(
+            f"format is {shown(value)}; this version of lsq reads format {FORMAT}: tune again with"
+            " it"
+        )
+
+
+def difference(file: Validators, here: Validators) -> str | None:
+    """The first value in which a file's validators differ from this GPU's, in words."""
+    for name, ours in vars(here).items():
+        theirs = getattr(file, name)
+        if theirs != ours:
+            return f"{name} differs: the file says {shown(theirs)}, here it is {shown(ours)}"
+    return None
+
+
+def here() -> Validators:
+    """The validators of the current GPU with the installed libcublasLt.
+
+    Raises:
+        RuntimeError: there is no GPU, or no library.
+    """
+    if not torch.cuda.is_available():
+        raise RuntimeError(f"torch sees no GPU here; {compiler.remedy()}, or use the CPU")
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    name = "".join(letter for letter in properties.name if letter.isprintable()).strip()
+    return Validators(
+        device=name[:200] or "unknown",
+        sm=10 * properties.major + properties.minor,
+        multiprocessors=properties.multi_processor_count,
+        library_version=_cublaslt_version(),
+    )
+
+
+@functools.cache
+def _cublaslt_version() -> str:
+    library = ProductLibrary(find_cublaslt())
+    try:
+        return library.version()
+    finally:
+        library.close()
+
+
+def file_name(validators: Validators) -> str:
+    """The default name of a GPU's file, e.g. NVIDIA_H200.json."""
+    return (re.sub(r"[^A-Za-z0-9]+", "_", validators.device).strip("_") or "unknown") + ".json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConfigurationFile:
+    """The entries of one GPU, sorted by key.
+
+    Raises:
+        ValueError: two entries have the same key, or one does not suit the GPU.
     """
 
     validators: Validators
@@ -43,13 +124,7 @@ class ConfigurationFile:
     def __post_init__(self) -> None:
         numbers: dict[ProductKey, int] = {}
         for number, entry in enumerate(self.entries):
-            configuration = entry.configuration
-            if configuration.kind != self.validators.kind:
-                raise ValueError(
-                    f"entries[{number}].configuration is of kind {configuration.kind!r}; "
-                    f"the file is of kind {self.validators.kind!r}"
-                )
-            wgmma = getattr(configuration, "instruction", None) == "wgmma"
+            wgmma = getattr(entry.configuration, "instruction", None) == "wgmma"
             if wgmma and self.validators.sm != WGMMA_SM:
                 raise ValueError(
                     f"entries[{number}].configuration.instruction is 'wgmma', which only GPUs of sm"
@@ -90,7 +165,7 @@ def write(path: Path, file: ConfigurationFile) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    validators = {"kind": file.validators.kind, **dataclasses.asdict(file.validators)}
+    validators = {"kind": "cuda", **dataclasses.asdict(file.validators)}
     json_file.write(
         path, {"validators": validators}, "entries", [_fields(entry) for entry in file.entries]
     )
@@ -106,7 +181,7 @@ def _file(content: Any) -> ConfigurationFile:
         Entry,
         key=partial(record, ProductKey),
         times=partial(record, Times),
-        configuration={"cpu": _of_cpu, "cuda": _of_gpu}[validators.kind],
+        configuration=_configuration,
     )
     return ConfigurationFile(
         validators=validators, entries=json_file.sequence(content["entries"], "entries", entry)
@@ -118,37 +193,23 @@ def _validators(value: Any, where: str) -> Validators:
         raise ValueError(f"{where} is {shown(value)}; it must be an object")
     fields = dict(value)
     try:
-        check_format(fields.get("format"))
-        check_choice("kind", fields.get("kind"), ("cpu", "cuda"))
+        _check_format(fields.get("format"))
+        kind = fields.pop("kind", None)
+        if kind == "cpu":
+            raise ValueError(
+                "kind is 'cpu', but products of CPUs run by a rule: leave the file out"
+            )
+        json_file.check_choice("kind", kind, ("cuda",))
     except ValueError as error:
         raise ValueError(json_file.within(where, str(error))) from None
-    if fields.pop("kind") == "cpu":
-        return json_file.record(CpuValidators, fields, where, features=_names)
-    return json_file.record(CudaValidators, fields, where)
+    return json_file.record(Validators, fields, where)
 
 
-def _of_cpu(value: Any, where: str) -> Configuration:
-    """The tiles of a CPU. Older files also say how oneDNN copies its operands."""
-    if isinstance(value, dict):
-        if value.get("kernel", "onednn") == "onednn":
-            raise ValueError(
-                f"{where} is for oneDNN, by which no product of a CPU runs any more: lsq's own"
-                " tiles run all of them"
-            )
-        copies = [("a_layout", "as_is"), ("b_layout", "as_is")]
-        value = {name: each for name, each in value.items() if (name, each) not in copies}
-    return json_file.record(CpuConfiguration, value, where)
-
-
-def _of_gpu(value: Any, where: str) -> Configuration:
+def _configuration(value: Any, where: str) -> Configuration:
     """A tile, or an algorithm of cuBLASLt, which alone has the field of that name."""
     if isinstance(value, dict) and "algorithm" not in value:
         return json_file.record(TileConfiguration, value, where)
     return json_file.record(CublasConfiguration, value, where, algorithm=_bytes)
-
-
-def _names(value: Any, where: str) -> tuple[Any, ...]:
-    return json_file.sequence(value, where, lambda item, _: item)
 
 
 def _bytes(value: Any, where: str) -> bytes:
@@ -183,7 +244,7 @@ class SearchedFile:
     file: ConfigurationFile | None
     """None if it cannot be read."""
     refusal: str | None
-    """Why it is not used for the device; None if it is."""
+    """Why it is not used here; None if it is."""
     shipped: bool = False
     """Whether it comes with lsq, where files for other devices are expected."""
 
@@ -203,15 +264,16 @@ def user_folder() -> Path | None:
         return None
 
 
-def search(here: Validators) -> list[SearchedFile]:
-    """Every file of the user's folder, then of the package, with its refusal for a device."""
+def search(gpu: Validators | str) -> list[SearchedFile]:
+    """Every file of the user's folder, then of the package, with its refusal for a GPU, or why
+    there is none."""
     user, results = user_folder(), []
     own = sorted(user.glob("*.json")) if user is not None and user.is_dir() else []
     for path in (*own, *sorted(PACKAGE_FOLDER.glob("*.json"))):
         file = None
         try:
             file = read(path)
-            refusal = difference(file.validators, here)
+            refusal = gpu if isinstance(gpu, str) else difference(file.validators, gpu)
         except (ValueError, OSError) as error:
             refusal = str(error).removeprefix(f"{path}: ")
         results.append(SearchedFile(path=path, file=file, refusal=refusal, shipped=path not in own))

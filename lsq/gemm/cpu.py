@@ -1,25 +1,15 @@
 """int8 products of the CPU: lsq's own tiles multiply, and the loops of an operation apply its
 epilogue in the same pass.
 
-Which instructions multiply, and how many rows at a time, is a rule: the fastest instructions of the
-processor, and rows that suit the caches, as lsq/csrc/cpu/tiles.h counts them. A file may say
-otherwise for a product. No bit depends on the choice.
+A rule says how: by the fastest instructions of the processor, as many rows at a time as suit the
+caches (lsq/csrc/cpu/tiles.h). No bit depends on it.
 """
 
 import functools
 
 import torch
 
-from lsq.gemm import lookup
-from lsq.gemm.configuration import CpuConfiguration
-from lsq.gemm.product_key import (
-    LARGEST_INNER,
-    TILED_ALONE,
-    inner_parts,
-    is_long,
-    note,
-    operation_key,
-)
+from lsq.gemm.operations import LARGEST_INNER, TILED_ALONE, inner_parts, is_long
 from lsq.native import loader, tiles
 
 ALIGNMENT = 64
@@ -28,19 +18,10 @@ ALIGNMENT = 64
 
 def scratch_for(op: str, m: int, n: int, k: int) -> tuple[tuple[int], torch.dtype]:
     """(shape, dtype) of the scratch memory for a product [M, K] x [N, K], and for any with fewer
-    tokens.
-
-    Args:
-        op: one of product_key.OPERATIONS.
-        m, n, k: 0 where there is nothing to multiply.
-
-    Raises:
-        ValueError: there is no such product.
-    """
+    tokens; m, n or k is 0 where there is nothing to multiply."""
     if not min(m, n, k):
         return (ALIGNMENT,), torch.uint8
     long = is_long(op, k)
-    note(operation_key(op, m, n, LARGEST_INNER if long else k))
     # of vocabularies, each thread packs the columns that it reads in memory of its own
     packed = 0 if op in TILED_ALONE else _packed_bytes(n, LARGEST_INNER if long else k)
     return (max(packed, ALIGNMENT) + (2 * _sums_bytes(m, n) if long else 0),), torch.uint8
@@ -57,37 +38,25 @@ def multiply(
     the operation, float32 sums [M, N], their first row and number, and `arguments`.
 
     Args:
-        op: one of product_key.OPERATIONS, whose layout the operands have.
+        op: one of TILED and TILED_ALONE in lsq.gemm.operations.
         operation: of the loop.
         a, b: int8; either may be a transposed view.
         memory: as `scratch_for` asks for, at a multiple of ALIGNMENT bytes.
         arguments: of the loop.
 
     Raises:
-        ValueError: there is no such product, or the memory is too small.
+        ValueError: the memory is too small.
     """
     (m, k), n = a.shape, b.shape[0]
     if is_long(op, k):
-        sums = _long_sums(op, a, b, memory)
-        loader.call(f"lsq_end_long_{op}", operation, sums, 0, m, *arguments)
+        loader.call(f"lsq_end_long_{op}", operation, _long_sums(a, b, memory), 0, m, *arguments)
         return
-    configuration = configuration_of(op, m, n, k)
     needed = 0 if op in TILED_ALONE else _packed_bytes(n, k)
-    product = _tile_product(a, b, configuration, memory, needed)
-    loader.call(f"lsq_multiply_{op}", operation, product, *arguments)
-
-
-def configuration_of(op: str, m: int, n: int, k: int) -> CpuConfiguration:
-    """How a product runs: as a file says, or by the rule.
-
-    Raises:
-        ValueError: there is no such product.
-    """
-    return _configuration(lookup.generation(), op, m, n, k)
+    loader.call(f"lsq_multiply_{op}", operation, _tile_product(a, b, memory, needed), *arguments)
 
 
 def untuned_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a int8 [M, K], b int8 [N, K] -> int32 [M, N] by tiles, as the rule says.
+    """a int8 [M, K], b int8 [N, K] -> int32 [M, N] by tiles.
 
     Raises:
         ValueError: K could overflow the sums.
@@ -97,7 +66,7 @@ def untuned_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     memory = torch.empty(size + ALIGNMENT, dtype=torch.uint8, device="cpu")
     memory = memory[-memory.data_ptr() % ALIGNMENT :]
     sums = torch.empty(a.shape[0], b.shape[0], dtype=torch.int32, device="cpu")
-    return _multiply_into(sums, a, b, CpuConfiguration.default(), memory)
+    return _multiply_into(sums, a, b, memory)
 
 
 def int8_product(
@@ -118,18 +87,13 @@ def int8_product(
 def reference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a int8 [M, K], b int8 [N, K] -> int32 [M, N], through float64, in which every sum is exact.
 
-    If K is longer than LARGEST_INNER: float32 [M, N], see `product_key.inner_parts`.
+    If K is longer than LARGEST_INNER: float32 [M, N], see `inner_parts`.
     """
     sums = [
         (a[:, part].to(torch.float64) @ b[:, part].to(torch.float64).t()).to(torch.int32)
         for part in inner_parts(a.shape[1])
     ]
     return sums[0] if len(sums) == 1 else functools.reduce(torch.add, (s.float() for s in sums))
-
-
-@functools.lru_cache(maxsize=4096)
-def _configuration(generation: int, op: str, m: int, n: int, k: int) -> CpuConfiguration:
-    return lookup.table().configuration(operation_key(op, m, n, k))
 
 
 def _packed_bytes(n: int, k: int) -> int:
@@ -141,11 +105,7 @@ def _sums_bytes(m: int, n: int) -> int:
 
 
 def _tile_product(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    configuration: CpuConfiguration,
-    memory: torch.Tensor,
-    needed: int,
+    a: torch.Tensor, b: torch.Tensor, memory: torch.Tensor, needed: int
 ) -> tiles.TileProduct:
     _check_inner(a.shape[1])
     if memory.numel() < needed:
@@ -153,25 +113,20 @@ def _tile_product(
             f"a product [{a.shape[0]}, {a.shape[1]}] x [{b.shape[0]}, {b.shape[1]}] needs {needed}"
             f" bytes of scratch memory, and has {memory.numel()}: use what scratch_for says"
         )
-    packed = memory if needed else None
-    return tiles.TileProduct.of(a, b, configuration.kernel, configuration.rows, packed)
+    return tiles.TileProduct.of(a, b, tiles.fastest(), memory if needed else None)
 
 
 def _multiply_into(
-    sums: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    configuration: CpuConfiguration,
-    memory: torch.Tensor,
+    sums: torch.Tensor, a: torch.Tensor, b: torch.Tensor, memory: torch.Tensor
 ) -> torch.Tensor:
     """Write int32 sums [M, N], without an epilogue."""
-    product = _tile_product(a, b, configuration, memory, _packed_bytes(b.shape[0], a.shape[1]))
+    product = _tile_product(a, b, memory, _packed_bytes(b.shape[0], a.shape[1]))
     loader.call("lsq_pack_columns", product)
     loader.call("lsq_multiply_block", product, 0, len(sums), sums)
     return sums
 
 
-def _long_sums(op: str, a: torch.Tensor, b: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+def _long_sums(a: torch.Tensor, b: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
     """float32 [M, N] in `memory`: the sums of the parts of K; each is exact, and added as a
     float."""
     (m, inner), n = a.shape, b.shape[0]
@@ -179,8 +134,7 @@ def _long_sums(op: str, a: torch.Tensor, b: torch.Tensor, memory: torch.Tensor) 
     total, block = (memory[first : first + 4 * m * n] for first in (0, size))
     total, block = total.view(torch.float32).view(m, n), block.view(torch.int32).view(m, n)
     for part in inner_parts(inner):
-        way = configuration_of(op, m, n, part.stop - part.start)
-        sums = _multiply_into(block, a[:, part], b[:, part], way, memory[2 * size :])
+        sums = _multiply_into(block, a[:, part], b[:, part], memory[2 * size :])
         total.add_(sums) if part.start else total.copy_(sums)
     return total
 

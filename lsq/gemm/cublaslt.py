@@ -17,7 +17,7 @@ from lsq.gemm.configuration import CublasConfiguration, TileConfiguration
 from lsq.gemm.lookup import Table
 from lsq.gemm.product_key import ProductKey, key_of
 from lsq.native.launch import Product
-from lsq.native.products import ALPHAS, DTYPES, Candidate, Matmul, ProductLibrary, find_cublaslt
+from lsq.native.products import ALPHAS, DTYPES, Matmul, ProductLibrary, find_cublaslt
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +103,6 @@ class Products:
         self._choose = choose
         self._chosen: dict[ProductKey, ChosenProduct] = {}
         self._lock = threading.Lock()
-        self._unread = 0
 
     def get(self, key: ProductKey) -> ChosenProduct:
         """The product of a key, the same object every time.
@@ -127,7 +126,7 @@ class Products:
         return self.get(key_of(product))
 
     def describe(self, key: ProductKey) -> Matmul:
-        """A product without an algorithm, for a search over all of them; the caller closes it.
+        """A product without an algorithm; the caller closes it.
 
         Raises:
             ValueError: cuBLASLt has no such product.
@@ -152,29 +151,21 @@ class Products:
         with contextlib.closing(self.describe(key)) as native:
             return self._candidates(native)
 
-    def fault(self, key: ProductKey, said: CublasConfiguration) -> str | None:
-        """Why an algorithm does not run a product here as its fields say; None if it does."""
+    def fault(self, key: ProductKey, algorithm: CublasConfiguration) -> str | None:
+        """Why an algorithm does not run a product here in its workspace; None if it does."""
         try:
             with contextlib.closing(self.describe(key)) as native, self.current():
-                held = self.algorithm(native.check(said.algorithm))
+                needed = native.check(algorithm.algorithm).workspace_bytes
         except (RuntimeError, ValueError) as error:
             return str(error)
-        for name, value in vars(said).items():
-            if value != getattr(held, name):
-                return f"{name} is {value} in the file, and its algorithm has {getattr(held, name)}"
-        if held.workspace_bytes > self.workspace_bytes:
+        if needed != algorithm.workspace_bytes:
             return (
-                f"it needs a workspace of {held.workspace_bytes} bytes, of"
-                f" {self.workspace_bytes} allowed"
+                f"workspace_bytes is {algorithm.workspace_bytes} in the file, and its algorithm"
+                f" needs {needed}"
             )
+        if needed > self.workspace_bytes:
+            return f"it needs a workspace of {needed} bytes, of {self.workspace_bytes} allowed"
         return None
-
-    def algorithm(self, candidate: Candidate) -> CublasConfiguration:
-        """The algorithm in a candidate's bytes; ValueError or RuntimeError if there is none."""
-        decoded = self.library.decode(candidate.data)
-        return CublasConfiguration(
-            algorithm=candidate.data, workspace_bytes=candidate.workspace_bytes, **decoded
-        )
 
     def close(self) -> None:
         """Free every product; none may be run or captured any more."""
@@ -202,22 +193,12 @@ class Products:
         return ChosenProduct(key=key, native=native, algorithm=wanted)
 
     def _candidates(self, native: Matmul) -> list[CublasConfiguration]:
-        """The proposals that can be read: a newer library may know further values."""
-        proposals, unread = [], []
         with self.current():
-            for candidate in native.candidates(self.workspace_bytes, CANDIDATES):
-                try:
-                    proposals.append(self.algorithm(candidate))
-                except (RuntimeError, ValueError) as error:
-                    unread.append(error)
-        if unread and not proposals:
-            raise unread[0]
-        if unread and not self._unread:
-            logger.warning(
-                "%d algorithms of cuBLASLt are left out, the first since %s", len(unread), unread[0]
-            )
-        self._unread += len(unread)
-        return proposals
+            proposals = native.candidates(self.workspace_bytes, CANDIDATES)
+        return [
+            CublasConfiguration(algorithm=a.data, workspace_bytes=a.workspace_bytes)
+            for a in proposals
+        ]
 
 
 class TunedChoice:

@@ -1,4 +1,4 @@
-"""Which configuration runs each product: the entry of a file, or the rule.
+"""Which configuration runs each product of a GPU: the entry of a file, or the rule.
 
 Files are read when the first product is looked up. `set_files` changes them; call it before memory
 is planned.
@@ -12,13 +12,11 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from lsq.gemm import configuration_file, device
-from lsq.gemm.configuration import Configuration, CpuConfiguration, Entry
-from lsq.gemm.configuration_file import ConfigurationFile, SearchedFile
-from lsq.gemm.default_tile import default_tile
-from lsq.gemm.device import Validators, difference
+from lsq.gemm import configuration_file, cuda
+from lsq.gemm.configuration import Configuration, Entry, TileConfiguration, default_tile
+from lsq.gemm.configuration_file import ConfigurationFile, SearchedFile, Validators, difference
+from lsq.gemm.operations import TILED_ALONE
 from lsq.gemm.product_key import MATMUL, ProductKey
-from lsq.native import tiles
 
 logger = logging.getLogger(__name__)
 
@@ -46,12 +44,12 @@ class Use:
 
 
 class Table:
-    """The entries that hold for one device, and the products that were looked up.
+    """The entries that hold for one GPU, and the products that were looked up.
 
     Threads may share it.
 
     Args:
-        here: the device.
+        here: the GPU.
         files: its files, in the order of their precedence.
     """
 
@@ -97,8 +95,6 @@ class Table:
 
     def _look_up(self, key: ProductKey) -> Use:
         entry = self._entries.get(key) or self._nearest_entry(key)
-        if self.here.kind == "cpu":
-            return Use(key, entry, CpuConfiguration.default())
         return Use(key, entry, default_tile(key, self.here.sm))
 
     def _nearest_entry(self, key: ProductKey) -> Entry | None:
@@ -116,107 +112,89 @@ class Table:
 
 # Files decide for the whole process, for all layers and threads.
 _lock = threading.Lock()
-_generation = 0
-_explicit = False  # whether the files were named
-_tables: dict[str, Table] = {}
-_warned: set[tuple[Path, str]] = set()
+_named: list[SearchedFile] | None = None
+_table: Table | None = None
 
 
 def set_files(paths: Sequence[Path] | None) -> None:
     """Use these files and no others from now on, the first before the next; none at all if empty;
-    None: search the user's folder again.
-
-    Files of CPUs and of GPUs may be mixed. `Table.uses` begins anew.
+    None: search the user's folder again. `Table.uses` begins anew.
 
     Raises:
-        ValueError: a file is damaged or was made for another device; the message names what
-            differs.
+        ValueError: a file is damaged or was made for another GPU; the message names what differs.
         OSError: a file cannot be read.
-        RuntimeError: a file is for a GPU, and there is none.
+        RuntimeError: there is no GPU.
     """
-    global _explicit, _generation
-    files: dict[str, list[SearchedFile]] = {}
-    for path in map(Path, paths or ()):
-        file = configuration_file.read(path)
-        here = device.here(file.validators.kind)
-        refusal = difference(file.validators, here) or missing_kernel(file)
-        if refusal is not None:
-            raise ValueError(f"{path}: {refusal}; tune here (`lsq tune`), or leave the file out")
-        files.setdefault(file.validators.kind, []).append(
-            SearchedFile(path=path, file=file, refusal=None)
-        )
-    tables = {kind: Table(device.here(kind), chosen) for kind, chosen in files.items()}
+    global _named, _table
+    named = None if paths is None else [_named_file(Path(path)) for path in paths]
     with _lock:
-        _explicit = paths is not None
-        _generation += 1
-        _tables.clear()
-        _tables.update(tables)
+        _named, _table = named, None
+    cuda.ask_again()
 
 
-def generation() -> int:
-    """Another number whenever other files are used."""
-    return _generation
+def _named_file(path: Path) -> SearchedFile:
+    file = configuration_file.read(path)
+    refusal = difference(file.validators, configuration_file.here())
+    if refusal is not None:
+        raise ValueError(f"{path}: {refusal}; tune here (`lsq tune`), or leave the file out")
+    return SearchedFile(path=path, file=file, refusal=None)
 
 
-def table(kind: str = "cpu") -> Table:
-    """The table of the CPU, or of the current GPU, loaded when it is first wanted.
+def table() -> Table:
+    """The table of the current GPU, loaded when it is first wanted.
 
     Raises:
-        ValueError: no such kind.
         RuntimeError: there is no GPU, or no libcublasLt.
     """
-    loaded = _tables.get(kind)
-    if loaded is None:
-        with _lock:
-            if kind not in _tables:
-                _tables[kind] = Table(device.here(kind)) if _explicit else load(device.here(kind))
-            loaded = _tables[kind]
-    return loaded
-
-
-def tables() -> list[Table]:
-    """The tables loaded so far, the CPU's first."""
+    global _table
     with _lock:
-        return [_tables[kind] for kind in sorted(_tables)]
+        if _table is None:
+            gpu = configuration_file.here()
+            _table = load(gpu) if _named is None else Table(gpu, _named)
+        return _table
 
 
-def missing_kernel(file: ConfigurationFile) -> str | None:
-    """The first kernel in a file of a CPU that cannot run here, in words."""
-    for number, entry in enumerate(file.entries):
-        kernel = getattr(entry.configuration, "kernel", None)
-        if kernel is not None and kernel not in tiles.usable():
-            allowed = ", ".join(map(repr, tiles.usable()))
-            return (
-                f"entries[{number}].configuration.kernel is {kernel!r}, which cannot run here;"
-                f" allowed: {allowed}"
-            )
-    return None
+def loaded() -> Table | None:
+    """The table, if a product was looked up."""
+    return _table
 
 
-def load(here: Validators) -> Table:
+def tuned_tile(op: str, m: int, n: int, k: int) -> TileConfiguration | None:
+    """The tile of an operation's product [M, K] x [N, K] on the GPU that is here, or on any without
+    one; None: cuBLASLt multiplies."""
+    key = ProductKey(op=op, m=m, n=n, k=k)
+    try:
+        found = table()
+    except RuntimeError:  # no GPU: programs are planned, or run in the emulator
+        return default_tile(key)
+    if op in TILED_ALONE:
+        return default_tile(key, found.here.sm)
+    configuration = found.configuration(key)
+    if not isinstance(configuration, TileConfiguration):
+        return None  # products of cuBLASLt are listed where their algorithms are looked up
+    found.use(key)
+    return configuration
+
+
+def load(gpu: Validators) -> Table:
     """A table of the user's and the package's files, with one warning of those that are refused.
 
-    Files for other kinds of device are expected, and so are all others beside a file that is used,
-    and those of the package for other devices.
+    All others beside a file that is used are expected, and so are those of the package for other
+    GPUs.
     """
-    files = [
-        dataclasses.replace(each, refusal=each.refusal or missing_kernel(each.file))
-        for each in configuration_file.search(here)
-    ]
-    loaded = Table(here, files)
+    files = configuration_file.search(gpu)
+    loaded = Table(gpu, files)
     news = [
         each
         for each in files
         if each.refusal is not None
         and not (each.shipped and each.file is not None)
-        and (each.path, each.refusal) not in _warned
-        and (each.file is None or (each.file.validators.kind == here.kind and not loaded.used))
+        and (each.file is None or not loaded.used)
     ]
-    _warned.update((each.path, each.refusal) for each in news)
     if news:
         logger.warning(
             "not used: %s. The default runs products that no other file has: tune them here (`lsq"
-            " tune`, on a GPU), or delete it.",
+            " tune`), or delete it.",
             "; ".join(f"{each.path}: {each.refusal}" for each in news),
         )
     return loaded

@@ -5,23 +5,16 @@ begins with the name of the field.
 """
 
 import dataclasses
-import functools
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from lsq.files.json_file import check_choice, check_whole
+from lsq.gemm.operations import LARGEST_INNER, OVER_TOKENS, TILED, TILED_ALONE
 from lsq.native.launch import Product
 
 LARGEST_DIMENSION = 2**31 - 1
-LARGEST_INNER = (2**31 - 1) // torch.iinfo(torch.int8).max ** 2
-"""Largest inner dimension whose int32 sums of products of codes cannot overflow: 133,144."""
-INNER_STEP = 64
-"""Parts of longer inner dimensions begin at its multiples."""
 EXACT_TOKENS = 512
 """Up to so many tokens, each number has its own entry; above, multiples of TOKEN_STEP have one."""
 TOKEN_STEP = 32
@@ -36,23 +29,6 @@ OUTS = {"int8": ("int32", "int8"), "bfloat16": ("bfloat16", "float32"), "float32
 ALPHAS = ("one", "scalar", "vector")
 """Scale of the result: none; a float; float32 [N] on the device, for int8 to int8."""
 
-
-OPERATIONS = {
-    "project": "nt",
-    "project_input_gradient": "nn",
-    "project_weight_gradient": "tn",
-    "vocabulary_loss": "nt",
-    "vocabulary_loss_gradient": "nt",
-}
-"""Operations with products of int8 to int32 -> layout on the CPU; on a GPU both operands lie along
-K. The best way to multiply depends on the epilogue, so each has its own entries."""
-OVER_TOKENS = "project_weight_gradient"
-"""The operation whose k differs from batch to batch; m of all others does."""
-TILED = ("project", "project_input_gradient", "project_weight_gradient")
-"""Operations whose product and epilogue one kernel of a GPU can make."""
-TILED_ALONE = ("vocabulary_loss", "vocabulary_loss_gradient")
-"""Operations whose product and epilogue one kernel always makes, since their sums are logits, which
-must not exist in memory. They are not tuned."""
 MATMUL = Product.op
 """Any product without an epilogue: of floats, or where another kernel applies the epilogue."""
 
@@ -66,7 +42,7 @@ class ProductKey:
     """
 
     op: str = MATMUL
-    """One of OPERATIONS, or MATMUL."""
+    """One of TILED and TILED_ALONE, or MATMUL."""
     m: int
     n: int
     k: int
@@ -74,15 +50,15 @@ class ProductKey:
     """Of a and b."""
     out: str = "int32"
     alpha: str = "one"
-    layout: str | None = None
-    """One of LAYOUTS; by default the operation's."""
+    layout: str = "nt"
+    """One of LAYOUTS."""
     leading_a: int | None = None
     """Elements from one row of a, as it lies, to the next; None: packed rows."""
     leading_b: int | None = None
     leading_out: int | None = None
 
     def __post_init__(self) -> None:
-        check_choice("op", self.op, (*OPERATIONS, MATMUL))
+        check_choice("op", self.op, (*TILED, *TILED_ALONE, MATMUL))
         for name in ("m", "n", "k"):
             check_whole(name, getattr(self, name), 1, LARGEST_DIMENSION)
         check_choice("dtype", self.dtype, OUTS)
@@ -91,8 +67,6 @@ class ProductKey:
             ("one",) if self.out == "int32" else ALPHAS if self.out == "int8" else ("one", "scalar")
         )
         check_choice("alpha", self.alpha, alphas)
-        if self.layout is None:
-            object.__setattr__(self, "layout", OPERATIONS.get(self.op, "nt"))
         check_choice("layout", self.layout, LAYOUTS)
         if self.dtype == "int8":
             check_whole("k", self.k, 1, LARGEST_INNER)
@@ -150,9 +124,7 @@ class ProductKey:
 
     def fields(self) -> dict[str, Any]:
         """m, n, k and the fields that differ from their default."""
-        usual = {field.name: field.default for field in dataclasses.fields(self)} | {
-            "layout": OPERATIONS.get(self.op, "nt")
-        }
+        usual = {field.name: field.default for field in dataclasses.fields(self)}
         return {name: value for name, value in vars(self).items() if value != usual[name]}
 
     @property
@@ -195,34 +167,6 @@ class ProductKey:
         )
 
 
-@functools.lru_cache(maxsize=4096)
-def operation_key(op: str, m: int, n: int, k: int) -> ProductKey:
-    """The key of an operation's product, kept for the next call.
-
-    Raises:
-        ValueError: there is no such product.
-    """
-    return ProductKey(op=op, m=m, n=n, k=k)
-
-
-def is_long(op: str, k: int) -> bool:
-    """Whether the sums of an operation are made in parts of K, each within int32."""
-    return op in TILED and k > LARGEST_INNER
-
-
-def inner_parts(k: int) -> list[slice]:
-    """Parts of an inner dimension whose int32 sums cannot overflow, as equal as multiples of
-    INNER_STEP allow.
-
-    Sums of several parts are float32: converted and added in this order.
-    """
-    if k <= LARGEST_INNER:
-        return [slice(0, k)]
-    count = -(-k // (LARGEST_INNER // INNER_STEP * INNER_STEP))
-    size = -(-k // (count * INNER_STEP)) * INNER_STEP
-    return [slice(first, min(first + size, k)) for first in range(0, k, size)]
-
-
 def rounded_tokens(tokens: int) -> int:
     """The number of tokens whose entry serves this number."""
     if tokens <= EXACT_TOKENS:
@@ -248,8 +192,8 @@ def key_of(product: Product) -> ProductKey:
     n, inner = reversed(b.shape) if product.transpose_b else b.shape
     if inner != k or product.out.shape != (m, n):
         raise ValueError(
-            f"{shapes} do not fit: out [M, N] of a {'[K, M]' if product.transpose_a else '[M, K]'} "
-            f"and b {'[K, N]' if product.transpose_b else '[N, K]'}"
+            f"{shapes} do not fit: out [M, N] of a {'[K, M]' if product.transpose_a else '[M, K]'}"
+            f" and b {'[K, N]' if product.transpose_b else '[N, K]'}"
         )
     if a.dtype != b.dtype:
         raise ValueError(f"a is {a.dtype} and b is {b.dtype}; convert one of them")
@@ -271,7 +215,7 @@ def key_of(product: Product) -> ProductKey:
     )
     if product.op == MATMUL:
         return key
-    requested_key = operation_key(product.op, m, n, k)
+    requested_key = ProductKey(op=product.op, m=m, n=n, k=k)
     if requested_key.by_itself != key:
         raise ValueError(f"{product.op} multiplies {requested_key.by_itself} on a GPU, not {key}")
     return requested_key
@@ -288,23 +232,3 @@ def _leading(name: str, tensor: torch.Tensor) -> int | None:
             f"the rows of {name} are contiguous, not strided by {tensor.stride(-1)}; copy it first"
         )
     return tensor.stride(0) if tensor.shape[0] > 1 else None
-
-
-_notes = threading.local()
-
-
-@contextmanager
-def requested() -> Iterator[list[ProductKey]]:
-    """Within this context and thread, a list of the products that operations ask for as they
-    prepare to run."""
-    before, _notes.keys = getattr(_notes, "keys", None), []
-    try:
-        yield _notes.keys
-    finally:
-        _notes.keys = before
-
-
-def note(key: ProductKey) -> None:
-    """Add a product to the list of `requested`, if there is one."""
-    if getattr(_notes, "keys", None) is not None:
-        _notes.keys.append(key)

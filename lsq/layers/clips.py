@@ -372,7 +372,6 @@ class ClippedModule(nn.Module):
             parameter_state.limit_steps(self.clips().values(), self.quant.clip_step)
 
     def _remember_clips(self) -> None:
-        """A training pass has seen the clips."""
         if self.quant.learned:
             self.measured.limit = self.quant.clip_step
             if not self.measured.sharded:
@@ -469,7 +468,6 @@ class ClippedModule(nn.Module):
 
 
 def _made(declared: Parameter, device: torch.device | None, trained: bool = True) -> nn.Parameter:
-    """Make a float32 parameter that a program declares, with first values."""
     made = nn.Parameter(
         torch.empty(declared.shape, dtype=torch.float32, device=device), requires_grad=trained
     )

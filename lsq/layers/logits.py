@@ -276,7 +276,6 @@ def _again(
 
 
 def _seen(logits: Logits, hidden: torch.Tensor, change: Callable) -> Logits:
-    """Return a view of logits, of these rows."""
     made = _again(logits, hidden, change)
     made.views = logits.views
     made.views[:] = [*(one for one in made.views if one() is not None), weakref.ref(made)]

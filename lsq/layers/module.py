@@ -196,7 +196,6 @@ class ProgramModule(ClippedModule):
         return tensors
 
     def _execution(self, run: Pass, tensors: dict[str, Tensor]) -> Execution:
-        """Make the execution of the program."""
         measures = run.calibrates and self.quant.clip_init != "fixed"
         hooks = NO_HOOKS
         if measures or self._observer is not None:
@@ -253,7 +252,6 @@ class ProgramModule(ClippedModule):
         return self.schedule.activations_due(training=True)
 
     def _check_devices(self, inputs: dict[str, Tensor]) -> None:
-        """Refuse inputs on another device."""
         device = self.every_parameter()[0].device
         for name, tensor in inputs.items():
             if tensor.device != device:

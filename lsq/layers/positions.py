@@ -100,7 +100,6 @@ def position_inputs(
 
 @lru_cache(maxsize=16)
 def _table(rotary: Rotary, head_columns: int, device: torch.device) -> torch.Tensor:
-    """Return the table of cosines and sines that all layers of a model share."""
     rotated = rotary.columns(head_columns)
     with torch.inference_mode(False), torch.device("cpu"):  # training may use it as well
         if rotary.frequencies is None:

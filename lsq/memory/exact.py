@@ -14,7 +14,7 @@ import torch
 
 from lsq.memory.planner import Buffer, fixed_offsets, lower_bound, peak_of, place, table
 from lsq.native import loader
-from lsq.native.shared_library import LibraryError
+from lsq.native.sources import LibraryError
 
 MOST_BUFFERS = 4096
 """The search compares every pair of buffers; beyond so many, the smallest are set aside."""

@@ -1,5 +1,5 @@
-"""Files of `lsq plan`: buffers as MiniMalloc's CSV (github.com/google/minimalloc), plans as CSV and
-JSON."""
+"""Files of `lsq plan`: buffers as MiniMalloc's CSV (github.com/google/minimalloc), plans as CSV,
+JSON and pictures."""
 
 import csv
 import dataclasses
@@ -7,11 +7,12 @@ import io
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from lsq import extras
 from lsq.files import write_text
-from lsq.memory.planner import LARGEST, Buffer, Plan
+from lsq.memory.planner import LARGEST, Buffer, Plan, live_load
 
 REQUIRED = ("id", "lower", "upper", "size")
 OPTIONAL = ("alignment", "offset", "gaps")
@@ -22,6 +23,9 @@ NUMBER = re.compile("-?[0-9]+")
 """A whole number; int() would take digits of every script, spaces and underscores as well."""
 TOO_LONG = 100
 """Characters that no allowed number has."""
+MEBIBYTE = 2**20
+COLOURED = 1000
+"""Sizes down to the largest divided by this have colours of their own."""
 
 
 def read_buffers(path: Path, alignment: int = 1) -> list[Buffer]:
@@ -131,3 +135,70 @@ def write_plan(plan: Plan, path: Path) -> None:
 def save_plan(plan: Plan, path: Path) -> None:
     """Write all fields of a plan as JSON, whole or not at all."""
     write_text(path, json.dumps(dataclasses.asdict(plan), indent=1) + "\n")
+
+
+def alive_at_peak(buffers: Iterable[Buffer]) -> tuple[int | None, list[Buffer]]:
+    """The operation at which most bytes are alive, and the buffers alive then, the largest first.
+
+    Without fixed offsets, their sum is the lower bound.
+    """
+    buffers = list(buffers)
+    curve = live_load(buffers)
+    if not curve:
+        return None, []
+    time = max(curve, key=lambda point: point[1])[0]
+    alive = [buffer for buffer in buffers if buffer.first <= time <= buffer.last and buffer.size]
+    return time, sorted(alive, key=lambda buffer: -buffer.size)
+
+
+def draw(buffers: Iterable[Buffer], plan: Plan, path: Path) -> None:
+    """Draw the live load, and below it a rectangle per buffer, operation by offset, coloured by
+    size. The suffix of `path` chooses the format (.png, .svg, .pdf).
+
+    Raises:
+        ValueError: no buffer occupies bytes, or the format is unknown.
+        OSError: the picture cannot be written.
+    """
+    extras.require("a picture", "study")
+    from matplotlib.collections import PolyCollection
+    from matplotlib.colors import LogNorm
+    from matplotlib.figure import Figure
+
+    buffers = [buffer for buffer in buffers if buffer.size]
+    if not buffers:
+        raise ValueError("no buffer occupies any bytes; there is nothing to draw")
+    figure = Figure(figsize=(11, 8), layout="constrained")
+    load_axes, map_axes = figure.subplots(2, 1, sharex=True, height_ratios=(1, 3))
+    times, loads = zip(*live_load(buffers), strict=True)
+    load_axes.fill_between(
+        times, [load / MEBIBYTE for load in loads], step="post", alpha=0.5, linewidth=0
+    )
+    # mostly equal: a thin line over a wide one
+    load_axes.axhline(plan.lower_bound / MEBIBYTE, color="0.6", linewidth=4, label="lower bound")
+    load_axes.axhline(
+        plan.peak / MEBIBYTE, color="C3", linewidth=0.8, linestyle="--", label="peak of the plan"
+    )
+    load_axes.set(ylabel="alive (MiB)", ylim=(0, None))
+    counts = f"{len(plan.offsets):,} buffers over {times[-1] - times[0]:,} operations"
+    load_axes.set_title(f"{counts}, {plan.method}: {plan.gap:.3%} above the lower bound")
+    load_axes.legend(loc="lower right")
+    largest = max(buffer.size for buffer in buffers) / MEBIBYTE
+    rectangles = PolyCollection(
+        [_corners(buffer, plan.offsets[buffer.name]) for buffer in buffers],
+        array=[buffer.size / MEBIBYTE for buffer in buffers],
+        norm=LogNorm(vmin=largest / COLOURED, vmax=largest, clip=True),
+        cmap="viridis",
+        edgecolors="white",
+        linewidths=0.2,
+    )
+    map_axes.add_collection(rectangles)
+    map_axes.set(xlabel="operation", ylabel="offset (MiB)", xlim=(times[0], times[-1]))
+    map_axes.set_ylim(0, max(1, plan.peak) / MEBIBYTE)
+    figure.colorbar(rectangles, ax=map_axes, label="size (MiB)")
+    figure.savefig(path, dpi=120)
+
+
+def _corners(buffer: Buffer, offset: int) -> list[tuple[float, float]]:
+    left, right = buffer.first, buffer.last + 1
+    bottom, top = offset / MEBIBYTE, (offset + buffer.size) / MEBIBYTE
+    return [(left, bottom), (right, bottom), (right, top), (left, top)]

@@ -3,27 +3,25 @@ products."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import nn
 from torch.nn import functional
 
 from lsq.config import Adapter
-from lsq.models.exact import altered, base_of, is_lora
+from lsq.models.exact import altered, base_of, is_lora, module_at
 
 DOWN, UP = "adapter_down", "adapter_up"
 """Endings of the names of their parameters in a program, instead of "weight"."""
-
 DROPOUTS = nn.Dropout, nn.Identity
-"""Modules that PEFT puts before an adapter, with a dropout and without."""
+"""Classes of what PEFT puts before an adapter, with a dropout and without."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Block:
-    """One adapter of a weight."""
+class Block(NamedTuple):
+    """The outputs of a weight that one adapter adds to, from `first` on, times `scaling`."""
 
     first: int
-    """The first of the weight's outputs that it adds to."""
     scaling: float
 
 
@@ -36,6 +34,13 @@ class Adapted:
     """Names of their parameters in a program -> paths of the layer's parameters that each joins."""
     blocks: Mapping[str, tuple[int, tuple[Block, ...]]] = field(default_factory=dict)
     """Names of parameters that join `lora_B` -> outputs of the weight, and one block for each."""
+
+
+class _Active(NamedTuple):
+    path: str
+    module: nn.Module
+    name: str
+    block: Block
 
 
 def adapted(layer: nn.Module, sources: Mapping[str, tuple[str, ...]]) -> Adapted:
@@ -51,14 +56,19 @@ def adapted(layer: nn.Module, sources: Mapping[str, tuple[str, ...]]) -> Adapted
     adapters, joined, blocks = [], {}, {}
     for name, paths in sources.items():
         active, outputs = _active(layer, paths) if name.endswith("_weight") else ([], 0)
-        if active:
-            prefix = name.removesuffix("weight")
-            adapters.append(_adapter(name, active))
-            for end, matrix in ((DOWN, "lora_A"), (UP, "lora_B")):
-                joined[prefix + end] = tuple(
-                    f"{one.path}.{matrix}.{one.name}.weight" for one in active
-                )
-            blocks[prefix + UP] = outputs, tuple(one.block for one in active)
+        if not active:
+            continue
+        dropouts = {getattr(one.module.lora_dropout[one.name], "p", 0.0) for one in active}
+        if len(dropouts) > 1:
+            where = ", ".join(dict.fromkeys(one.path for one in active))
+            raise ValueError(f"adapters of its {where} have different dropouts: {sorted(dropouts)}")
+        # PEFT may pad adapters beyond their `r`.
+        rank = sum(len(one.module.lora_A[one.name].weight) for one in active)
+        adapters.append(Adapter(weight=name, rank=rank, dropout=dropouts.pop()))
+        prefix = name.removesuffix("weight")
+        for end, matrix in ((DOWN, "lora_A"), (UP, "lora_B")):
+            joined[prefix + end] = tuple(f"{one.path}.{matrix}.{one.name}.weight" for one in active)
+        blocks[prefix + UP] = outputs, tuple(one.block for one in active)
     return Adapted(adapters=tuple(adapters), sources=joined, blocks=blocks)
 
 
@@ -74,25 +84,14 @@ def block_matrix(parts: Sequence[torch.Tensor], blocks: Sequence[Block], rows: i
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Active:
-    path: str
-    module: nn.Module
-    name: str
-    block: Block
-
-
 def _active(layer: nn.Module, paths: tuple[str, ...]) -> tuple[list[_Active], int]:
     """The adapters of a weight that is made of the parameters at `paths`, and its outputs."""
     active, outputs = [], 0
     for path in paths:
-        *modules, last = path.split(".")
-        module = layer
-        for part in modules:
-            module = None if module is None else module._modules.get(part)
+        inside, _, last = path.rpartition(".")
+        module = module_at(layer, inside)
         for name in _active_names(module) if is_lora(module) else ():
-            block = Block(first=outputs, scaling=module.scaling[name])
-            active.append(_Active(path=".".join(modules), module=module, name=name, block=block))
+            active.append(_Active(inside, module, name, Block(outputs, module.scaling[name])))
         parameter = None if module is None else base_of(module)._parameters.get(last)
         if parameter is not None:  # what is not there is refused elsewhere
             outputs += parameter.shape[int(is_lora(module) and module.fan_in_fan_out)]
@@ -123,13 +122,3 @@ def _active_names(module: nn.Module) -> list[str]:
 def _refuse(fault: str | None) -> None:
     if fault:
         raise ValueError(f"its adapter has {fault}")
-
-
-def _adapter(weight: str, active: list[_Active]) -> Adapter:
-    dropouts = {getattr(one.module.lora_dropout[one.name], "p", 0.0) for one in active}
-    if len(dropouts) > 1:
-        paths = ", ".join(dict.fromkeys(one.path for one in active))
-        raise ValueError(f"adapters of its {paths} have different dropouts: {sorted(dropouts)}")
-    # PEFT may pad adapters beyond their `r`.
-    rank = sum(len(one.module.lora_A[one.name].weight) for one in active)
-    return Adapter(weight=weight, rank=rank, dropout=dropouts.pop())

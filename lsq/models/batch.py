@@ -10,12 +10,14 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import torch
+from torch.nn import functional
 
 from lsq.layers.packing import Packing
 from lsq.run.parameter_state import FEW_ROWS, Stamp
 
 Result = TypeVar("Result")
 _local = threading.local()
+"""What each thread remembers: masks belong to a model's batch, and its layers do not know it."""
 HIDDEN = -1e4
 """A number that, added to a score, leaves nothing of a probability; so does a smaller one."""
 KEPT = 4
@@ -24,20 +26,24 @@ another."""
 
 
 def packing_of(
-    mask: torch.Tensor | None, shape: tuple[int, int], seen: Callable, **options
+    mask: torch.Tensor | None,
+    shape: tuple[int, int],
+    *,
+    causal: bool = False,
+    window: int | None = None,
+    **options,
 ) -> Packing | None:
     """Return how the tokens that `mask` leaves are packed.
 
     Args:
-        mask: as models give it to their layers: None; bool or 0 and 1 [B, T] of tokens that are no
-            padding; or of which query sees which key [B or 1, 1, T or 1, T], bool or with 0 where
-            it does, or a BlockMask of FlexAttention.
+        mask: as models give it to their layers: None; [B, T], not 0 for tokens that are no padding;
+            or [B or 1, 1, T or 1, T] of which query sees which key, bool or with 0 where it does.
         shape: (B, T).
-        seen: present bool [B, T] -> bool [B, T, T], what the layer lets queries see.
+        causal, window: what the layer lets queries see, as of `visible`.
         options: of Packing.
 
     Returns:
-        None where queries see something else than `seen` says, as in packed sequences.
+        None where queries see something else, as in packed sequences, or the mask is no tensor.
     """
 
     def present_in(mask: torch.Tensor) -> torch.Tensor | None:
@@ -48,10 +54,10 @@ def packing_of(
             return None
         sees = sees.expand(shape[0], shape[1], shape[1])
         present = sees.any(dim=1)
-        there = present[:, :, None]
-        return present if torch.equal(sees & there, seen(present) & there) else None
+        there, seen = present[:, :, None], visible(present, causal=causal, window=window)
+        return present if torch.equal(sees & there, seen & there) else None
 
-    return _remembered_packing("packing", mask, shape, seen, options, present_in)
+    return _remembered_packing(("packing", causal, window), mask, shape, options, present_in)
 
 
 def encoder_packing_of(
@@ -76,26 +82,28 @@ def encoder_packing_of(
         same = torch.equal(sees, present[:, None].expand_as(sees))
         return present if same and present.any(dim=1).all() else None
 
-    return _remembered_packing("encoder", mask, shape, None, options, present_in)
+    return _remembered_packing(("encoder",), mask, shape, options, present_in)
 
 
 def _remembered_packing(
-    kind: str,
+    kind: tuple,
     mask: torch.Tensor | None,
     shape: tuple[int, int],
-    seen: Callable | None,
     options: dict,
     present_in: Callable[[torch.Tensor], torch.Tensor | None],
 ) -> Packing | None:
+    if not isinstance(mask, torch.Tensor | None):
+        return None
+
     def make() -> Packing | None:
-        present = None if mask is None else present_in(_dense(mask))
+        present = None if mask is None else present_in(mask)
         if present is None and mask is not None:
             return None
         padding = None if present is None or present.all() else ~present
         return Packing(padding, shape=shape, **options)
 
-    key = shape, seen, tuple(sorted((name, id(value)) for name, value in options.items()))
-    return remembered(kind, (mask,), key, make)
+    key = shape, *kind, tuple(sorted((name, id(value)) for name, value in options.items()))
+    return remembered(kind[0], (mask,), key, make)
 
 
 def rotation_of(
@@ -106,34 +114,17 @@ def rotation_of(
 
     P is filled up to a power of two, so that programs are made for few of them.
     """
+
+    def make() -> tuple[torch.Tensor, torch.Tensor]:
+        (batch, time), half = packing.shape, cosine.shape[2] // 2
+        table = torch.cat([cosine[..., :half], sine[..., :half]], dim=2).flatten(0, 1).float()
+        positions = torch.arange(len(table), device=table.device).view(len(cosine), time)
+        filled = 2 ** (len(table) - 1).bit_length()
+        table = functional.pad(table, (0, 0, 0, filled - len(table)))
+        return table, packing.pack(positions.expand(batch, time))
+
     versions = [None if one.is_inference() else one._version for one in (cosine, sine)]
-    objects = cosine, sine, packing
-    return remembered("rotation", objects, versions, lambda: _rotation_of(*objects), exact=False)
-
-
-def _dense(mask: object) -> torch.Tensor:
-    """A BlockMask as bool [B or 1, N or 1, T, S]; tensors as they are.
-
-    Raises:
-        ValueError: something else.
-    """
-    if isinstance(mask, torch.Tensor):
-        return mask
-    if type(mask).__name__ != "BlockMask":
-        raise ValueError(
-            f"the attention mask is a {type(mask).__name__}; it must be a tensor, a BlockMask or"
-            " None"
-        )
-    # imported already, since it made the mask
-    from torch.nn.attention.flex_attention import create_mask
-
-    queries, keys = mask.seq_lengths
-    every = create_mask(mask.mask_mod, *mask.shape[:2], queries, keys, mask.kv_num_blocks.device)
-    # a block that is left out is hidden, whatever the function says
-    blocks = mask.to_dense().bool()
-    for dim, size in zip((2, 3), mask.BLOCK_SIZE, strict=True):
-        blocks = blocks.repeat_interleave(size, dim)
-    return every & blocks[:, :, :queries, :keys]
+    return remembered("rotation", (cosine, sine, packing), versions, make, exact=False)
 
 
 def _sees(mask: torch.Tensor, batch: int) -> torch.Tensor | None:
@@ -149,31 +140,18 @@ def _sees(mask: torch.Tensor, batch: int) -> torch.Tensor | None:
     return sees.expand(batch, *sees.shape[1:])[:, 0]
 
 
-def _rotation_of(
-    cosine: torch.Tensor, sine: torch.Tensor, packing: Packing
-) -> tuple[torch.Tensor, torch.Tensor]:
-    (batch, time), half = packing.shape, cosine.shape[2] // 2
-    table = torch.cat([cosine[..., :half], sine[..., :half]], dim=2).flatten(0, 1).float()
-    positions = torch.arange(len(table), device=table.device).view(len(cosine), time)
-    filled = 2 ** (len(table) - 1).bit_length()
-    return torch.nn.functional.pad(table, (0, 0, 0, filled - len(table))), packing.pack(
-        positions.expand(batch, time)
-    )
+def visible(present: torch.Tensor, *, causal: bool, window: int | None = None) -> torch.Tensor:
+    """present bool [B, T] -> bool [B, T, T]: which keys each query sees.
 
-
-def causal(window: int | None, present: torch.Tensor) -> torch.Tensor:
-    """present bool [B, T] -> [B, T, T]: each query sees the last `window` keys up to its own, or
-    all of these."""
+    All that are there; with `causal` those up to its own, the last `window` of them.
+    """
     time = present.shape[1]
-    distance = torch.arange(time, device=present.device)
-    distance = distance[:, None] - distance
+    if not causal:
+        return present[:, None, :].expand(-1, time, -1)
+    places = torch.arange(time, device=present.device)
+    distance = places[:, None] - places
     near = distance >= 0 if window is None else (distance >= 0) & (distance < window)
     return present[:, None, :] & near
-
-
-def everything(present: torch.Tensor) -> torch.Tensor:
-    """present bool [B, T] -> [B, T, T]: each query sees all that is there."""
-    return present[:, None, :].expand(-1, present.shape[1], -1)
 
 
 def remembered(
@@ -197,8 +175,4 @@ def remembered(
 
 
 def _is_still(reference: weakref.ref | None, one: object) -> bool:
-    """Return whether `reference` refers to `one`.
-
-    A dead reference matches nothing, None included.
-    """
     return reference is None if one is None else reference is not None and reference() is one

@@ -1,13 +1,13 @@
 """Clips of a converted model: by themselves, in lsq.safetensors, out of the checkpoints that others
-read, and in optimizers."""
+read, in optimizers, and in a model of another number format."""
 
-import difflib
 import gc
 import logging
 import os
-import weakref
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -22,13 +22,15 @@ from lsq.config import require_model
 from lsq.layers import clip_format
 from lsq.layers.module import ProgramModule
 from lsq.layers.schedule import Schedule, renamed
-from lsq.models.other_format import CLIP, formats_of, load_other_format
-from lsq.observe import quantized_tensors
+from lsq.program.tensor import Kind
 from lsq.run import shards
-from lsq.run.parameter_state import steps
 
 logger = logging.getLogger(__name__)
 NAME = "lsq.safetensors"
+CLIP = "_clip"
+"""How names of clips end."""
+ACTIVATION_FIELDS = ("activation_format", "bits")
+"""Those of clip_format.FIELDS that say what clips of activations mean."""
 
 
 def save_clips(model: nn.Module, folder: str | os.PathLike) -> Path:
@@ -174,27 +176,8 @@ def load_clip_state(
     for name, ours in formats.items():
         theirs = clip_format.stored(state.get(name), name, ours)
         clip_format.check(theirs, ours, name.removesuffix(clip_format.NAME))
-    wanted = (names & own.keys()) - formats.keys()  # in float mode, masks alone
-    lacking, strange = sorted(wanted - state.keys()), sorted(state.keys() - names)
-    if lacking or strange:
-        first_lacking, first_strange = (
-            f", first {one[0]}" if one else "" for one in (lacking, strange)
-        )
-        near = difflib.get_close_matches((lacking or strange)[0], strange if lacking else names, 1)
-        raise ValueError(
-            f"the clips are of other layers: {len(lacking)} of this model are missing"
-            f"{first_lacking}, and {len(strange)} are of layers that it does not have"
-            f"{first_strange}{f' (near is {near[0]})' if near else ''}; convert the model with the"
-            " same options as the one that they were saved of"
-        )
-    for name, value in state.items():
-        if own[name].shape != value.shape:
-            raise ValueError(
-                f"{name} is {list(value.shape)}, but this model has {list(own[name].shape)};"
-                " convert it with the same QuantConfig as the one that they were saved of"
-            )
-        if name.endswith(CLIP):
-            quant.check_clip(value, name)
+    own = {name: value for name, value in own.items() if name in names}  # in float mode, masks
+    _check(model, own, state, own.keys() - formats.keys())
     model.load_state_dict(state, strict=False)
 
 
@@ -206,6 +189,126 @@ def _names(model: nn.Module, outcome: str) -> set[str]:
             " lsq.convert(model)"
         )
     return names
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What a model measures of its clips after it has loaded those of another format."""
+
+    weights: frozenset[str]
+    """Names of the clips of weights, all of which were measured anew."""
+    activations_due: bool
+    """Whether the next pass measures clips of activations; else they were kept."""
+
+    def __str__(self) -> str:
+        due = "are measured in the next pass, a training's: nothing is translated before"
+        activations = due if self.activations_due else "are kept"
+        weights = (
+            f"clips of {len(self.weights)} weights are measured anew"
+            if self.weights
+            else "no weight has a clip in this format"
+        )
+        return f"{weights}, those of activations {activations}"
+
+
+def refuse_same(checkpoint: object, changes: Mapping[str, Any]) -> None:
+    """Raise the ValueError of a checkpoint that has other values of fields already."""
+    fields = ", ".join(f"{field}={value!r}" for field, value in changes.items())
+    raise ValueError(f"{checkpoint} has {fields} already; nothing is written")
+
+
+def formats_of(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """Map names of formats in the state dict of `model` to their fields of QuantConfig."""
+    return {
+        prefix + clip_format.NAME: clip_format.fields_of(module.quant)
+        for prefix, module in _rounding(model)
+    }
+
+
+def load_other_format(
+    model: nn.Module, state: Mapping[str, torch.Tensor], wanted: Collection[str]
+) -> Measured:
+    """Load a state dict whose clips may be of another format than those of `model`.
+
+    Clips of weights are measured anew, on the weights that the model then has. Those of activations
+    are kept, or measured in the next pass if their format differs.
+
+    Args:
+        model: whose layers of lsq have clips.
+        state: of such a model; those of earlier versions do not say their formats, see
+            clip_format.stored.
+        wanted: names that it must hold, but for clips of weights, and formats.
+
+    Raises:
+        ValueError: names or shapes do not fit, a clip that is kept cannot be used, or clips would
+            have to be measured where QuantConfig says that they are fixed. Nothing is loaded then.
+    """
+    own, kept, optional = model.state_dict(), dict(state), set()
+    activations_due, measured = False, set()
+    for prefix, module in _rounding(model):
+        ours = clip_format.fields_of(module.quant)
+        entry = prefix + clip_format.NAME
+        theirs = clip_format.stored(kept.get(entry), entry, ours)
+        optional.add(prefix + "float_fallback")  # which earlier versions do not have
+        if theirs != ours:  # formats that do not round have no clips
+            ending = [name for name in kept if name.startswith(prefix) and name.endswith(CLIP)]
+            kept = {
+                name: value for name, value in kept.items() if name not in ending or name in own
+            }
+        clips = {
+            prefix + module.state_name(name): module.declared[name].kind for name in module.clips()
+        }
+        of_weights = [name for name, kind in clips.items() if kind is Kind.WEIGHT_CLIP]
+        of_activations = []
+        if any(theirs.get(field) != ours.get(field) for field in ACTIVATION_FIELDS):
+            of_activations = [name for name, kind in clips.items() if kind is Kind.ACTIVATION_CLIP]
+        due = [*of_weights, *of_activations]
+        if due and module.quant.clip_init == "fixed":
+            raise ValueError(
+                f"{due[0]} must be measured for the new format, but clip_init is 'fixed', under"
+                f" which nothing is measured: add {clip_format.option('clip_init')} mse, in Python"
+                " QuantConfig(clip_init='mse')"
+            )
+        # clips until they are measured
+        kept |= {name: own[name] for name in (entry, *due)}
+        measured.update(of_weights)
+        if of_activations and prefix + "calibrated" in kept:
+            kept[prefix + "calibrated"] = torch.tensor(False)
+            activations_due = True
+    _check(model, own, kept, set(wanted) - optional)
+    nn.Module.load_state_dict(model, kept, strict=False)
+    for _, module in _rounding(model):
+        module.calibrate_weights()
+    return Measured(weights=frozenset(measured), activations_due=activations_due)
+
+
+def _rounding(model: nn.Module) -> Iterator[tuple[str, ProgramModule]]:
+    """Yield the prefix of names and the module of each whose clips have a format."""
+    for path, module in model.named_modules():
+        if isinstance(module, ProgramModule) and module.quant.quantized:
+            yield f"{path}." if path else "", module
+
+
+def _check(
+    model: nn.Module,
+    own: Mapping[str, torch.Tensor],
+    kept: Mapping[str, torch.Tensor],
+    wanted: Collection[str],
+) -> None:
+    there, here = (
+        {name: list(one.shape) for name, one in values.items()} for values in (kept, own)
+    )
+    problems = [name for name in kept.keys() | wanted if there.get(name) != here.get(name)]
+    if problems:
+        name = min(problems)
+        raise ValueError(
+            f"the checkpoint does not fit this model in {len(problems)} tensors, first {name}: "
+            f"{there.get(name, 'nothing')} in the checkpoint, {here.get(name, 'nothing')} here;"
+            " make the model with the options that it was trained with, apart from formats"
+        )
+    for prefix, module in _rounding(model):
+        for name in {prefix + module.state_name(clip) for clip in module.clips()} & kept.keys():
+            quant.check_clip(kept[name], name)
 
 
 def keep_apart(model: nn.Module, *, apart: bool = True) -> None:
@@ -223,37 +326,19 @@ def keep_apart(model: nn.Module, *, apart: bool = True) -> None:
             module._keys_to_ignore_on_save = left | own if apart else left
 
 
-def warn_without_clips(model: nn.Module) -> None:
-    """Look at the first optimizer that steps `model`, and warn if no optimizer has its clips.
+def warn_of_optimizers(model: nn.Module) -> None:
+    """Warn if an optimizer has parameters of `model` already: it will not train clips.
 
-    It was made before `convert` then. Weights are the same parameters as before, so that nothing
-    else is lost.
+    Weights are the same parameters as before, so that nothing else is lost.
     """
-    reference = weakref.ref(model)
-
-    def look(optimizer: Optimizer) -> None:
-        model = reference()
-        if model is not None and _parameters(optimizer).isdisjoint(map(id, model.parameters())):
-            return  # it is another model's
-        steps.before.remove(look)
-        tensors = () if model is None else quantized_tensors(model)
-        clips = {id(clip) for _, clip in tensors if clip.requires_grad}
-        # clips may have an optimizer of their own
-        optimizers = (
-            one
-            for one in gc.get_objects()
-            if issubclass(type(one), Optimizer) and hasattr(one, "param_groups")
-        )
-        if clips and not any(clips & _parameters(one) for one in optimizers):
-            logger.warning(
-                "no optimizer has the %d clips of this %s, so that they do not learn: it was made"
-                " before lsq.convert; make the optimizer, or the Trainer, afterwards",
-                len(clips),
-                type(model).__name__,
-            )
-
-    steps.before.append(look)
-
-
-def _parameters(optimizer: Optimizer) -> set[int]:
-    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    own = set(map(id, model.parameters()))
+    for one in gc.get_objects():
+        if issubclass(type(one), Optimizer) and hasattr(one, "param_groups"):
+            groups = [group["params"] for group in one.param_groups]
+            if any(id(parameter) in own for group in groups for parameter in group):
+                logger.warning(
+                    "an optimizer of this %s was made before lsq.convert, so that clips do not"
+                    " learn; make the optimizer, or the Trainer, afterwards",
+                    type(model).__name__,
+                )
+                return

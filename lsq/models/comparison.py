@@ -28,11 +28,9 @@ def compare(
     original: Callable[[torch.Tensor], torch.Tensor],
     program: Callable[[torch.Tensor], torch.Tensor],
 ) -> bool:
-    """Compare results for the first tokens of x [B, T, H].
+    """Compare results for the first tokens of x [B, T, H], the input of a fused layer.
 
     Args:
-        layer: a fused one.
-        x: its input.
         attention: what computes attention in the code of its class.
         original, program: compute tokens [1, t, H] by this code, and by the program in floats.
 
@@ -51,11 +49,14 @@ def compare(
     if later or tokens < 2 or type(x) is not torch.Tensor or x.is_meta:
         return False
     device = x.device.type
+    casts = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    dtype = torch.get_autocast_dtype(device) if casts else None
     with (
         torch.no_grad(),
         torch._C.DisableTorchFunction(),
         _evaluating(layer),
-        _autocast_without_cache(device),
+        # its cache would keep weights without gradients
+        torch.autocast(device, dtype=dtype, enabled=casts, cache_enabled=False),
     ):
         x = x[:1, :tokens].detach()
         expected = original(x).float()
@@ -65,8 +66,7 @@ def compare(
     if not torch.isfinite(torch.tensor([difference, added])).all():
         return False
     dtypes = {x.dtype, *(parameter.dtype for parameter in layer.parameters())}
-    if torch.is_autocast_enabled(device):
-        dtypes.add(torch.get_autocast_dtype(device))
+    dtypes |= {dtype} if casts else set()
     half = dtypes != {torch.float32} or torch.get_float32_matmul_precision() != "highest"
     precision = max(torch.finfo(dtype).eps for dtype in dtypes)
     relative = difference / max(added, 1e-30)
@@ -92,10 +92,3 @@ def _evaluating(layer: nn.Module) -> Iterator[None]:
     finally:
         for module in trains:
             module.training = True
-
-
-def _autocast_without_cache(device: str):
-    """torch.autocast as it is, without its cache: that would keep weights without gradients."""
-    enabled = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-    dtype = torch.get_autocast_dtype(device) if enabled else None
-    return torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=False)

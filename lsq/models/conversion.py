@@ -13,15 +13,11 @@ from lsq.config import QuantConfig, require_model
 from lsq.layers.coded_weight import CodedWeight, decode_all
 from lsq.layers.in_place import InPlace
 from lsq.layers.model_formats import check_patterns
-from lsq.models.clips import clip_names, keep_apart, warn_without_clips
-from lsq.models.report import Layer, Report, Whole
-from lsq.models.selection import Skip, conversions, stacks_of
+from lsq.models.clips import clip_names, keep_apart, warn_of_optimizers
+from lsq.models.selection import Layer, Report, Skip, Whole, conversions, stacks_of
 from lsq.run import shards
 
 Model = TypeVar("Model", bound=nn.Module)
-MINIMUM_WIDTH = 64
-"""Narrower products are over before anything is gained, such as those of LoRA's adapters and of
-small heads."""
 FUSED = "Fused"
 """How names of classes of fused layers begin."""
 UNDIVIDED = "_no_split_modules"
@@ -34,7 +30,7 @@ def convert(
     quant: QuantConfig | None = None,
     *,
     skip: Skip = (),
-    minimum_width: int = MINIMUM_WIDTH,
+    minimum_width: int = 64,
     tied: bool = False,
     fused: bool = True,
     check: bool = True,
@@ -56,7 +52,8 @@ def convert(
         skip: modules to leave as they are with all inside them: names, their ends from a dot on
             ("lm_head"), patterns with * and ?, or a function of (layer, name) that says whether to
             leave that layer.
-        minimum_width: layers with fewer inputs or outputs are left as they are.
+        minimum_width: layers with fewer inputs or outputs are left as they are; their products are
+            over before anything is gained.
         tied: convert layers whose weight is an embedding's, too.
         fused: whole layers that are known, and the projection onto the vocabulary with its loss,
             become programs; False converts linear layers alone.
@@ -86,7 +83,12 @@ def convert(
         )
     layers = conversions(model, quant, skip, minimum_width=minimum_width, tied=tied, fused=fused)
     whole = tuple(one.entry for one in layers if isinstance(one.entry, Whole))
-    unknown = fused and not whole and _is_of_transformers(model)
+    modules = list(model.modules())
+    converted = any(isinstance(module, InPlace) for module in modules)
+    of_transformers = any(
+        type(module).__module__.startswith("transformers.models.") for module in modules
+    )
+    unknown = fused and not whole and of_transformers and not converted
     report = Report(
         layers=tuple(one.entry for one in layers if isinstance(one.entry, Layer)),
         numbers=quant.summary,
@@ -96,7 +98,7 @@ def convert(
     )
     if not report.converted and (quant.quantized or not whole):
         fault = "has no linear layer to convert"
-        if any(isinstance(module, InPlace) for module in model.modules()):
+        if converted:
             fault = "is converted already; to convert it anew, call lsq.revert(model) first"
         raise ValueError(f"{type(model).__name__} {fault}. {report}")
     with _all_or_nothing(model):
@@ -111,20 +113,20 @@ def convert(
             if one.kind is not None:
                 one.module.finish_conversion(check)
     if quant.learned:
-        warn_without_clips(model)
+        warn_of_optimizers(model)
     return report
 
 
 @contextmanager
 def _all_or_nothing(model: nn.Module) -> Iterator[None]:
     """Give every module of `model` its class and attributes back after an exception."""
-    before = [
-        (
-            module,
-            type(module),
-            {name: (value, _content(value)) for name, value in vars(module).items()},
-        )
-        for module in model.modules()
+    before = [(module, type(module), dict(vars(module))) for module in model.modules()]
+    # others may hold these themselves, as handles of hooks do
+    contents = [
+        (value, copy.copy(value))
+        for *_, attributes in before
+        for value in attributes.values()
+        if isinstance(value, dict | set)
     ]
     try:
         yield
@@ -132,24 +134,11 @@ def _all_or_nothing(model: nn.Module) -> Iterator[None]:
         for module, kind, attributes in before:
             module.__class__ = kind
             vars(module).clear()
-            for name, (value, content) in attributes.items():
-                vars(module)[name] = value
-                if content is not None:  # others may hold the dict itself, as handles of hooks do
-                    value.clear()
-                    value.update(content)
+            vars(module).update(attributes)
+        for value, content in contents:
+            value.clear()
+            value.update(content)
         raise
-
-
-def _content(value: object) -> dict | set | None:
-    return copy.copy(value) if isinstance(value, dict | set) else None
-
-
-def _is_of_transformers(model: nn.Module) -> bool:
-    """Whether a module in it is of transformers, and none is lsq's already."""
-    modules = list(model.modules())
-    return any(
-        type(module).__module__.startswith("transformers.models.") for module in modules
-    ) and not any(isinstance(module, InPlace) for module in modules)
 
 
 def _name_classes(model: nn.Module) -> None:

@@ -73,6 +73,13 @@ def base_of(module: nn.Module) -> nn.Module:
     return module.base_layer if is_lora(module) else module
 
 
+def module_at(layer: nn.Module, path: str) -> nn.Module | None:
+    """Return the module at a path, with its adapters; None: there is none."""
+    for part in path.split(".") if path else ():
+        layer = None if layer is None else layer._modules.get(part)
+    return layer
+
+
 def patched(kind: type[nn.Module]) -> str | None:
     """Name a method that the file of a class does not define, or that calls a foreign function."""
     for owner in kind.__mro__[: kind.__mro__.index(nn.Module)]:

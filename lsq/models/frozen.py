@@ -23,16 +23,19 @@ SAVED = "of a head that has an adapter, with which PEFT saves it"
 
 @dataclass(frozen=True, kw_only=True)
 class Frozen:
-    """The result of `freeze`."""
+    """The result of `freeze`.
+
+    Attributes:
+        weights: number of parameters that are codes now.
+        floats: bytes that they had as floats, beside which passes kept codes.
+        codes: bytes of their codes and scales.
+        left: reasons -> number of weights that were left for it.
+    """
 
     weights: int
-    """Number of parameters that are codes now."""
     floats: int
-    """Bytes that they had as floats, beside which passes kept codes."""
     codes: int
-    """Bytes of their codes and scales."""
     left: Mapping[str, int]
-    """Reasons -> number of weights that were left for it."""
 
     def __str__(self) -> str:
         first = (
@@ -121,20 +124,19 @@ def _reason(module: InPlace, name: str, shared: Collection[int]) -> str | None:
 
 @torch.no_grad()
 def _freeze(module: InPlace, name: str) -> tuple[int, int, int]:
-    """Freeze one weight, and return its parameters, bytes of floats, bytes of codes."""
+    """Freeze one weight -> number of its parameters, bytes of floats, bytes of codes."""
     if not module.schedule.begun:  # no pass has measured clips
         module.calibrate_weights()
         module.schedule.measured_weights()
     declared, parts = module.declared[name], module.sources(name)
     values = module.own_parameter(name)
+    padded = padded_words(module.quant, len(values)) if isinstance(module, Head) else None
     codes = encoded(
         values,
         module.own_parameter(declared.clip),
         module.quant.weight_form(name),
         module.target,
-        rows=padded_words(module.quant, len(values))
-        if isinstance(module, Head)
-        else values.shape[declared.in_out],
+        rows=padded or values.shape[declared.in_out],
         in_out=declared.in_out,
         absmax=not module.quant.learned,
     )

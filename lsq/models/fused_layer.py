@@ -4,8 +4,7 @@ import dataclasses
 import inspect
 import sys
 import warnings
-import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import ClassVar
@@ -25,7 +24,7 @@ from lsq.layers.packing import Packing, packing_options
 from lsq.layers.positions import position_inputs
 from lsq.layers.schedule import recomputing
 from lsq.models.adapters import Adapted, adapted, block_matrix
-from lsq.models.batch import causal, encoder_packing_of, everything, packing_of, rotation_of
+from lsq.models.batch import encoder_packing_of, packing_of, rotation_of, visible
 from lsq.models.comparison import compare
 from lsq.models.exact import (
     RECORDER,
@@ -34,12 +33,14 @@ from lsq.models.exact import (
     check_exact,
     hooked_everywhere,
     is_adapter,
+    module_at,
     named_inside,
     own_methods,
     patched_now,
     unknown_attention,
 )
 from lsq.models.fused_weights import Joined, RoundedWeights, lie_together
+from lsq.models.reading import Attributes, Modules, activation_of, read, shape_of
 from lsq.program.program import Program
 from lsq.program.tensor import Kind, Parameter
 from lsq.run.backends import Backend, backend
@@ -61,25 +62,13 @@ ATTENTION_OPTIONS = frozenset(
     }
 )
 """Options of a pass by which attention of transformers gives another result."""
-
 ATTENTIONS = frozenset({"attentions", "cross_attentions"})
+UNFILLED = "_lsq_unfilled"
+"""The attribute of a cache with the numbers of the layers that put nothing there in training."""
 UNDIFFERENTIATED = (
     b"keys and values that a fused layer of lsq put into a cache have no gradient: give the whole"
     b" sequence to one pass, decode under torch.no_grad(), or convert with fused=False"
 )
-_unfilled: weakref.WeakKeyDictionary[object, set[int]] = weakref.WeakKeyDictionary()
-"""Caches that training passes were given -> the numbers of the layers that put nothing there.
-
-It is of the process since a cache is an object of transformers, which has no room for it."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class EncoderOutput:
-    """An encoder's output, to which a decoder's layers attend."""
-
-    states: torch.Tensor
-    """[B, S, H]"""
-    packing: Packing
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -88,28 +77,22 @@ class SideInputs:
 
     rotation: tuple[torch.Tensor, torch.Tensor] | None = None
     """Rotary embeddings: cosine, sine [B or 1, T, D]."""
-    encoder_out: EncoderOutput | None = None
-    """Where the layer is CROSS."""
+    states: torch.Tensor | None = None
+    """An encoder's output [B, S, H], to which a CROSS layer attends."""
+    source: Packing | None = None
+    """How `states` are packed."""
     bias: torch.Tensor | None = None
     """A table [buckets, N] of biases by distance that comes from another layer."""
     pairs: torch.Tensor | None = None
     """The same for all pairs [1, N, T, T], as the layer's own code takes it."""
 
-    @property
-    def states(self) -> torch.Tensor | None:
-        """The states of the encoder's output."""
-        return self.encoder_out and self.encoder_out.states
-
     def first(self, tokens: int, target: Backend) -> "SideInputs":
         """Return those of the first tokens of the first sequence alone."""
-        encoder_out = None
-        if self.encoder_out is not None:
-            states = self.encoder_out.states[:1, :tokens].detach()
-            packing = Packing(shape=tuple(states.shape[:2]), backend=target)
-            encoder_out = EncoderOutput(states=states, packing=packing)
+        states = None if self.states is None else self.states[:1, :tokens].detach()
         return SideInputs(
             rotation=self.rotation and tuple(one[:1, :tokens] for one in self.rotation),
-            encoder_out=encoder_out,
+            states=states,
+            source=None if states is None else Packing(shape=states.shape[:2], backend=target),
             bias=self.bias,
             pairs=None if self.pairs is None else self.pairs[:1, :, :tokens, :tokens].detach(),
         )
@@ -138,45 +121,54 @@ class FusedLayer(InPlace):
         "adapted",
         "positional",
     )
-    SOURCES: ClassVar[Mapping[str, tuple[str, ...]]]
-    """Names of the program's parameters -> paths of the layer's parameters that each joins."""
     PARTS: ClassVar[Mapping[str, str]]
     """Paths of modules inside whose classes are of the layer's file -> endings of their names."""
+    MODULES: ClassVar[Modules]
+    SOURCES: ClassVar[Mapping[str, tuple[str, ...]]]
+    """Names of the program's parameters -> paths of the layer's parameters that each joins."""
     INPUTS: ClassVar[tuple[str, ...]] = ()
     """Other parameters of the layer, which are inputs of programs."""
-    causal: bool
+    attends: ClassVar[Callable[[nn.Module], nn.Module]]
+    """Returns the module of a layer that attends to its input, and knows its number."""
+    FIXED: ClassVar[Mapping[str, object]] = {}
+    """Fields of LayerConfig that all layers of the class have."""
+    SHAPE: ClassVar[Attributes]
+    """Where fields of LayerConfig are read once."""
+    SETTINGS: ClassVar[Attributes]
+    """Where fields of LayerConfig are read in every pass, since users may change them."""
+    causal: bool = False
     """Whether queries see no later keys."""
     CROSS: ClassVar[bool] = False
     """Whether it also attends to an encoder's output."""
 
-    @staticmethod
-    def config_of(layer: nn.Module, quantization: QuantConfig) -> LayerConfig:
+    @classmethod
+    def config_of(cls, layer: nn.Module, quantization: QuantConfig) -> LayerConfig:
         """Read the configuration of a layer.
 
         Raises:
             ValueError: there is no program for it.
         """
-        raise NotImplementedError
+        fields = {**cls.FIXED, **cls.shape(layer), **cls.settings(layer)}
+        return LayerConfig(**fields, quant=quantization)
 
-    @staticmethod
-    def settings(layer: nn.Module) -> dict[str, object]:
-        """Read arguments of LayerConfig that users may change, in every pass.
+    @classmethod
+    def shape(cls, layer: nn.Module) -> dict[str, object]:
+        """Read fields of LayerConfig once; raises ValueError if there is no program for them."""
+        shape = shape_of(layer, cls.MODULES) | read(layer, cls.SHAPE)
+        if "activation" in shape:
+            shape["activation"] = activation_of(shape["activation"])
+        return shape
 
-        Raises:
-            ValueError: there is no program for them.
-        """
-        raise NotImplementedError
-
-    @staticmethod
-    def attentions(layer: nn.Module) -> list[nn.Module]:
-        """Return the modules that attend: to the layer's input, which knows the layer's number, and
-        to an encoder's output."""
-        raise NotImplementedError
+    @classmethod
+    def settings(cls, layer: nn.Module) -> dict[str, object]:
+        """Read fields of LayerConfig in every pass; raises ValueError if there is no program for
+        them."""
+        return read(layer, cls.SETTINGS)
 
     @property
     def attention_kind(self) -> str:
         """The implementation of attention in the layer's own code, as transformers names it."""
-        return self.attentions(self)[0].config._attn_implementation or "eager"
+        return self.attends(self).config._attn_implementation or "eager"
 
     @classmethod
     def check(cls, layer: nn.Module) -> None:
@@ -188,20 +180,17 @@ class FusedLayer(InPlace):
         adapted(layer, cls.SOURCES)  # which refuses some
         for dtype in {parameter.dtype for parameter in layer.parameters()} - set(FLOATS):
             raise ValueError(f"it has parameters of {dtype}")
-        check_exact(
-            layer,
-            cls.PARTS,
-            {*cls.INPUTS, *(path for paths in cls.SOURCES.values() for path in paths)},
-        )
+        known = {*cls.INPUTS, *(path for paths in cls.SOURCES.values() for path in paths)}
+        check_exact(layer, cls.PARTS, known)
         cls._check_attention(layer)
 
     @classmethod
     def _check_attention(cls, layer: nn.Module) -> None:
-        first, *_ = cls.attentions(layer)
-        unknown = unknown_attention(first)
+        attention = cls.attends(layer)
+        unknown = unknown_attention(attention)
         if unknown:
             raise ValueError(unknown)
-        if bool(first.is_causal) is not cls.causal:
+        if bool(attention.is_causal) is not cls.causal:
             raise ValueError(f"its attention is {'not ' if cls.causal else ''}causal")
 
     def take_place(self, quant: QuantConfig, path: str) -> None:
@@ -214,14 +203,16 @@ class FusedLayer(InPlace):
         self.departed, self.compared = None, False
         # names of what may come by position behind the hidden states
         self.positional = tuple(inspect.signature(self.float_class.forward).parameters)[2:]
-        one = PackedSequences(rows=1, count=1)
-        build = partial(self.program, one, source=one if self.CROSS else None)
-        self.config = config_at(self.config, path, build, self.state_names)
+        self.config = config_at(self.config, path, self._smallest, self.state_names)
         self.begin(self.config.quant)
         self.rounded = RoundedWeights()
         self.joined: dict[str, torch.Tensor | None] = {}
-        self.declare(build, measure=False)
+        self.declare(self._smallest, measure=False)
         self.let_clips_learn(trained)
+
+    def _smallest(self, mode: Mode) -> Program:
+        one = PackedSequences(rows=1, count=1)
+        return self.program(one, mode, source=one if self.CROSS else None)
 
     def extra_repr(self) -> str:
         if self.departed:
@@ -255,12 +246,9 @@ class FusedLayer(InPlace):
         is made of."""
         paths = self.SOURCES.get(name)
         for path in paths or self.adapted.sources[name]:
-            *modules, last = path.split(".")
-            holder = self
-            for part in modules:
-                holder = holder._modules[part]
-                holder = base_of(holder) if paths else holder
-            yield path, holder, last
+            inside, _, last = path.rpartition(".")
+            holder = module_at(self, inside)
+            yield path, base_of(holder) if paths else holder, last
 
     def sources(self, name: str) -> list[torch.Tensor]:
         """Return the parameters that one of the program's is made of.
@@ -304,7 +292,7 @@ class FusedLayer(InPlace):
         self.join()
 
     def join(self) -> None:
-        """Let parameters that are one in programs lie together."""
+        """Let parameters that are one in programs lie together in memory."""
         for name in self.SOURCES:
             if name in self.declared:
                 self.joined[name] = lie_together(self.sources(name))
@@ -344,8 +332,8 @@ class FusedLayer(InPlace):
         states = options.get("encoder_hidden_states")
         if states is None:
             return None
-        encoder_out = self.encoder_output(states, options.get("encoder_attention_mask"))
-        return None if encoder_out is None else {"encoder_out": encoder_out}
+        source = self.encoder_packing(states, options.get("encoder_attention_mask"))
+        return None if source is None else {"states": states, "source": source}
 
     def program(
         self,
@@ -394,14 +382,21 @@ class FusedLayer(InPlace):
             options[name] is not None for name in ATTENTION_OPTIONS & options.keys()
         ):
             return None
-        shape, seen = tuple(x.shape[:2]), _causal(self.config.window) if self.causal else everything
+
+        def pack(mask: torch.Tensor | None) -> Packing | None:
+            options = {"window": self.config.window, **packing_options(self)}
+            return packing_of(mask, tuple(x.shape[:2]), causal=self.causal, **options)
+
         if not x.numel():  # which transformers' own layers cannot take
-            return packing_of(None, shape, seen, **packing_options(self))
+            return pack(None)
         begins = cache is None or self._begins(cache)
-        whole = self._hides(x.shape[1]) if mask is None else mask.shape[-1] == x.shape[1]
+        if mask is None:
+            whole = self._hides(x.shape[1])
+        else:
+            whole = isinstance(mask, torch.Tensor) and mask.shape[-1] == x.shape[1]
         if not (begins and whole) or _attention_is_recorded():
             return None
-        packing = packing_of(mask, shape, seen, **packing_options(self))
+        packing = pack(mask)
         return None if packing is not None and not packing.rows and self._fills(cache) else packing
 
     def _departs(self) -> bool:
@@ -433,10 +428,10 @@ class FusedLayer(InPlace):
         if now == before:
             return
         self._take_adapters(now)
-        one = PackedSequences(rows=1, count=1)
-        mode = Mode(training=True, backward=True, backend=backend("reference"))
         try:
-            program = self.program(one, mode, source=one if self.CROSS else None)
+            program = self._smallest(
+                Mode(training=True, backward=True, backend=backend("reference"))
+            )
         except ValueError:
             self._take_adapters(before)
             raise
@@ -445,7 +440,6 @@ class FusedLayer(InPlace):
         self.take_parameters(virtual.declared for virtual in program.parameters)
 
     def _departure(self) -> str | None:
-        """Why the layer's own code must run."""
         modules = list(named_inside(self))
         if [type(module) for _, module in modules] != list(self.kinds.values()):
             self._refuse({path: type(module) for path, module in modules})
@@ -485,7 +479,7 @@ class FusedLayer(InPlace):
         )
 
     def _hides(self, time: int) -> bool:
-        """Whether attention without a mask sees what the program lets it see."""
+        """Whether attention without a mask hides what the program hides."""
         if not self.causal or time < 2:
             return True
         if self.attention_kind == "sdpa":
@@ -496,7 +490,7 @@ class FusedLayer(InPlace):
         """Whether a pass of the program comes first to a cache."""
         if cache.get_seq_length(self._number):
             return False
-        unfilled = _unfilled.setdefault(cache, set())
+        unfilled = vars(cache).setdefault(UNFILLED, set())
         if self._number in unfilled and not recomputing():
             raise ValueError(
                 "this cache was given to a training pass, which does not fill it; decode in eval"
@@ -517,13 +511,10 @@ class FusedLayer(InPlace):
         )
 
     @beside_the_graph
-    def encoder_output(
-        self, states: torch.Tensor, mask: torch.Tensor | None
-    ) -> EncoderOutput | None:
-        """Pack an encoder's output [B, S, H] under a mask of the model; None: the program cannot
-        take this mask."""
-        packing = encoder_packing_of(mask, tuple(states.shape[:2]), **packing_options(self))
-        return None if packing is None else EncoderOutput(states=states, packing=packing)
+    def encoder_packing(self, states: torch.Tensor, mask: torch.Tensor | None) -> Packing | None:
+        """Return how an encoder's output [B, S, H] is packed; None: the program cannot take this
+        mask."""
+        return encoder_packing_of(mask, tuple(states.shape[:2]), **packing_options(self))
 
     @beside_the_graph
     def fused(
@@ -531,13 +522,8 @@ class FusedLayer(InPlace):
     ) -> torch.Tensor:
         """Run the program: x [B, T, H] -> the same after the layer, zero in padding.
 
-        Of padding alone nothing is computed or counted.
-
-        Args:
-            x: in any float dtype.
-            packing: of x.
-            cache: of keys and values, empty; filled but in training passes.
-            side_inputs: see SideInputs.
+        Of padding alone nothing is computed or counted. `cache`: of keys and values, empty; filled
+        but in training passes. `side_inputs`: see SideInputs.
         """
         side = SideInputs(**side_inputs)
         if not packing.rows:
@@ -565,11 +551,10 @@ class FusedLayer(InPlace):
         """The inputs of a program, and its sizes beside those of x: arguments of `program`."""
         inputs = {"x": packing.pack(x), "cu_seqlens": packing.cu_seqlens}
         source = positions = None
-        if side.encoder_out is not None:
-            encoder_packing = side.encoder_out.packing
-            source = encoder_packing.sentences
-            inputs["memory"] = encoder_packing.pack(side.states)
-            inputs["memory_cu_seqlens"] = encoder_packing.cu_seqlens
+        if side.source is not None:
+            source = side.source.sentences
+            inputs["memory"] = side.source.pack(side.states)
+            inputs["memory_cu_seqlens"] = side.source.cu_seqlens
         if side.rotation is not None:
             inputs["rotation"], inputs["places"] = rotation_of(*side.rotation, packing)
             positions = len(inputs["rotation"])
@@ -596,7 +581,7 @@ class FusedLayer(InPlace):
             mask, first = None, side.first(x.shape[1], self.target)
             if self.causal:
                 present = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
-                hidden = ~causal(self.config.window, present)
+                hidden = ~visible(present, causal=True, window=self.config.window)
                 scores = torch.zeros(hidden.shape, dtype=x.dtype, device=x.device)
                 mask = scores.masked_fill(hidden, torch.finfo(x.dtype).min)[:, None]
             return self.original(x, mask, first)
@@ -616,7 +601,7 @@ class FusedLayer(InPlace):
 
     @property
     def _number(self) -> int:
-        return self.attentions(self)[0].layer_idx
+        return self.attends(self).layer_idx
 
     def _fill(
         self,
@@ -627,11 +612,9 @@ class FusedLayer(InPlace):
         heads: torch.Tensor,
         scale: torch.Tensor | None = None,
     ) -> None:
-        """Give keys and values, which follow the queries in `heads` [M, ...], to a cache of
-        transformers.
+        """Put keys and values, which follow the queries in `heads` [M, ...], into a cache.
 
-        They have no gradient; if `y`, the result beside them, has one, going back to them raises an
-        error.
+        They have no gradient: if the result `y` has one, going back to them raises an error.
         """
         values = (heads if scale is None else heads * scale).to(dtype)
         if y.requires_grad:
@@ -654,8 +637,8 @@ class FusedLayer(InPlace):
 
 
 def _attention_is_recorded() -> bool:
-    """Whether a model of transformers gathers probabilities of attention, by hooks on modules that
-    programs do not call."""
+    """Whether transformers gathers probabilities of attention, by hooks on modules that programs
+    do not call."""
     capturing = sys.modules.get(RECORDER)  # PyTorch's own layers come without transformers
     return capturing is not None and not ATTENTIONS.isdisjoint(
         capturing._active_collector.get() or ()
@@ -666,11 +649,6 @@ def cache_of(options: Mapping[str, object]) -> object:
     """Return the cache of keys and values in a pass's options: `cache` from transformers 5.24
     on."""
     return options.get("cache", options.get("past_key_values"))
-
-
-@lru_cache(maxsize=64)
-def _causal(window: int | None):
-    return partial(causal, window)
 
 
 @lru_cache(maxsize=256)

@@ -17,16 +17,14 @@ from lsq.run.parameter_state import Stamp
 
 
 def lie_together(parts: Sequence[nn.Parameter]) -> torch.Tensor | None:
-    """Move parameters of the same width into one piece of memory, as torch.nn.RNN does with its
-    own, such as queries, keys and values.
+    """Move parameters of the same width, such as queries, keys and values, into one piece of
+    memory.
 
-    Each has a storage of its own for its share of it, so that safetensors and others see nothing
-    shared.
+    Each has a storage of its own for its share, so that safetensors and others see nothing shared.
 
     Returns:
-        The whole, to be kept as long as they lie there; None where they stay as they are: what
-        shares its memory with others or with other processes, is no plain tensor or has no memory
-        yet.
+        The whole, to be kept as long as they lie there; None if they stay as they are, since one
+        shares its memory with others, is no plain tensor or has no memory yet.
     """
     kinds = {(type(part), part.dtype, part.device, part.shape[1:]) for part in parts}
     if len(parts) < 2 or len(kinds) > 1 or len({id(part) for part in parts}) < len(parts):
@@ -70,15 +68,11 @@ def _lie_in(whole: torch.Tensor, parts: Sequence[torch.Tensor]) -> bool:
 
 
 class RoundedWeights:
-    """The weights of one layer as its program rounds them. A copy of a layer makes its own.
-
-    Attributes:
-        kept: names of a program's weights -> (stamp of their parameters, the rounded ones).
-        lock: of the thread whose pass has rounded weights in the layer.
-    """
+    """The weights of one layer as its program rounds them. A copy of a layer makes its own."""
 
     def __init__(self):
         self.kept: dict[str, tuple[Stamp, torch.Tensor]] = {}
+        """Names of a program's weights -> stamp of their parameters, rounded weight."""
         self.lock = threading.RLock()
 
     def __reduce__(self):
@@ -89,10 +83,8 @@ class RoundedWeights:
         """Let the modules inside `layer` have rounded, masked weights, whose gradients go straight
         through to its own.
 
-        Without gradients they are kept until a weight changes: decoding needs them at every step.
-        Threads wait for one another: another one would take rounded weights for the layer's own.
-
-        `rows`: of the pass, see Stamp.holds.
+        Without gradients they are kept until a weight changes. Threads wait for one another, since
+        another one would take rounded weights for the layer's own. `rows`: see Stamp.holds.
         """
         if not _rounds(layer) and layer.weight_masks is None:
             yield

@@ -20,9 +20,17 @@ from lsq import files
 from lsq.config import QuantConfig
 from lsq.layers import clip_format
 from lsq.layers.weight_masks import SUFFIX
-from lsq.models.clips import NAME, clip_names, clip_state
+from lsq.models.clips import (
+    CLIP,
+    NAME,
+    Measured,
+    clip_names,
+    clip_state,
+    formats_of,
+    load_other_format,
+    refuse_same,
+)
 from lsq.models.conversion import convert, revert
-from lsq.models.other_format import CLIP, Measured, formats_of, load_other_format, refuse_same
 from lsq.quant.pruning import Pruning
 
 OF_TRAINING = (

@@ -1,89 +1,115 @@
-"""Reads what modules of transformers are, in the terms of LayerConfig."""
+"""Read what modules of transformers and PyTorch are, in the terms of LayerConfig."""
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
+from operator import attrgetter
 from typing import TypeVar
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from lsq.models.exact import TRUSTED, base_of
+from lsq.models.exact import TRUSTED, base_of, module_at
 
 Value = TypeVar("Value")
+Modules = Mapping[str, str | Sequence[str]]
+"""Names of linear layers and norms in a program -> paths of the modules that each joins."""
+Attributes = Mapping[str, tuple[Callable[[nn.Module], object], bool]]
+"""Fields of LayerConfig -> what reads one from a layer, and whether it reads several values."""
+HEADS = ("qkv", "query", "key_value")
+"""Endings of the names of projections that make heads."""
+LABELS = {
+    "head_width": "widths of heads",
+    "dropout": "dropouts of residuals",
+    "attention_dropout": "dropouts of attention",
+    "softmax_scale": "factors of scores",
+    "layer_norm_epsilon": "epsilons of norms",
+    "qk_norm": "epsilons of norms of heads",
+}
+"""Fields of LayerConfig in messages."""
 
 
 def sources(
-    modules: Mapping[str, str | Sequence[str]], *, bias: bool = True, norm_bias: bool = True
+    modules: Modules, *, bias: bool = True, norm_bias: bool = True
 ) -> dict[str, tuple[str, ...]]:
-    """Map the program's parameters of linear layers and norms to paths of the layer's parameters.
+    """Map the program's parameters of `modules` to paths of the layer's parameters.
 
-    Args:
-        modules: names in the program, such as "self_attn.qkv" and "final_layer_norm" -> paths in
-            the layer of the module, or of several modules whose weights are joined.
-        bias, norm_bias: whether linear layers and norms may have biases.
+    `bias`, `norm_bias`: whether linear layers and norms may have biases.
     """
     parameters = {}
     for name, paths in modules.items():
-        paths = [paths] if isinstance(paths, str) else paths
         norm = name.endswith("norm")
         for part in ("weight", "bias") if (norm_bias if norm else bias) else ("weight",):
             parameters[f"{name}{'.' if norm else '_'}{part}"] = tuple(
-                f"{path}.{part}" for path in paths
+                f"{path}.{part}" for path in _several(paths)
             )
     return parameters
 
 
-def plain(kind: type[nn.Module], module: nn.Module, *names: str) -> list[nn.Module]:
-    """Return the children of these names, which must be of this class.
-
-    Raises:
-        ValueError: one of them is something else, such as a layer with an adapter.
-    """
-    children = [base_of(getattr(module, name)) for name in names]
-    for name, child in zip(names, children, strict=True):
-        if type(child) is not kind:
-            raise ValueError(f"its {name} is a {type(child).__name__}")
-    return children
+def at(**paths: str | Sequence[str]) -> Attributes:
+    """Name the attributes of a layer that hold fields of LayerConfig; several must agree."""
+    several = {field: _several(each) for field, each in paths.items()}
+    return {field: (attrgetter(*each), len(each) > 1) for field, each in several.items()}
 
 
-plain_linears = partial(plain, nn.Linear)
+def _several(paths: str | Sequence[str]) -> Sequence[str]:
+    return [paths] if isinstance(paths, str) else paths
 
 
-def the_same(what: str, values: Iterable[Value]) -> Value | None:
-    """Return the value that all of them are; None if there are none.
+def read(layer: nn.Module, attributes: Attributes) -> dict[str, object]:
+    """Read fields of LayerConfig; raises ValueError if attributes of one field differ."""
+    return {
+        field: the_same(field, get(layer)) if several else get(layer)
+        for field, (get, several) in attributes.items()
+    }
 
-    Raises:
-        ValueError: they differ.
-    """
+
+def the_same(field: str, values: Iterable[Value]) -> Value | None:
+    """Return the value that all of them are; None if there are none; raises ValueError if they
+    differ."""
     different = dict.fromkeys(values)
     if len(different) > 1:
-        raise ValueError(f"it has different {what}: {', '.join(map(repr, different))}")
+        label = LABELS.get(field, field)
+        raise ValueError(f"it has different {label}: {', '.join(map(repr, different))}")
     return next(iter(different), None)
 
 
-def biases(*linears: nn.Module) -> bool:
-    """Whether they have biases; raises ValueError if only some have."""
+def shape_of(layer: nn.Module, modules: Modules) -> dict[str, object]:
+    """Read widths, biases and the layout of weights; modules that are not there are left out.
+
+    Raises:
+        ValueError: there is no program for them.
+    """
+    there: dict[str, list[nn.Module]] = {}
+    for name, paths in modules.items():
+        found = [module_at(layer, path) for path in _several(paths)]
+        if None not in found:
+            there[name] = list(map(base_of, found))
+    for norm in (one for name, every in there.items() if name.endswith("norm") for one in every):
+        if isinstance(norm, nn.LayerNorm) and (norm.weight is None or norm.bias is None):
+            raise ValueError(
+                f"one of its norms is {norm!r}, and no LayerNorm with a weight and a bias"
+            )
+    linears = {name: every for name, every in there.items() if not name.endswith("norm")}
+    heads = [one for name, every in linears.items() if name.endswith(HEADS) for one in every]
+    others = [one for name, every in linears.items() if not name.endswith(HEADS) for one in every]
+    in_out = {not isinstance(one, nn.Linear) for one in (*heads, *others)}
+    if len(in_out) > 1:
+        raise ValueError("some of its projections are a torch.nn.Linear and others are not")
+    gated = "feed_forward.gate" in linears
+    (inner,) = linears["feed_forward.gate" if gated else "feed_forward.fc1"]
+    feed_forward, hidden = inner.weight.shape[:: -1 if True in in_out else 1]
+    shape = {"hidden": hidden, "feed_forward": feed_forward, "gated": gated}
+    shape |= {"in_out": True in in_out, "bias": _biased(others)}
+    return shape | ({"head_bias": _biased(heads)} if heads else {})
+
+
+def _biased(linears: list[nn.Module]) -> bool:
     having = {linear.bias is not None for linear in linears}
     if len(having) > 1:
         raise ValueError("some of its projections have a bias and others have none")
     return having.pop()
-
-
-def layer_norm_epsilon(*norms: nn.Module) -> float:
-    """The epsilon of a layer's norms; raises ValueError if they differ or are something else."""
-    for norm in norms:
-        if type(norm) is not nn.LayerNorm or norm.weight is None or norm.bias is None:
-            raise ValueError(
-                f"one of its norms is {norm!r}, and no LayerNorm with a weight and a bias"
-            )
-    return the_same("epsilons of norms", (norm.eps for norm in norms))
-
-
-def dropout_of(*dropouts: nn.Dropout) -> float:
-    """The probability of dropouts that are one in a program; raises ValueError if they differ."""
-    return the_same("dropouts of residuals", (dropout.p for dropout in dropouts))
 
 
 @lru_cache(maxsize=64)

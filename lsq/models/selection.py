@@ -1,6 +1,10 @@
-"""What `convert` makes of each layer of a model, and why it leaves the others."""
+"""What `convert` makes of each layer of a model, why it leaves the others, and its report."""
 
-from collections.abc import Iterator, Mapping
+import difflib
+import fnmatch
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,10 +16,10 @@ from lsq.layers.in_place import InPlace
 from lsq.layers.linear import Projection, QuantizedLinear, in_out_of
 from lsq.models.architectures import fused_class
 from lsq.models.exact import patched
-from lsq.models.report import Layer, Stack, Whole
-from lsq.models.skip import Skip, skipping
 from lsq.quant.choices import format_choice
 
+Skip = str | Iterable[str] | Callable[[nn.Module, str], bool]
+"""Names or patterns of modules to leave as they are, or a function of a module and its name."""
 FLOAT_MODE = "mode is 'float', in which nothing is rounded"
 """Why linear layers stay, but not whole ones."""
 IN_ATTENTION = "is of a torch.nn.MultiheadAttention, which multiplies by itself"
@@ -23,6 +27,133 @@ IN_ATTENTION = "is of a torch.nn.MultiheadAttention, which multiplies by itself"
 VOCABULARY = 8192
 """Outputs from which on a layer may be taken for a projection onto a vocabulary."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SHOWN = 8
+"""Names in a message, at most."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """One linear layer of a model."""
+
+    name: str
+    """As in named_modules; "" is the model itself."""
+    inputs: int
+    outputs: int
+    reason: str | None
+    """Why it was left as it is; None: it was converted."""
+    within: str | None = None
+    """The fused layer that it is a part of."""
+    head: bool = False
+    """Whether it projects onto the vocabulary, and its logits are computed when they are read."""
+    adapter: bool = False
+    """Whether PEFT has put it beside a layer."""
+
+    @property
+    def weights(self) -> int:
+        """Number of its weights."""
+        return self.inputs * self.outputs
+
+    def row(self) -> tuple[str, str, str]:
+        """Return its columns in the report; adapters that are left share a line."""
+        if self.adapter and self.reason is not None:
+            return "PEFT's adapters", "", self.reason.rpartition(": ")[2]
+        kind = "in a fused layer" if self.within is not None else "with its loss" * self.head
+        return self.name, f"{self.inputs} → {self.outputs}", self.reason or kind
+
+
+@dataclass(frozen=True, kw_only=True)
+class Whole:
+    """A layer of a model that there is a program for."""
+
+    name: str
+    """As in named_modules; "" is the model itself."""
+    kind: str
+    """The name of its class."""
+    reason: str | None
+    """Why it is not fused, but its linear layers by themselves; None: it is."""
+
+    def row(self) -> tuple[str, str, str]:
+        return self.name, self.kind, f"not fused: {self.reason}" if self.reason else "fused"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stack:
+    """Weights of several linear layers in one parameter, as of experts, which stay floats."""
+
+    name: str
+    """As in named_parameters."""
+    shape: tuple[int, ...]
+
+    def row(self) -> tuple[str, str, str]:
+        return self.name, " × ".join(map(str, self.shape)), f"{math.prod(self.shape):,} weights"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """Every linear layer of a model; print it. Names that differ by numbers alone share a line."""
+
+    layers: tuple[Layer, ...]
+    numbers: str = "in int8"
+    """The formats of converted layers in words: see QuantConfig.summary."""
+    whole: tuple[Whole, ...] = ()
+    """Layers that there is a program for."""
+    stacks: tuple[Stack, ...] = ()
+    unknown: str | None = None
+    """The class of a model of transformers, if there is a program for none of its layers."""
+
+    @property
+    def fused(self) -> tuple[str, ...]:
+        """Names of the layers that run as one program."""
+        return tuple(one.name for one in self.whole if one.reason is None)
+
+    @property
+    def converted(self) -> tuple[str, ...]:
+        """Names of the linear layers that were converted."""
+        return tuple(layer.name for layer in self.layers if layer.reason is None)
+
+    @property
+    def left(self) -> dict[str, str]:
+        """Names of the other linear layers -> why they were left."""
+        return {layer.name: layer.reason for layer in self.layers if layer.reason is not None}
+
+    def __str__(self) -> str:
+        converted = [layer for layer in self.layers if layer.reason is None]
+        left = [layer for layer in self.layers if layer.reason is not None]
+        part, total = (sum(one.weights for one in layers) for layers in (converted, self.layers))
+        share = f", {part:,} of their {total:,} weights ({part / total:.1%})" if total else ""
+        title = f"{len(converted)} of {len(self.layers)} linear layers run {self.numbers}{share}:"
+        lines = [title, *_lines(converted)]
+        for title, entries in (
+            ("left as they are:", left),
+            ("stacks of weights, which stay floats:", self.stacks),
+            ("whole layers:", self.whole),
+        ):
+            lines += [title, *_lines(entries)] if entries else []
+        if self.unknown is not None:
+            lines.append(
+                f"whole layers: none of {self.unknown} is one that lsq knows; linear layers run one"
+                " by one"
+            )
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+def _lines(entries: Iterable[Layer | Whole | Stack]) -> list[str]:
+    """A line for all rows that differ by numbers in their names alone."""
+    names: dict[tuple[str, str, str], list[str]] = {}
+    for name, *columns in (entry.row() for entry in entries):
+        pattern = re.sub(r"\b\d+\b", "*", name) or "the model itself"
+        names.setdefault((pattern, *columns), []).append(name)
+    counts = {
+        (every[0] if len(every) == 1 and every[0] else pattern, *columns): len(every)
+        for (pattern, *columns), every in names.items()
+    }
+    widths = [max((len(row[column]) for row in counts), default=0) for column in range(2)]
+    return [
+        f"  {count:>4} × {name:<{widths[0]}}  {what:<{widths[1]}}  {reason}".rstrip()
+        for (name, what, reason), count in counts.items()
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +164,7 @@ class Conversion:
     kind: type[InPlace] | None
     """The class that it gets; None: it stays, or a whole layer around it is converted."""
     entry: Layer | Whole
-    """Its entry in the report: its name, and why it stays."""
+    """Its entry in the report."""
 
 
 def conversions(
@@ -76,7 +207,10 @@ def conversions(
         )
         if reason is None:
             tiles = DIMENSION_MULTIPLE if quant.coded or quant.formats_differ else 1
-            shared = None if tied else _shared(module, embeddings)
+            embedding = None if tied else embeddings.get(id(module.weight))
+            shared = embedding and (
+                f"shares its weight with the embedding {embedding} (tied=True converts it)"
+            )
             # whole layers gain whatever the widths are, and a head's outputs may be any number
             obstacle = _unfit(inputs, outputs, 1, tiles) or shared
             reason = _unfit(inputs, inputs if head else outputs, minimum_width, tiles)
@@ -84,8 +218,12 @@ def conversions(
         if obstacle not in (None, FLOAT_MODE, IN_ATTENTION) and not adapter:
             obstacles[name] = obstacle
         kind = None
-        if reason is None:
-            kind = _head_class() if head else _linear_class(type(module))
+        if reason is None and head:
+            from lsq.layers.head import head_class  # what logits are is of no use to other models
+
+            kind = head_class()
+        elif reason is None:
+            kind = QuantizedLinear if type(module) is nn.Linear else in_out_of(type(module))
         layer = Layer(
             name=name,
             inputs=inputs,
@@ -126,7 +264,7 @@ def _wholes(
 
 
 def _within(linear: Conversion, wholes: list[str]) -> Conversion:
-    """The same of a linear layer that one of the converted whole layers may be around."""
+    """The same, but for a linear layer inside of a whole one that is converted."""
     if linear.entry.adapter:
         return linear
     for whole in reversed(wholes):
@@ -151,26 +289,47 @@ def stacks_of(model: nn.Module, minimum_width: int) -> tuple[Stack, ...]:
     )
 
 
+def skipping(skip: Skip, names: Iterable[str]) -> Callable[[nn.Module, str], bool]:
+    """Return a function of (module, name) that says whether to leave it as it is.
+
+    `names`: all that there are.
+
+    Raises:
+        ValueError: a pattern in `skip` fits no name.
+    """
+    if callable(skip):
+        return skip
+    patterns = [skip] if isinstance(skip, str) else list(skip)
+    for pattern in patterns:
+        if not any(_fits(name, pattern) for name in names):
+            every = {part for name in names for part in _ends(name)}
+            near = difflib.get_close_matches(pattern, every, n=3)
+            last = sorted({name.rpartition(".")[2] for name in names if name})[:SHOWN]
+            hint = f"; near are {', '.join(near)}" if near else ""
+            hint = hint or (f"; there are {', '.join(last)}" if last else "")
+            raise ValueError(
+                f"skip names {pattern!r}, but no module of this model is called so{hint}"
+            )
+    return lambda module, name: any(_fits(name, pattern) for pattern in patterns)
+
+
+def _fits(name: str, pattern: str) -> bool:
+    """Whether a module or one around it has that name, or ends so from a dot on."""
+    parts = name.split(".")
+    around = (".".join(parts[:end]) for end in range(1, len(parts) + 1))
+    return any(fnmatch.fnmatchcase(end, pattern) for path in around for end in _ends(path))
+
+
+def _ends(name: str) -> Iterator[str]:
+    parts = name.split(".")
+    return (".".join(parts[start:]) for start in range(len(parts)))
+
+
 def _is_conv1d(module: nn.Module) -> bool:
-    """Whether it is the Conv1D of transformers, which GPT-2 has: a linear layer with a weight
-    [inputs, outputs]."""
+    """Whether it is the Conv1D of transformers: a linear layer with a weight [inputs, outputs]."""
     weight = getattr(module, "weight", None)
-    return (
-        type(module).__name__ == "Conv1D"
-        and hasattr(module, "nx")
-        and isinstance(weight, torch.Tensor)
-        and weight.dim() == 2
-    )
-
-
-def _head_class() -> type[InPlace]:
-    from lsq.layers.head import head_class  # which models without a vocabulary do not need
-
-    return head_class()
-
-
-def _linear_class(float_class: type[nn.Module]) -> type[InPlace]:
-    return QuantizedLinear if float_class is nn.Linear else in_out_of(float_class)
+    known = type(module).__name__ == "Conv1D" and hasattr(module, "nx")
+    return known and isinstance(weight, torch.Tensor) and weight.dim() == 2
 
 
 def _linears(names: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module, tuple[int, int]]]:
@@ -262,10 +421,3 @@ def _unfit(inputs: int, outputs: int, minimum_width: int, multiple: int) -> str 
         if width % multiple:
             return f"{width} {name}: int8 products need a multiple of {multiple}"
     return None
-
-
-def _shared(module: nn.Module, embeddings: Mapping[int, str]) -> str | None:
-    embedding = embeddings.get(id(module.weight))
-    if embedding is None:
-        return None
-    return f"shares its weight with the embedding {embedding} (tied=True converts it)"

@@ -2,51 +2,31 @@
 
 Masks are chosen while a model trains, and pruned values are drawn to zero (`sparsify`). Sparse
 matrices are stored as the values that are kept and their indices (`pack`), as NVIDIA's mma.sp takes
-them: 2 bits each, the smaller index of a group first, from the lowest bits of a byte on. Shapes: M
-rows of an activation, N rows and K columns of a weight.
+them: 2 bits each, the smaller index of a group first, from the lowest bits of a byte on. N rows and
+K columns of a weight.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 from torch.optim.optimizer import Optimizer
 
 from lsq.layers import ProgramModule
 from lsq.layers.weight_masks import WeightMasks, check_whole
 from lsq.models.clips import keep_apart
-from lsq.models.skip import Skip, skipping
-from lsq.observe.statistics import mean_squares, program_modules
+from lsq.models.selection import Skip, skipping
+from lsq.observe.statistics import program_modules
 from lsq.quant.pruning import GROUP, KEPT, Pruning, check_width
 
-__all__ = [
-    "Packed",
-    "Pruning",
-    "Sparsity",
-    "check_width",
-    "choose",
-    "is_sparse",
-    "pack",
-    "product",
-    "sparsify",
-    "sparsity_of",
-    "unpack",
-    "wants_sparsity",
-]
-PRODUCT_SIZE = 2**24
-"""Elements that `product` gathers at once, of all rows of x for some rows of the weight."""
+Weights = dict[str, tuple[ProgramModule, str]]
+"""Path in a model -> the module that a weight belongs to, and its name there."""
 
 
-def sparsify(
-    model: nn.Module,
-    pruning: Pruning | None = None,
-    *,
-    skip: Skip = (),
-    run: Callable[[], object] | None = None,
-) -> "Sparsity":
+def sparsify(model: nn.Module, pruning: Pruning | None = None, *, skip: Skip = ()) -> "Sparsity":
     """Make the weights of all products in `model` 2:4 sparse, except projections onto a vocabulary.
 
     Works in place, on lsq's own layers and on those of lsq.convert, in every mode. Weights keep
@@ -55,12 +35,10 @@ def sparsify(
 
     Args:
         model: after lsq.convert, before DistributedDataParallel.
-        pruning: how, and when; the default is Pruning().
+        pruning: when masks are chosen; the default is Pruning().
         skip: weights to leave dense: names, their ends from a dot on ("qkv_weight"), names of
             modules around them, patterns with * and ?, or a function of (module, name of the
             weight).
-        run: computes a batch of the model, for measure="output"; put dropout off before. In
-            DistributedDataParallel all processes need the same batch.
 
     Returns:
         What chooses the masks from now on: call `follow(optimizer)`.
@@ -68,27 +46,27 @@ def sparsify(
     Raises:
         TypeError: `model` is no torch.nn.Module.
         ValueError: there is no weight, its width is no multiple of 4, it is sparse already, on the
-            meta device or a shard of FSDP2; a pattern in `skip` fits nothing; `run` is missing, is
-            not needed, or leaves a weight out.
+            meta device or a shard of FSDP2; or a pattern in `skip` fits nothing.
     """
-    pruning = Pruning() if pruning is None else pruning
-    if (run is None) == (pruning.measure == "output"):
-        raise ValueError(
-            f"measure is {pruning.measure!r} and run is {run!r}; give run=<a function that computes"
-            " a batch> with "
-            'measure="output", and with it alone'
-        )
-    weights = _chosen(model, skip)
+    pruning, every = Pruning() if pruning is None else pruning, _weights(model)
+    skips = skipping(skip, every)
+    weights = {path: weight for path, weight in every.items() if not skips(weight[0], path)}
+    if not weights:
+        if every:
+            reason = f"skip leaves none of {len(every)}: skip less"
+        elif program_modules(model):
+            reason = "its layers of lsq are projections onto a vocabulary, which stay dense"
+        else:
+            reason = "none of its layers is lsq's: call lsq.convert(model) first"
+        raise ValueError(f"{type(model).__name__} has no weight to prune; {reason}")
     for path, (module, name) in weights.items():
         _check(path, module, name)
-    sparsity = Sparsity(model, pruning, weights)
-    if run is not None:
-        sparsity.measure(run)
     for module, name in weights.values():
         if module.weight_masks is None:
             module.weight_masks = WeightMasks(straight_through=pruning.every > 0)
         module.weight_masks.add(module, name)
     keep_apart(model)
+    sparsity = Sparsity(model, pruning, weights)
     sparsity.begin()
     return sparsity
 
@@ -128,8 +106,8 @@ def sparsity_of(model: nn.Module, *, updates: int = 0) -> "Sparsity":
         )
         raise ValueError(
             f"{type(model).__name__} has no sparsity of its configuration to follow: {wanted}; make"
-            " them with one "
-            "QuantConfig(sparsity='2:4'), or call lsq.models.sparsity.sparsify(model)"
+            " them with one QuantConfig(sparsity='2:4'), or call"
+            " lsq.models.sparsity.sparsify(model)"
         )
     for module, name in weights.values():
         check_whole(module, name)
@@ -142,17 +120,14 @@ class Sparsity:
     """The masks of a model over a training.
 
     Attributes:
-        pruning: how, and when.
+        pruning: when masks are chosen.
         updates: of the optimizer, so far.
-        weights: path in the model -> the module that a weight belongs to, and its name there.
+        weights: that have masks.
     """
 
-    def __init__(
-        self, model: nn.Module, pruning: Pruning, weights: dict[str, tuple[ProgramModule, str]]
-    ):
+    def __init__(self, model: nn.Module, pruning: Pruning, weights: Weights):
         self.pruning, self.weights, self.updates = pruning, weights, 0
         self._model = model
-        self._squares: dict[str, torch.Tensor] = {}
         self._changed: list[torch.Tensor] = []
         self._hooks: list[Any] = []
 
@@ -187,8 +162,8 @@ class Sparsity:
         if self._hooks:
             raise ValueError(
                 "it follows an optimizer already, and updates would count twice; call leave()"
-                " first, or, with several "
-                "optimizers, draw() before all of their steps and step() after them"
+                " first, or, with several optimizers, draw() before all of their steps and step()"
+                " after them"
             )
         self._hooks += [
             optimizer.register_step_pre_hook(lambda *_: self.draw()),
@@ -210,7 +185,7 @@ class Sparsity:
                     drawn.add(id(part))
 
     def step(self) -> None:
-        """An update is done: choose masks, or make the model dense again, where that is due."""
+        """Count an update; choose masks, or make the model dense again, where that is due."""
         self.updates += 1
         if self.pruning.due(self.updates):
             self.choose()
@@ -225,43 +200,13 @@ class Sparsity:
             ValueError: weights are shards of FSDP2.
         """
         self._changed = []
-        for path, (module, name) in self.weights.items():
+        for module, name in self.weights.values():
             check_whole(module, name)
-            values = module.own_parameter(name)
-            in_out = module.declared[name].in_out
-            rows = (values.t() if in_out else values).float()
-            scores = rows.abs()
-            if path in self._squares:
-                # squares of small weights would vanish
-                scores = scores * self._squares[path].to(rows.device).sqrt()
-            mask = choose(scores)
+            values, in_out = module.own_parameter(name), module.declared[name].in_out
+            mask = choose((values.t() if in_out else values).float().abs())
             mask = mask.t() if in_out else mask
             self._changed.append((mask != module.weight_masks.mask(module, name)).float().mean())
             module.weight_masks.put(module, name, mask)
-
-    def measure(self, run: Callable[[], object]) -> None:
-        """Measure mean squares of inputs, for measure="output": the masks chosen next go by them.
-
-        Raises:
-            ValueError: a weight was not used.
-        """
-        squares = mean_squares(self._modules(), run)
-        missing = [
-            path for path, (module, name) in self.weights.items() if name not in squares[module]
-        ]
-        if missing:
-            raise ValueError(
-                f"{missing[0]} was not used in this batch, and {len(missing) - 1} others; skip them"
-            )
-        # a parameter of several layers has one mask
-        owners = {
-            path: tuple(map(id, module.sources(name)))
-            for path, (module, name) in self.weights.items()
-        }
-        shared: dict[tuple[int, ...], torch.Tensor] = {}
-        for path, (module, name) in self.weights.items():
-            shared[owners[path]] = shared.get(owners[path], 0) + squares[module][name]
-        self._squares = {path: shared[owner] for path, owner in owners.items()}
 
     @property
     def changed(self) -> float:
@@ -298,24 +243,12 @@ class Sparsity:
             module.weight_masks.followed = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Updates, and mean squares of inputs by path. Masks are in the state dict of the model."""
-        return {"updates": self.updates, "squares": dict(self._squares)}
+        """Return the number of updates. Masks are in the state dict of the model."""
+        return {"updates": self.updates}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on after so many updates, with the masks that the model has loaded, or will load.
-
-        Raises:
-            ValueError: it is of other weights.
-        """
-        strange = state["squares"].keys() ^ (
-            self.weights.keys() if self.pruning.measure == "output" else set()
-        )
-        if strange:
-            raise ValueError(
-                f"the state is of other weights or another measure: {min(strange)} is in one of"
-                " both alone; sparsify with the same Pruning and skip"
-            )
-        self.updates, self._squares = state["updates"], dict(state["squares"])
+        """Go on after so many updates, with the masks that the model has loaded, or will load."""
+        self.updates = state["updates"]
 
     def _modules(self) -> set[ProgramModule]:
         return {module for module, _ in self.weights.values()}
@@ -328,27 +261,7 @@ class Sparsity:
                 module.weight_masks.fill(module)
 
 
-def _chosen(model: nn.Module, skip: Skip) -> dict[str, tuple[ProgramModule, str]]:
-    """Path -> module and name there of the weights to prune.
-
-    Raises:
-        ValueError: there are none, or a pattern in `skip` fits nothing.
-    """
-    weights = _weights(model)
-    skips = skipping(skip, weights)
-    chosen = {path: weight for path, weight in weights.items() if not skips(weight[0], path)}
-    if not chosen:
-        if weights:
-            reason = f"skip leaves none of {len(weights)}: skip less"
-        elif program_modules(model):
-            reason = "its layers of lsq are projections onto a vocabulary, which stay dense"
-        else:
-            reason = "none of its layers is lsq's: call lsq.convert(model) first"
-        raise ValueError(f"{type(model).__name__} has no weight to prune; {reason}")
-    return chosen
-
-
-def _weights(model: nn.Module) -> dict[str, tuple[ProgramModule, str]]:
+def _weights(model: nn.Module) -> Weights:
     return {
         f"{path}.{name}" if path else name: (module, name)
         for path, module in program_modules(model).items()
@@ -417,10 +330,8 @@ class Packed:
         groups = self.values.shape[1] // KEPT
         shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=self.indices.device)
         positions = (self.indices[:, :, None] >> shifts & 3).flatten(1)[:, : groups * KEPT]
-        return (
-            positions
-            + torch.arange(groups, device=positions.device).repeat_interleave(KEPT) * GROUP
-        )
+        first = torch.arange(groups, device=positions.device).repeat_interleave(KEPT) * GROUP
+        return positions + first
 
 
 def pack(matrix: torch.Tensor) -> Packed:
@@ -444,9 +355,7 @@ def pack(matrix: torch.Tensor) -> Packed:
         mask.view(-1, GROUP).nonzero()[:, 1].to(torch.uint8).view(rows, columns // GROUP, KEPT)
     )
     halves = positions[:, :, 0] | positions[:, :, 1] << 2
-    low, high = (
-        torch.nn.functional.pad(halves, (0, halves.shape[1] % 2)).unflatten(1, (-1, 2)).unbind(2)
-    )
+    low, high = functional.pad(halves, (0, halves.shape[1] % 2)).unflatten(1, (-1, 2)).unbind(2)
     return Packed(values=matrix[mask].view(rows, columns // GROUP * KEPT), indices=low | high << 4)
 
 
@@ -456,31 +365,3 @@ def unpack(packed: Packed) -> torch.Tensor:
     return packed.values.new_zeros(rows, kept // KEPT * GROUP).scatter_(
         1, packed.columns(), packed.values
     )
-
-
-def product(x: torch.Tensor, weight: Packed) -> torch.Tensor:
-    """Reference of the sparse product: int8 x [M, K] times the transpose of int8 weight [N, K] ->
-    int32 [M, N].
-
-    Each sum is of K / 2 products: those of the inputs that the indices name.
-
-    Raises:
-        ValueError: x has another dtype or width.
-    """
-    columns = weight.values.shape[1] // KEPT * GROUP
-    if (
-        x.dtype != torch.int8
-        or weight.values.dtype != torch.int8
-        or x.dim() != 2
-        or x.shape[1] != columns
-    ):
-        raise ValueError(
-            f"x is {x.dtype} {list(x.shape)} and the weight {weight.values.dtype} of {columns}"
-            f" columns; the sparse product is of int8, x must be [M, {columns}]"
-        )
-    several = max(1, PRODUCT_SIZE // max(1, len(x) * weight.values.shape[1]))
-    parts = zip(weight.columns().split(several), weight.values.int().split(several), strict=True)
-    sums = [
-        torch.einsum("mnk,nk->mn", x.int()[:, positions], values) for positions, values in parts
-    ]
-    return torch.cat(sums, dim=1) if sums else x.new_zeros((len(x), 0), dtype=torch.int32)

@@ -1,9 +1,7 @@
-"""lsq in a training by transformers' Trainer: signals, warnings, planned memory, int8 gradients, a
-monitor, sparse weights, clips in checkpoints.
+"""lsq in a training by transformers' Trainer.
 
 Trainer's checkpoints hold the weights as any program reads them. The clips lie beside them in
-lsq.safetensors, and in the state that Trainer keeps of its callbacks, which comes back from any
-folder.
+lsq.safetensors, and in the state of the callback, which comes back from any folder.
 """
 
 import base64
@@ -20,6 +18,7 @@ from safetensors.torch import load, save
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lsq import extras
 from lsq.config import require_choice
 from lsq.dist import GradientCompression, GradientConfig, compress_gradients
 from lsq.layers import ProgramModule
@@ -40,6 +39,7 @@ from lsq.observe import Bounds, Monitor, Signals
 from lsq.observe.signals import interval_of
 from lsq.run import shards
 
+extras.require("LsqCallback", "huggingface")
 huggingface.keep_broken_torchaudio_out()
 from transformers import Trainer, TrainerCallback  # noqa: E402
 from transformers.trainer_callback import ExportableState  # noqa: E402
@@ -83,32 +83,25 @@ class LsqCallback(TrainerCallback, ExportableState):
             GradientConfig(**gradients) if isinstance(gradients, Mapping) else gradients
         )
         self.monitor_options = None if monitor is None else _monitor_options(monitor)
+        # of the training that goes on, where they are wanted
         self.model: nn.Module | None = None
         self.monitor: Monitor | None = None
-        """From the beginning of the training on, where `monitor` is given."""
         self.signals: Signals | None = None
-        """From the beginning of the training on, in the first process."""
-        self.lost: tuple[str, ...] | list[str] = ()
-        """Options of the callback that this one was restored from, which its state cannot hold."""
-        self.clips: str | None = None
-        """Set from the state of a callback; see `state`."""
-        self.looks: dict[str, Any] | None = None
-        """Set from the state of a callback; see `state`."""
         self.sparsity: Sparsity | None = None
-        """Chooses masks of weights during a training, where QuantConfig(sparsity=...) wants
-        some."""
+        self.compression: GradientCompression | None = None
+        self._exchanging: nn.Module | None = None
         self._logged_step = 0
         self._looked = False
         """Whether the monitor has readings that are not logged yet."""
         self._observing, self._installed = ExitStack(), ExitStack()
-        self.compression: GradientCompression | None = None
-        """Once workers exchange gradients as `gradients` says."""
-        self._exchanging: nn.Module | None = None
-
-    # The callback's own state, which Trainer puts into its checkpoints
+        # Trainer sets these from the state of another callback; see `state`
+        self.lost: tuple[str, ...] | list[str] = ()
+        self.clips: str | None = None
+        self.looks: dict[str, Any] | None = None
 
     def state(self) -> dict[str, Any]:
-        """Clips in base64 of safetensors, the state of the monitor, and the options."""
+        """Return what Trainer puts into its checkpoints: clips in base64 of safetensors, the state
+        of the monitor, and the options, those by name that it cannot hold."""
         options = {
             "every_tensor": self.every_tensor,
             "memory": self.memory,
@@ -128,8 +121,6 @@ class LsqCallback(TrainerCallback, ExportableState):
         }
         return {"args": options, "attributes": attributes}
 
-    # Events
-
     def on_train_begin(self, args, state, control, *, model: nn.Module, **options) -> None:
         """Take part in a training that begins or goes on.
 
@@ -145,8 +136,8 @@ class LsqCallback(TrainerCallback, ExportableState):
         if self.lost:
             raise ValueError(
                 f"restore_callback_states_from_checkpoint cannot bring back {', '.join(self.lost)}"
-                " of LsqCallback; "
-                "leave that option out: the callback restores the clips of a checkpoint without it"
+                " of LsqCallback; leave that option out: the callback restores the clips of a"
+                " checkpoint without it"
             )
         if self.memory != "planned" and self.largest_batch is None:
             raise ValueError(
@@ -198,7 +189,6 @@ class LsqCallback(TrainerCallback, ExportableState):
             self.sparsity.step()
 
     def on_step_end(self, args, state, control, **options) -> None:
-        """Count a step of the monitor."""
         if self.monitor is None:
             return
         fallen, readings = len(self.monitor.in_floats), self.monitor.readings
@@ -210,7 +200,6 @@ class LsqCallback(TrainerCallback, ExportableState):
     def on_log(
         self, args, state, control, *, logs: dict[str, Any] | None = None, **options
     ) -> None:
-        """Put the signals beside the loss, once."""
         if logs is None or "loss" not in logs:
             return
         figures = {}
@@ -225,7 +214,6 @@ class LsqCallback(TrainerCallback, ExportableState):
         state.log_history[-1] |= figures
 
     def on_save(self, args, state, control, **options) -> None:
-        """Write lsq.safetensors into the checkpoint that was written."""
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         if args.should_save and folder.is_dir() and not _sharded(self.model):
             save_clips(self.model, folder)
@@ -246,7 +234,7 @@ class LsqCallback(TrainerCallback, ExportableState):
             self.sparsity.write_zeros()
 
     def _resume(self, state) -> dict[str, Any]:
-        """Load the clips of a checkpoint, and return what the callback has kept in it."""
+        """Load the clips of a checkpoint; return what the callback has kept in it."""
         # Trainer wants an entry before it saves
         entry = state.stateful_callbacks.setdefault(type(self).__name__, {})
         kept = entry.get("attributes", {})
@@ -288,7 +276,7 @@ def _encoded(model: nn.Module) -> str | None:
 
 
 def _trainer_around() -> Trainer:
-    """Find the Trainer that has called on the stack, since it does not pass itself to callbacks."""
+    """Find the Trainer on the stack, since it does not pass itself to callbacks."""
     frame = inspect.currentframe()
     while frame is not None and not isinstance(frame.f_locals.get("self"), Trainer):
         frame = frame.f_back
@@ -300,11 +288,7 @@ def _trainer_around() -> Trainer:
 
 
 def _monitor_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Check arguments of lsq.monitor, and make Bounds of plain values, as checkpoints hold them.
-
-    Raises:
-        ValueError: a name is none of MONITOR, or a bound is no number.
-    """
+    """Check arguments of lsq.monitor, and make Bounds of plain values, as checkpoints hold them."""
     strange = sorted(options.keys() - MONITOR)
     if strange:
         raise ValueError(
@@ -315,12 +299,8 @@ def _monitor_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plan_batch(trainer: Trainer, batch: Mapping[str, torch.Tensor], mode: str) -> None:
-    """Plan the memory of lsq's layers for a trainer's step on `batch`, and log what stays outside
-    of it.
-
-    Raises:
-        ValueError: such a step cannot be planned; see lsq.layers.memory.plan_memory.
-    """
+    """Plan the memory of lsq's layers for a trainer's step on `batch`; raises ValueError if it
+    cannot be planned."""
     model, inputs = trainer.model, trainer._prepare_inputs(dict(batch))
     training = model.training
 

@@ -76,8 +76,7 @@ def write(path: Path, content: bytes) -> None:
 def _say_unwritable(place: Path, reason: str) -> None:
     logger.warning(
         "compiled kernels cannot be kept in %s (%s) and are compiled again in every process; make"
-        " it writable, or "
-        "name another folder in XDG_CACHE_HOME",
+        " it writable, or name another folder in XDG_CACHE_HOME",
         place,
         reason,
     )

@@ -58,8 +58,7 @@ def architecture(capability: tuple[int, int]) -> str:
     if capability < OLDEST:
         raise ValueError(
             f"this GPU has compute capability {capability[0]}.{capability[1]}; lsq's CUDA kernels"
-            " need "
-            f"{OLDEST[0]}.{OLDEST[1]} (Ampere) or newer: train on the CPU, or on a newer GPU"
+            f" need {OLDEST[0]}.{OLDEST[1]} (Ampere) or newer: train on the CPU, or on a newer GPU"
         )
     return "sm_90a" if capability == (9, 0) else f"sm_{capability[0]}{capability[1]}"
 
@@ -94,9 +93,8 @@ def check_driver(supported: tuple[int, int]) -> None:
     if supported[0] < major:
         raise RuntimeError(
             f"the NVIDIA driver supports CUDA {supported[0]}.{supported[1]}, but kernels are"
-            " compiled by NVRTC "
-            f"{version()}: update the driver to one for CUDA {major}, or install NVRTC"
-            f" {supported[0]}"
+            f" compiled by NVRTC {version()}: update the driver to one for CUDA {major}, or install"
+            f" NVRTC {supported[0]}"
         )
 
 
@@ -157,8 +155,8 @@ def _nvrtc():
         nvrtc.nvrtcVersion()
     except (ImportError, RuntimeError, OSError) as error:
         raise RuntimeError(
-            f"NVRTC, which compiles CUDA kernels, cannot be used ({error}); install it with "
-            f"`{extras.command('cuda13')}`"
+            f"NVRTC, which compiles CUDA kernels, cannot be used ({error}); install it with"
+            f" `{extras.command('cuda13')}`"
         ) from error
     return nvrtc
 

@@ -36,8 +36,7 @@ def float_define(*tensors: torch.Tensor | None) -> dict[str, int]:
     check(
         len(found) == 1 and found <= set(FLOATS),
         f"activations are {', '.join(sorted(map(str, found))) or 'missing'}; a CUDA kernel takes"
-        " one dtype of "
-        f"{', '.join(map(str, FLOATS))}: convert them with .to(dtype)",
+        f" one dtype of {', '.join(map(str, FLOATS))}: convert them with .to(dtype)",
     )
     return {"FLOAT": FLOATS[found.pop()]}
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch  # loads the OpenMP runtime that the library shares with PyTorch
 
-from lsq.native import shared_library
+from lsq.native import sources
 from lsq.native.processor import cpu_features
 
 logger = logging.getLogger(__name__)
@@ -36,8 +36,7 @@ def library() -> ctypes.CDLL | None:
     if found is None:
         logger.warning(
             "the C++ host library of lsq is not built; operations run as plain PyTorch, several"
-            " times slower. "
-            "Install g++ (Debian: apt-get install g++) and reinstall lsq."
+            " times slower. Install g++ (Debian: apt-get install g++) and reinstall lsq."
         )
     return found
 
@@ -46,7 +45,7 @@ def _load() -> ctypes.CDLL | None:
     for level, features in _REQUIRED.items():
         path = _FOLDER / f"libcpu_{level}.so"
         if features <= cpu_features() and path.exists():
-            return shared_library.load(path, "cpu")
+            return sources.load(path, "cpu")
     return None
 
 
@@ -83,7 +82,7 @@ def function(name: str):
     try:
         return getattr(library(), name)
     except AttributeError:
-        raise shared_library.LibraryError(
+        raise sources.LibraryError(
             f"the C++ host library has no {name}; write it in lsq/csrc/cpu, or take the backend"
             " 'reference'"
         ) from None

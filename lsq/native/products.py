@@ -14,8 +14,6 @@ import torch
 from lsq import extras
 from lsq.native import runtime
 
-_LONGEST_LIST = 4096
-
 ALGORITHM_BYTES = 64
 
 DTYPES = {torch.float32: 0, torch.int8: 3, torch.int32: 10, torch.bfloat16: 14}
@@ -23,46 +21,16 @@ DTYPES = {torch.float32: 0, torch.int8: 3, torch.int32: 10, torch.bfloat16: 14}
 
 ALPHAS = {"one": 0, "scalar": 1, "vector": 2}
 
-CONFIGURATION = (
-    "id",
-    "tile",
-    "split_k",
-    "reduction_scheme",
-    "swizzle",
-    "custom_option",
-    "stages",
-    "inner_shape",
-    "cluster_shape",
-)
-"""Parameters of an algorithm, in the order of cublasLtMatmulAlgoConfigAttributes_t.
-
-All but the id may be changed.
-"""
-
-CAPABILITIES = {
-    "split_k": 0,
-    "reduction_schemes": 1,
-    "swizzle": 2,
-    "custom_option_max": 7,
-    "alignment_a": 16,
-    "alignment_b": 17,
-    "alignment_d": 19,
-}
-"""Capabilities of an algorithm, one number each -> cublasLtMatmulAlgoCapAttributes_t."""
-
-CAPABILITY_LISTS = {"tiles": 6, "stages": 13}
-
 
 class ProductError(RuntimeError):
     """A call of libcublasLt that failed, or the library is missing; the message says which."""
 
 
 class Candidate(NamedTuple):
-    """An algorithm of libcublasLt as bytes, with what it needs and how well it fills the device."""
+    """An algorithm of libcublasLt as bytes, with the workspace that it needs."""
 
     data: bytes
     workspace_bytes: int
-    waves: float
 
 
 class _Spec(ctypes.Structure):
@@ -89,8 +57,8 @@ def find_cublaslt() -> str:
     except (ImportError, RuntimeError) as error:
         reason = " ".join(str(error).split())
         raise RuntimeError(
-            f"no libcublasLt was found ({reason}): install CUDA's libraries with "
-            f"`{extras.command('cuda13')}`, or a build of torch for CUDA"
+            f"no libcublasLt was found ({reason}): install CUDA's libraries with"
+            f" `{extras.command('cuda13')}`, or a build of torch for CUDA"
         ) from error
 
 
@@ -109,8 +77,7 @@ def _checked(data: bytes) -> bytes:
     if len(data) != ALGORITHM_BYTES:
         raise ValueError(
             f"an algorithm of cuBLASLt is {ALGORITHM_BYTES} bytes, these are {len(data)}; the file"
-            " that they come from "
-            "is damaged: tune again"
+            " that they come from is damaged: tune again"
         )
     return bytes(data)
 
@@ -145,57 +112,6 @@ class ProductLibrary:
         """
         return Matmul(self._handle, _Spec(**spec))
 
-    def decode(self, data: bytes) -> dict[str, int]:
-        """The configuration in the bytes of an algorithm, named as in CONFIGURATION.
-
-        Raises:
-            ValueError: not 64 bytes.
-            ProductError: not an algorithm.
-        """
-        data, value = _checked(data), ctypes.c_int64()
-        decoded = {}
-        for attribute, name in enumerate(CONFIGURATION):
-            _call("configuration", self._handle, data, attribute, ctypes.byref(value))
-            decoded[name] = value.value
-        return decoded
-
-    def configure(self, data: bytes, **configuration: int) -> bytes:
-        """The bytes of an algorithm with another configuration, whose names are those of
-        CONFIGURATION.
-
-        Raises:
-            ValueError: not 64 bytes.
-            ProductError: not an algorithm, or the id, which cannot be changed.
-        """
-        changed = ctypes.create_string_buffer(_checked(data), ALGORITHM_BYTES)
-        for name, value in configuration.items():
-            _call("configure", self._handle, changed, CONFIGURATION.index(name), value)
-        return changed.raw
-
-    def capabilities(self, data: bytes) -> dict[str, int | list[int]]:
-        """Capabilities of an algorithm, as in CAPABILITIES and CAPABILITY_LISTS: the space of an
-        exhaustive search.
-
-        Raises:
-            ValueError: not 64 bytes.
-            ProductError: not an algorithm.
-        """
-        data = _checked(data)
-        numbers = {
-            name: self._capability(data, attribute)[0] for name, attribute in CAPABILITIES.items()
-        }
-        lists = {
-            name: self._capability(data, attribute) for name, attribute in CAPABILITY_LISTS.items()
-        }
-        return {**numbers, **lists}
-
-    def _capability(self, data: bytes, attribute: int) -> list[int]:
-        values, count = (ctypes.c_int64 * _LONGEST_LIST)(), ctypes.c_int64()
-        _call(
-            "capability", self._handle, data, attribute, values, _LONGEST_LIST, ctypes.byref(count)
-        )
-        return values[: count.value]
-
     def close(self) -> None:
         """Let the library go; its products stay usable."""
         runtime.library().lsq_product_close(self._handle)
@@ -222,69 +138,28 @@ class Matmul:
             ProductError: the product is not supported, or no CUDA context is current.
         """
         algorithms = ctypes.create_string_buffer(limit * ALGORITHM_BYTES)
-        workspaces, waves, count = (
-            (ctypes.c_int64 * limit)(),
-            (ctypes.c_float * limit)(),
-            ctypes.c_int64(),
-        )
-        _call(
-            "candidates",
-            self._handle,
-            workspace_bytes,
-            limit,
-            algorithms,
-            workspaces,
-            waves,
-            ctypes.byref(count),
-        )
-        parts = [
-            algorithms.raw[i : i + ALGORITHM_BYTES]
-            for i in range(0, limit * ALGORITHM_BYTES, ALGORITHM_BYTES)
-        ]
+        workspaces, count = (ctypes.c_int64 * limit)(), ctypes.c_int64()
+        arguments = algorithms, workspaces, ctypes.byref(count)
+        _call("candidates", self._handle, workspace_bytes, limit, *arguments)
         return [
-            Candidate(*each) for each in zip(parts[: count.value], workspaces, waves, strict=False)
+            Candidate(algorithms.raw[ALGORITHM_BYTES * i :][:ALGORITHM_BYTES], workspaces[i])
+            for i in range(count.value)
         ]
 
     def check(self, data: bytes) -> Candidate:
-        """The workspace and waves of an algorithm for this product.
+        """An algorithm with its workspace for this product.
 
         Raises:
             ValueError: not 64 bytes.
             ProductError: the algorithm does not run this product on this device.
         """
-        workspace_bytes, waves = ctypes.c_int64(), ctypes.c_float()
-        _call(
-            "check",
-            self._handle,
-            _checked(data),
-            ctypes.byref(workspace_bytes),
-            ctypes.byref(waves),
-        )
-        return Candidate(bytes(data), workspace_bytes.value, waves.value)
+        workspace_bytes = ctypes.c_int64()
+        _call("check", self._handle, _checked(data), ctypes.byref(workspace_bytes))
+        return Candidate(bytes(data), workspace_bytes.value)
 
     def choose(self, data: bytes) -> None:
         """Run with this algorithm from now on; raises as `check`."""
         _call("choose", self._handle, _checked(data))
-
-    def algorithm_ids(self) -> list[int]:
-        """The algorithms that exist for these dtypes, whether or not they run on this device.
-
-        Raises:
-            ProductError: no CUDA context is current.
-        """
-        ids, count = (ctypes.c_int64 * _LONGEST_LIST)(), ctypes.c_int64()
-        _call("algorithm_ids", self._handle, ids, _LONGEST_LIST, ctypes.byref(count))
-        return ids[: count.value]
-
-    def start(self, algorithm_id: int) -> bytes:
-        """The algorithm of this number, not yet configured.
-
-        Raises:
-            ProductError: there is none for these dtypes.
-        """
-        data = ctypes.create_string_buffer(ALGORITHM_BYTES)
-        _call("start", self._handle, algorithm_id, data)
-        return data.raw
 
     def run(
         self,

@@ -7,8 +7,8 @@ import functools
 from collections.abc import Iterator
 from pathlib import Path
 
-from lsq.native import shared_library
-from lsq.native.shared_library import LibraryError
+from lsq.native import sources
+from lsq.native.sources import LibraryError
 
 LIBRARY = Path(__file__).parent / "libruntime.so"
 MESSAGE_BYTES = 8192
@@ -27,7 +27,7 @@ def library() -> ctypes.CDLL:
             f"the launcher {LIBRARY.name} is not built; install g++ (Debian: apt-get install g++)"
             " and install lsq again"
         )
-    found = shared_library.load(LIBRARY, "runtime")
+    found = sources.load(LIBRARY, "runtime")
     found.lsq_list_create.restype = ctypes.c_void_p
     return found
 

@@ -1,16 +1,27 @@
-"""Checksums of the C++ sources of a host library, and seals of built libraries.
+"""Checksums of the C++ sources of a host library, seals of built libraries, and how these are
+loaded: only once they are known to be whole and of the sources beside them.
 
 Imports nothing of lsq: setup.py runs this file as well.
 """
 
+import ctypes
 import functools
 import hashlib
+import os
 import runpy
 import sys
 import zlib
 from pathlib import Path
 
 FOLDER = Path(__file__).parents[1] / "csrc"
+REMEDY = (
+    "build it again: `make library`, or `pip install --no-build-isolation --editable .` in the"
+    " repository"
+)
+
+
+class LibraryError(RuntimeError):
+    """A library of lsq is missing, damaged or of other sources; the user can mend that."""
 
 
 @functools.cache
@@ -41,14 +52,33 @@ def checksum(folder: str) -> int:
 
 
 def sealed(content: bytes) -> bytes:
-    """What is written of a library: behind its content, where nothing that loads it looks, the
-    SHA-256 of that."""
+    """The content of a library with its SHA-256 behind it, where nothing that loads it looks."""
     return content + hashlib.sha256(content).digest()
 
 
 def unsealed(content: bytes) -> bytes:
-    """What `sealed` was given, or nothing where this is not what it returned: a byte less, or one
-    changed."""
+    """The content that was sealed; nothing if a byte is missing or changed."""
     size = hashlib.sha256().digest_size
     inner, seal = content[:-size], content[-size:]
     return inner if hashlib.sha256(inner).digest() == seal else b""
+
+
+def load(path: Path, folder: str) -> ctypes.CDLL:
+    """The library at `path`, which is built of the sources in `folder` ("cpu" or "runtime").
+
+    Raises:
+        LibraryError: it is damaged, which would end the process while it is loaded, or was built
+            from other sources than those beside it: its functions may take other arguments.
+        OSError: it cannot be read.
+    """
+    if not unsealed(path.read_bytes()):
+        raise LibraryError(f"{path} is damaged, or was not built by this version of lsq; {REMEDY}")
+    library = ctypes.CDLL(os.fspath(path))
+    library.lsq_sources.restype = ctypes.c_uint32
+    wanted = checksum(folder)
+    if wanted and library.lsq_sources() != wanted:
+        raise LibraryError(
+            f"{path.name} was built from other C++ sources than those in {FOLDER / folder};"
+            f" {REMEDY}"
+        )
+    return library

@@ -39,6 +39,11 @@ def usable() -> tuple[str, ...]:
     )
 
 
+def fastest() -> str:
+    """The instructions that multiply here, by the rule."""
+    return (usable() or (PLAIN,))[0]
+
+
 def preferred() -> tuple[str, ...]:
     """Usable instructions without "plain", unless there are no others."""
     return usable()[:-1] or usable()
@@ -95,7 +100,8 @@ class TileProduct(ctypes.Structure):
     Holds no memory alive.
 
     Either operand may be a transposed view. `memory` holds packed_bytes(N, K) at a multiple of 64
-    bytes; None for loops that pack columns in memory of their own.
+    bytes; None for loops that pack columns in memory of their own. `strip` are the rows that a
+    thread takes at a time; 0: as many as suit the caches.
     """
 
     _fields_ = [
@@ -115,10 +121,9 @@ class TileProduct(ctypes.Structure):
         a: torch.Tensor,
         b: torch.Tensor,
         instructions: str,
-        strip: int,
         memory: torch.Tensor | None,
     ) -> "TileProduct":
-        """The product of tensors, `strip` rows at a time; 0: as the loops think best.
+        """The product of tensors.
 
         Raises:
             ValueError: the processor or the system has no such instructions.
@@ -128,8 +133,8 @@ class TileProduct(ctypes.Structure):
                 f"{instructions!r} cannot run here; there are {', '.join(map(repr, usable()))}"
             )
         (rows, inner), columns = a.shape, b.shape[0]
-        number, place = INSTRUCTIONS[instructions], None if memory is None else memory.data_ptr()
-        return cls(_Codes.of(a), _Codes.of(b), rows, columns, inner, number, strip, place)
+        number, address = INSTRUCTIONS[instructions], None if memory is None else memory.data_ptr()
+        return cls(_Codes.of(a), _Codes.of(b), rows, columns, inner, number, 0, address)
 
     @property
     def packed(self):

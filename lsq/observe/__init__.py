@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from lsq.observe.monitor import Monitor
     from lsq.observe.noise import Bounds, Reading
     from lsq.observe.signals import Signals
-    from lsq.observe.statistics import TensorStatistics, mean_squares, observe, quantized_tensors
+    from lsq.observe.statistics import TensorStatistics, observe, quantized_tensors
 
 _FILES = {
     "Monitor": "monitor",
@@ -17,7 +17,6 @@ _FILES = {
     "Reading": "noise",
     "Signals": "signals",
     "TensorStatistics": "statistics",
-    "mean_squares": "statistics",
     "observe": "statistics",
     "quantized_tensors": "statistics",
 }
@@ -27,7 +26,6 @@ __all__ = [
     "Reading",
     "Signals",
     "TensorStatistics",
-    "mean_squares",
     "observe",
     "quantized_tensors",
 ]

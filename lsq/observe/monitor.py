@@ -5,7 +5,7 @@ import logging
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
@@ -22,13 +22,6 @@ from lsq.observe.statistics import program_modules
 from lsq.program.program import Program
 
 logger = logging.getLogger(__name__)
-
-
-class Writer(Protocol):
-    """Takes figures, such as torch.utils.tensorboard.SummaryWriter."""
-
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> object:
-        """Take a figure."""
 
 
 class Monitor:
@@ -51,8 +44,8 @@ class Monitor:
         bounds: the least signal-to-noise.
         patience: looks in a row that must find too much noise.
         fall_back: False: only warn, once for each module.
-        writer: gets every reading and the number of modules in floats (SummaryWriter of
-            torch.utils.tensorboard).
+        writer: gets every reading and the number of modules in floats by `add_scalar`, as a
+            torch.utils.tensorboard.SummaryWriter.
         group: the processes that train the same model and decide together; None: all.
 
     Attributes:
@@ -73,7 +66,7 @@ class Monitor:
         bounds: Bounds | None = None,
         patience: int = 2,
         fall_back: bool = True,
-        writer: Writer | None = None,
+        writer: Any = None,
         group: ProcessGroup | None = None,
     ):
         for name, value in (("every", every), ("rows", rows), ("patience", patience)):
@@ -91,12 +84,11 @@ class Monitor:
         self.steps = 0
         self.readings: dict[str, Reading] = {}
         self._strikes: dict[str, int] = {}
-        """How many looks in a row found too much noise in a module."""
+        """Name of a module -> looks in a row that found too much noise."""
         self._warned: set[str] = set()
+        # modules that are looked at in this step, those with a pass that goes back, their readings
         self._watched: dict[ProgramModule, str] = {}
-        """Modules that are looked at in this step, and their names."""
         self._taken: set[ProgramModule] = set()
-        """Modules with a pass in this step that goes back."""
         self._step_readings: dict[ProgramModule, Reading] = {}
         self._arm()
 
@@ -120,7 +112,6 @@ class Monitor:
         return figures
 
     def __str__(self) -> str:
-        """The last readings, the worst of modules that differ by numbers in their names alone."""
         outcome = f"{len(self.in_floats)} of {len(self._modules())} modules go on in floats"
         if not self.readings:
             due = self._every * (self.steps // self._every + 1)
@@ -163,10 +154,7 @@ class Monitor:
         self._watched, self._taken, self._step_readings = {}, set(), {}
 
     def state_dict(self) -> dict:
-        """Plain numbers, from which a training goes on as it would have.
-
-        The state dict of the model says which modules are in floats.
-        """
+        """Return plain numbers; the state dict of the model says which modules are in floats."""
         return {"steps": self.steps, "strikes": dict(self._strikes)}
 
     def load_state_dict(self, state: Mapping) -> None:
@@ -192,7 +180,6 @@ class Monitor:
         }
 
     def _arm(self) -> None:
-        """Look at the next step, if it is time."""
         if (self.steps + 1) % self._every == 0:
             self._watched = {
                 module: name
@@ -233,7 +220,6 @@ class Monitor:
         outputs[0].grad_fn.register_prehook(look)
 
     def _note(self, module: ProgramModule, reading: Reading) -> None:
-        """Keep the worst of all uses of a module in a step."""
         self._step_readings[module] = reading.worst(self._step_readings.get(module, reading))
 
     def _conclude(self) -> None:
@@ -244,18 +230,14 @@ class Monitor:
         if watched:
             seen = [readings.get(module, Reading()).values() for module in watched]
             rows = [[values.get(kind, math.inf) for kind in QUANTITIES] for values in seen]
-            table = torch.tensor(rows, dtype=torch.float32)
             device = next(self._model.parameters()).device
-            for name, row in zip(
-                watched.values(), least_of_all(table.to(device), self._group).tolist(), strict=True
-            ):
-                values = {
-                    kind: value
-                    for kind, value in zip(QUANTITIES, row, strict=True)
-                    if value < math.inf
-                }
-                if values:
-                    self.readings[name] = Reading(**values)
+            table = torch.tensor(rows, dtype=torch.float32, device=device)
+            least = least_of_all(table, self._group).tolist()
+            for name, row in zip(watched.values(), least, strict=True):
+                values = zip(QUANTITIES, row, strict=True)
+                known = {kind: value for kind, value in values if value < math.inf}
+                if known:
+                    self.readings[name] = Reading(**known)
         for module, name in watched.items():
             if name in self.readings:
                 self._judge(name, module, self.readings[name])
@@ -269,7 +251,13 @@ class Monitor:
         del self._strikes[name]
         if self._fall_back:
             module.fall_back()
-            self._release_memory()
+            modules = program_modules(self._model).values()
+            if any(module.step_memory is not None for module in modules):
+                release_memory(self._model)
+                _say(
+                    "planned memory is released, since modules go on in floats; call plan_memory"
+                    " again"
+                )
             self._warn(
                 name,
                 broken,
@@ -279,29 +267,12 @@ class Monitor:
             self._warned.add(name)
             self._warn(name, broken, "it stays in int8")
 
-    def _release_memory(self) -> None:
-        """Drop the plan of programs that are not what they were."""
-        modules = program_modules(self._model).values()
-        if any(module.step_memory is not None for module in modules):
-            release_memory(self._model)
-            self._say(
-                "planned memory is released, since modules go on in floats; call plan_memory again"
-            )
-
     def _warn(self, name: str, broken: list[str], outcome: str) -> None:
         looks = f"{self._patience} looks in a row" if self._patience > 1 else "a look"
-        self._say(
+        _say(
             f"step {self.steps}, {name or type(self._model).__name__}: {' and '.join(broken)}, by"
             f" {looks}; {outcome}"
         )
-
-    def _say(self, text: str) -> None:
-        if (
-            not distributed.is_available()
-            or not distributed.is_initialized()
-            or distributed.get_rank() == 0
-        ):
-            logger.warning(text)
 
     def _write(self) -> None:
         if self._writer is None:
@@ -312,6 +283,13 @@ class Monitor:
         self._writer.add_scalar(
             "signal_to_noise/modules_in_floats", len(self.in_floats), self.steps
         )
+
+
+def _say(text: str) -> None:
+    """Warn in the first process."""
+    known = distributed.is_available() and distributed.is_initialized()
+    if not known or distributed.get_rank() == 0:
+        logger.warning(text)
 
 
 monitor = Monitor

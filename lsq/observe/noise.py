@@ -1,8 +1,4 @@
-"""Noise of one pass of a module: a few of its rows are computed twice, as the module does and in
-floats.
-
-M rows of the batch, m of the sample.
-"""
+"""Noise of one pass of a module: m of its M rows are computed twice, as it does and in floats."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,29 +22,25 @@ CU_SEQLENS = {"sentences": "cu_seqlens", "source": "memory_cu_seqlens"}
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """Signal-to-noise of one module in one pass, in dB. None: there is no signal."""
+    """Signal-to-noise of one module in one pass, in dB; None: there is no signal.
+
+    Of results and of gradients of inputs, it is the worst one. Gradients of weights count together:
+    one that is nearly zero may be all noise, and does not matter.
+    """
 
     output: float | None = None
-    """The worst of its results."""
     input_gradient: float | None = None
-    """The worst of the gradients of its inputs."""
     weight_gradient: float | None = None
-    """All gradients of its weights together: one that is nearly zero may be all noise, and does not
-    matter."""
 
     def values(self) -> dict[str, float]:
-        """Those that are not None, by name."""
+        """Return those that are not None, by name."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
     def worst(self, other: "Reading") -> "Reading":
         """Return the smaller value of each quantity."""
         mine, others = self.values(), other.values()
-        return Reading(
-            **{
-                name: min(mine.get(name, math.inf), others.get(name, math.inf))
-                for name in mine | others
-            }
-        )
+        both = {name: min(mine[name], others[name]) for name in mine.keys() & others}
+        return Reading(**{**mine, **others, **both})
 
 
 QUANTITIES = tuple(field.name for field in fields(Reading))
@@ -65,11 +57,8 @@ class Bounds:
     """
 
     output: float = 12.0
-    """Of results."""
     input_gradient: float = 8.0
-    """Of gradients of inputs."""
     weight_gradient: float = 4.0
-    """Of all gradients of weights together."""
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -117,16 +106,13 @@ class Sample:
             kept[virtual.name] = tensor
         for virtual in smaller.parameters:
             tensor = tensors[virtual.name]
-            is_clip = virtual.declared.kind in CLIPS
-            kept[virtual.name] = tensor.detach().clone() if is_clip else tensor
+            copied = virtual.declared.kind in CLIPS
+            kept[virtual.name] = tensor.detach().clone() if copied else tensor
         return cls(program=smaller, backend=backend, tensors=kept, rows=index)
 
     def reading(self, gradients: Sequence[Tensor | None] | None) -> Reading:
-        """Measure the noise of results, and of the gradients that follow from those of the results.
-
-        Args:
-            gradients: [M, ...] of each result, None for zero; None: there is no backward pass.
-        """
+        """Measure the noise of results, and of what follows from their gradients: [M, ...] of each,
+        None for zero; None: there is no backward pass."""
         rounded = self._run(self.program, gradients)
         exact = self._run(in_floats(self.program), gradients)
 

@@ -1,10 +1,5 @@
-"""Signals of a training: what the quantisers of a model do while it trains.
-
-Every few steps, for each quantised tensor: its clip, the share of values that are clipped, the
-share of codes that are 0 and the gradient of the clip (means over the channels of a weight). They
-go to TensorBoard or to the log of a Trainer; a tensor that looks unhealthy is warned of once; a
-table shows the last values.
-"""
+"""Signals of a training: every few steps the clip of each quantised tensor, the share of values
+that are clipped, the share of codes that are 0, and the gradient of the clip."""
 
 import logging
 import os
@@ -38,10 +33,7 @@ def interval_of(log_interval: int) -> int:
 def complaint(
     statistics: TensorStatistics, option: str = "QuantConfig(clip_init={!r})"
 ) -> str | None:
-    """Say what is wrong with a tensor, or None.
-
-    `option`: how to choose the way in which clips are first measured.
-    """
+    """Say what is wrong with a tensor, or None; `option` chooses how clips are first measured."""
     if statistics.clipped_share > LARGEST_CLIPPED_SHARE:
         return (
             f"{statistics.clipped_share:.1%} of its values are clipped (clip"
@@ -92,11 +84,8 @@ class Signals:
 
     @contextmanager
     def observing(self, step: int) -> Iterator[None]:
-        """Collect signals of the passes inside, in steps whose signals are wanted.
-
-        Put it around a forward pass of a step, which counts from 1; only the first such context of
-        a step collects.
-        """
+        """Collect signals of the forward passes inside, in steps whose signals are wanted, which
+        count from 1. Only the first such context of a step collects."""
         due = self.clips and (step == 1 or step % self.interval == 0) and self.last_step != step
         if due:
             self.last_step = step
@@ -108,8 +97,7 @@ class Signals:
     def record(self, step: int, factor: float | Tensor = 1.0) -> None:
         """Warn, and write to TensorBoard, if this step was collected.
 
-        Call it once the gradients of the step are there, before the optimizer uses them times
-        `factor`.
+        Call it before the optimizer uses the step's gradients times `factor`.
         """
         if self.last_step != step:
             return
@@ -179,7 +167,6 @@ class Signals:
 
 
 def _row(tensors: list[TensorStatistics]) -> str:
-    """The rest of a line: the range of clips and codes, the largest shares."""
     clips = [one.clip for one in tensors]
     codes = [one.largest_code for one in tensors if one.largest_code is not None]
     return (

@@ -1,11 +1,9 @@
 """Statistics of quantised tensors: clips, how much is clipped, how many codes are in use."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
-import torch
 from torch import Tensor, nn
 
 from lsq import quant
@@ -13,7 +11,6 @@ from lsq.config import require_model
 from lsq.layers.module import ProgramModule
 from lsq.ops.calibration import integer_bits
 from lsq.ops.fake_quantize import FakeQuantize
-from lsq.ops.project import Project
 from lsq.program.operation import Operation
 from lsq.program.values import Coded
 from lsq.quant import Format
@@ -36,16 +33,6 @@ class TensorStatistics:
     """Largest |code| in use. None: codes are no integers under one scale per clip."""
     bits: int | None
     """Width of such codes."""
-
-
-class Observer(Protocol):
-    """Sees the forward passes of one module."""
-
-    def __call__(self, declared: Operation, operation: Operation) -> None:
-        """See an operation that has run: as its program declares it, and on its tensors."""
-
-    def weights(self, module: ProgramModule, tensors: Mapping[str, Tensor]) -> None:
-        """See a pass that goes back: parameters, and codes or values of weights, by name."""
 
 
 def program_modules(model: nn.Module) -> dict[str, ProgramModule]:
@@ -75,65 +62,20 @@ def observe(model: nn.Module) -> Iterator[dict[str, TensorStatistics]]:
     """Collect statistics of every forward pass inside: yields a dict of name -> TensorStatistics
     of the last pass."""
     statistics: dict[str, TensorStatistics] = {}
-    modules = {module: path for path, module in program_modules(model).items()}
-    with observing(modules, lambda module: _Statistics(module, modules[module], statistics)):
-        yield statistics
-
-
-@torch.no_grad()
-def mean_squares(
-    modules: Iterable[ProgramModule], run: Callable[[], object]
-) -> dict[ProgramModule, dict[str, Tensor]]:
-    """Measure E[x²], float32 [K], of the K inputs of every weight of `modules`, by its name, while
-    `run` computes something.
-
-    Values are as products read them: rounded, where they are.
-    """
-    squares = {module: _Squares() for module in modules}
-    with observing(squares, squares.__getitem__):
-        run()
-    return {module: observer.means() for module, observer in squares.items()}
-
-
-@contextmanager
-def observing(
-    modules: Iterable[ProgramModule], observer_of: Callable[[ProgramModule], Observer]
-) -> Iterator[None]:
-    """Let observers see the passes of `modules`; afterwards those before them do again."""
-    before = {module: module._observer for module in modules}
-    for module in before:
-        module._observer = observer_of(module)
+    modules = program_modules(model)
+    before = {module: module._observer for module in modules.values()}
+    for path, module in modules.items():
+        module._observer = _Statistics(module, path, statistics)
     try:
-        yield
+        yield statistics
     finally:
         for module, observer in before.items():
             module._observer = observer
 
 
-class _Squares:
-    """Sums up squares of what products read."""
-
-    def __init__(self):
-        self.sums: dict[str, Tensor] = {}
-        self.rows: dict[str, int] = {}
-
-    def __call__(self, declared: Operation, operation: Operation) -> None:
-        if not isinstance(operation, Project):
-            return
-        name, x = declared.weight.values.name, operation.x
-        floats = x.floats if x.coded is None else x.coded.decode()
-        self.sums[name] = self.sums.get(name, 0) + floats.detach().double().square().sum(0)
-        self.rows[name] = self.rows.get(name, 0) + len(floats)
-
-    def weights(self, module: ProgramModule, tensors: Mapping[str, Tensor]) -> None:
-        pass
-
-    def means(self) -> dict[str, Tensor]:
-        return {name: (sums / max(1, self.rows[name])).float() for name, sums in self.sums.items()}
-
-
 class _Statistics:
-    """Collects the statistics of one module."""
+    """Sees the operations of one module that round, as it declares them and on its tensors; and, in
+    a pass that goes back, its weights."""
 
     def __init__(self, module: ProgramModule, path: str, statistics: dict[str, TensorStatistics]):
         self._module, self._path, self._statistics = module, path, statistics

@@ -1,12 +1,12 @@
-"""Gradients as messages of 8 or 4 bits a value, their sums, and back.
+"""Gradients as messages of int8 codes, their sums, and back.
 
 What a quantised all-reduce does between its collectives. MessageLayout (gradient_layout.py) says
 how a message lies in memory. A block's largest magnitude gives its scale, as
 arithmetic.gradient_scale has it: 0 where it vanishes, NaN where a value is not finite, so that
 overflow reaches everyone. It is rounded up to a bfloat16: blocks half as long, for the bytes of a
-float32, lose less. Sums are float32 sums in order of the products code * scale, each rounded before
-it is
-added: all devices and all processes compute the same bits.
+float32, lose less. Codes are the nearest ones, half to even. Sums are float32 sums in order of the
+products code * scale, each rounded before it is added: all devices and all processes compute the
+same bits.
 
 v values, S shards, L values of a shard, M bytes of a message, N messages, R rows or copies that are
 added up.
@@ -18,10 +18,9 @@ import torch
 
 from lsq.native.launch import FLOATS, check
 from lsq.ops.gradient_layout import MessageLayout
-from lsq.program.declare import AnyFloats, Bytes, Floats, Host, In, Key, Out, Value, extent, size
+from lsq.program.declare import AnyFloats, Bytes, Host, In, Out, Value, extent, size
 from lsq.program.operation import Operation
-from lsq.quant import arithmetic
-from lsq.quant.random import uniform
+from lsq.quant import GRADIENT, arithmetic
 
 
 class Messages(Value):
@@ -41,49 +40,25 @@ class Messages(Value):
         """Values that share a scale."""
         return self.layout.block
 
-    @size
-    def bits(self) -> int:
-        """Width of a code."""
-        return self.layout.bits
-
-    def encode(self, values: torch.Tensor, key: torch.Tensor | None, subsequence: int):
-        """Reference: values float32 [S, L] -> messages uint8 [S, M], error float32 [S, L]."""
+    def encode(self, values: torch.Tensor) -> torch.Tensor:
+        """Reference: values float32 [S, L] -> messages uint8 [S, M]."""
         layout, (shards, length) = self.layout, values.shape
         whole = torch.nn.functional.pad(values, (0, layout.blocks * layout.block - length))
         largest = whole.view(shards, layout.blocks, layout.block).abs().amax(dim=-1)
-        scale, reciprocal = message_scale(largest, layout.largest_code)
-        scaled = values * _per_value(reciprocal, layout)
-        if key is None:
-            rounded = scaled.round()
-        else:
-            rounded = (
-                scaled + uniform(key, subsequence, (shards, length)).to(values.device)
-            ).floor()
-        codes = (
-            rounded.clamp(-layout.largest_code, layout.largest_code)
-            .nan_to_num(nan=0.0)
-            .to(torch.int8)
-        )
-        scales = _per_value(scale, layout)
-        error = torch.where(scales.isfinite(), values - codes.to(torch.float32) * scales, 0.0)
-        if layout.bits == 4:
-            codes = (codes[:, 0::2] & 15) | codes[:, 1::2].bitwise_left_shift(4)
+        scale, reciprocal = message_scale(largest, GRADIENT.largest)
+        codes = (values * _per_value(reciprocal, layout)).round()
+        codes = codes.clamp(-GRADIENT.largest, GRADIENT.largest).nan_to_num(nan=0.0)
         messages = torch.zeros(
             shards, layout.message_bytes, dtype=torch.uint8, device=values.device
         )
-        layout.codes(messages).copy_(codes)
+        layout.codes(messages).copy_(codes.to(torch.int8))
         # Bits, not values: PyTorch has several NaNs in bfloat16.
         layout.scales(messages).view(torch.int16).copy_(scale.view(torch.int32) >> 16)
-        return messages, error
+        return messages
 
     def decode(self) -> torch.Tensor:
         """Reference: the values, float32 [..., L]."""
-        codes = self.layout.codes(self.data)
-        if self.layout.bits == 4:
-            # A shift to the left drops what stands in the high half; one to the right keeps the
-            # sign.
-            codes = torch.stack([codes.bitwise_left_shift(4) >> 4, codes >> 4], dim=-1).flatten(-2)
-        return codes.to(torch.float32) * _per_value(
+        return self.layout.codes(self.data).to(torch.float32) * _per_value(
             self.layout.scales(self.data).to(torch.float32), self.layout
         )
 
@@ -97,18 +72,8 @@ class PackGradients(Operation):
 
     x: In[AnyFloats]
     """[R, v], added up in order."""
-    key: In[Key] | None
-    """Values are rounded up with a probability equal to the fraction, drawn for value i at element
-    i; None: to the nearest code, half to even.
-    """
-    subsequence: int = 0
     messages: Out[Messages]
     """[S, M]"""
-    error: Out[Floats] | None
-    """[v], value - code * scale; 0 in blocks that are not finite.
-
-    It may be the memory of x float32 [1, v].
-    """
 
     def __post_init__(self):
         layout = self.messages.layout
@@ -119,8 +84,6 @@ class PackGradients(Operation):
             (layout.shards, layout.message_bytes),
             [torch.uint8],
         )
-        if self.error is not None:
-            _require("their error", self.error, (layout.values,), [torch.float32])
 
     rows = extent(0, "x")
     """R."""
@@ -138,29 +101,25 @@ class PackGradients(Operation):
         layout = self.messages.layout
         total = _sum_in_order(self.x.unbind(0))
         whole = torch.nn.functional.pad(total, (0, layout.shards * layout.length - layout.values))
-        messages, rest = self.messages.encode(
-            whole.view(layout.shards, layout.length), self.key, self.subsequence
-        )
-        return {"messages": {"data": messages}, "error": rest.flatten()[: layout.values]}
+        return {
+            "messages": {"data": self.messages.encode(whole.view(layout.shards, layout.length))}
+        }
 
 
 class SumMessages(Operation):
     """The sum of N messages of one shard times a factor, rounded anew.
 
     Raises:
-        ValueError: a tensor has another shape or dtype than its layout wants, or the layouts differ
-            in more than bits.
+        ValueError: a tensor has another shape or dtype than its layout wants, or the layouts
+            differ.
     """
 
     messages: In[Messages]
     """[N, M], added up in order."""
     factor: float = 1.0
     """E.g. 1 / world size."""
-    key: In[Key] | None
-    """As in PackGradients; value i of the shard draws element i."""
-    subsequence: int = 0
     sum: Out[Messages]
-    """[M']"""
+    """[M]"""
 
     def __post_init__(self):
         given, made = self.messages.layout, self.sum.layout
@@ -183,8 +142,7 @@ class SumMessages(Operation):
 
     def reference(self):
         total = _sum_in_order(self.messages.decode().unbind(0)) * self.factor
-        messages, _ = self.sum.encode(total[None], self.key, self.subsequence)
-        return {"sum": {"data": messages[0]}}
+        return {"sum": {"data": self.sum.encode(total[None])[0]}}
 
 
 class UnpackGradients(Operation):

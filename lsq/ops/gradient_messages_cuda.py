@@ -22,8 +22,6 @@ def launch_pack_gradients(op: PackGradients):
             op,
             grid=_grid(layout, _vectors(layout)),
             BLOCK=layout.block,
-            OUT_BITS=layout.bits,
-            RANDOM=int(op.key is not None),
             MANY=int(op.rows > 1),
             **float_define(op.x),
         )
@@ -40,9 +38,6 @@ def launch_sum_messages(op: SumMessages):
             op,
             grid=_grid(layout, _vectors(layout))[0],
             BLOCK=layout.block,
-            BITS=layout.bits,
-            OUT_BITS=op.sum.bits,
-            RANDOM=int(op.key is not None),
         )
     ]
 
@@ -57,7 +52,6 @@ def launch_unpack_gradients(op: UnpackGradients):
             op,
             grid=_grid(layout, 1),
             BLOCK=layout.block,
-            BITS=layout.bits,
             MANY=int(op.copies > 1),
             **float_define(op.x),
         )

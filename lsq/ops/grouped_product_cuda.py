@@ -1,6 +1,6 @@
 """Launches of lsq.ops.grouped_product."""
 
-from lsq.gemm import TileConfiguration
+from lsq.gemm.configuration import TileConfiguration
 from lsq.ops.grouped_product import GroupedProduct
 from lsq.ops.launches import tiled, zero
 from lsq.program.cuda import launches

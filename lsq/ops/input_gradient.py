@@ -16,9 +16,8 @@ from lsq import gemm
 from lsq.native import loader
 from lsq.native.launch import FLOATS, check
 from lsq.ops.nonlinearity import Nonlinearity
-from lsq.ops.products import float_product, float_product_into, narrow_scratch
 from lsq.ops.sums import PartialSums
-from lsq.program.declare import Activations, Floats, Host, In, Out, extent, size
+from lsq.program.declare import Activations, Floats, In, Out, extent, size
 from lsq.program.operation import Operation
 from lsq.program.values import Coded, RoundedGradient, Weight
 
@@ -63,8 +62,6 @@ class ProjectInputGradient(Operation):
     """[1], of x."""
     parts: Out[Floats] | None
     """Parts of `sum` and `dclip`, in place of these; see lsq.ops.sums."""
-    dtype: Host[str] = "float32"
-    """dtype of the product of floats."""
 
     def __post_init__(self):
         check(
@@ -106,11 +103,8 @@ class ProjectInputGradient(Operation):
             return sums.to(torch.float32) * self.gradient.scale[:, None]
         if self.weight.codes is None:
             return self.floats @ self.weight.floats_by_rows
-        return float_product(
-            self.floats,
-            self.weight.codes.to(torch.float32) * self.weight.scale[:, None],
-            self.dtype,
-        )
+        weight = self.weight.codes.to(torch.float32) * self.weight.scale[:, None]
+        return self.floats.float() @ weight
 
     def cpu_scratch(self):
         rows, columns = self.rows, self.columns
@@ -123,13 +117,7 @@ class ProjectInputGradient(Operation):
         product = [((rows, columns), torch.float32)] if self.dx is None else []
         if self.weight.codes is None:
             return [*sums, *product]
-        weight = [(tuple(self.weight.matrix.shape), getattr(torch, self.dtype))]
-        return [
-            *sums,
-            *product,
-            *weight,
-            *narrow_scratch(self.floats.shape, (rows, columns), self.dtype),
-        ]
+        return [*sums, *product, (tuple(self.weight.matrix.shape), torch.float32)]
 
     def cpu(self, partial, clip_sums, *scratch):
         check(
@@ -155,7 +143,6 @@ class ProjectInputGradient(Operation):
         product, *scratch = scratch if self.dx is None else (self.dx, *scratch)
         if self.weight.codes is None:
             return torch.mm(self.floats, self.weight.floats_by_rows, out=product)
-        weight, *narrow = scratch
+        (weight,) = scratch
         torch.mul(self.weight.codes, self.weight.scale[:, None], out=weight)
-        float_product_into(product, self.floats, weight, narrow)
-        return product
+        return torch.mm(self.floats, weight, out=product)

@@ -3,7 +3,7 @@
 import torch
 
 from lsq import gemm
-from lsq.gemm import TileConfiguration
+from lsq.gemm.configuration import TileConfiguration
 from lsq.native.geometry import row_defines
 from lsq.native.launch import FLOATS, Launch, Product, check, float_define, launch
 from lsq.ops.input_gradient import GEMM, ProjectInputGradient
@@ -27,7 +27,7 @@ LONG_SUMS = 3
 """-DPRODUCT of sums of codes as float32."""
 
 
-def _tile(op: ProjectInputGradient) -> gemm.TileConfiguration | None:
+def _tile(op: ProjectInputGradient) -> TileConfiguration | None:
     """Tiles of the one kernel for product and epilogue; None: a library multiplies, and a
     kernel applies the epilogue."""
     # to round a row takes all of its tiles
@@ -123,7 +123,7 @@ def _epilogue(op: ProjectInputGradient, product, partial):
 
 
 def _product_dtype(op: ProjectInputGradient) -> torch.dtype:
-    return op.floats.dtype if op.weight.codes is None else getattr(torch, op.dtype)
+    return op.floats.dtype if op.weight.codes is None else torch.float32
 
 
 def _in_place(op: ProjectInputGradient) -> bool:
@@ -132,7 +132,7 @@ def _in_place(op: ProjectInputGradient) -> bool:
 
 
 def epilogue_defines(op: ProjectInputGradient) -> dict[str, int]:
-    """-D for csrc/cuda/input_gradient_end.cuh, of what few ends have."""
+    """-D for csrc/cuda/input_gradient_epilogue.cuh, of what few ends have."""
     end = op.nonlinearity
     slope = {} if end is None or end.before is None else {"ACTIVATION": int(end.activation)}
     return slope | ({} if op.accumulated is None else {"ACCUMULATED": 1})

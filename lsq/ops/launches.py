@@ -9,8 +9,7 @@ from collections.abc import Iterator
 import torch
 
 from lsq import gemm
-from lsq.gemm import TileConfiguration
-from lsq.gemm.configuration import MOST_TILE_ROWS
+from lsq.gemm.configuration import MOST_TILE_ROWS, TileConfiguration
 from lsq.native.geometry import VECTOR, padded, patches, tiles
 from lsq.native.launch import FLOATS, TICKETS, Launch, Product, check, launch
 from lsq.program.cuda import Spec

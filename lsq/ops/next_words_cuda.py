@@ -3,6 +3,7 @@
 import torch
 
 from lsq import gemm
+from lsq.gemm.configuration import TileConfiguration
 from lsq.native.geometry import VECTOR
 from lsq.native.launch import check, launch
 from lsq.ops.launches import tiled
@@ -11,7 +12,7 @@ from lsq.ops.vocabulary_loss import PRODUCT
 from lsq.program.cuda import launches, scratch_of
 
 
-def _tile(op: NextWords) -> gemm.TileConfiguration | None:
+def _tile(op: NextWords) -> TileConfiguration | None:
     """Tiles of the logits, as in the vocabulary's loss; None: there are no rows."""
     check(op.weight is not None, "NextWords reads no packed weights on CUDA: give it `weight`")
     return gemm.cuda_tile(PRODUCT, *_shape(op))

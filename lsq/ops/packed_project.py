@@ -60,7 +60,7 @@ class PackedWeight(Value):
         """
         chosen = _chosen(instructions)
         memory = _aligned(tiles.packed_bytes(*codes.shape))
-        loader.call("lsq_pack_columns", tiles.TileProduct.of(codes[:1], codes, chosen, 0, memory))
+        loader.call("lsq_pack_columns", tiles.TileProduct.of(codes[:1], codes, chosen, memory))
         return cls(
             tiles=memory,
             scale=scale,
@@ -82,9 +82,7 @@ class PackedWeight(Value):
         chosen = _chosen(instructions)
         memory = _aligned(tiles.packed_sparse_bytes(*codes.shape))
         fits = torch.zeros(1, dtype=torch.int64, device="cpu")
-        loader.call(
-            "lsq_pack_sparse", tiles.TileProduct.of(codes[:1], codes, chosen, 0, memory), fits
-        )
+        loader.call("lsq_pack_sparse", tiles.TileProduct.of(codes[:1], codes, chosen, memory), fits)
         if not fits:
             raise ValueError(
                 f"the codes {list(codes.shape)} are not 2:4 sparse: multiply them by a mask of"

@@ -104,7 +104,7 @@ class Project(Operation):
                 loader.call("lsq_end_floats", self)
             return
         if self.rows == 0:  # there is a scale to write
-            loader.call("lsq_end_project", self, None, 0, 0)
+            loader.call("lsq_end_long_project", self, None, 0, 0)
             return
         gemm.multiply(GEMM, self, self.x.tensor, self.weight.codes, *scratch)
 

@@ -1,7 +1,8 @@
 """Launches of lsq.ops.project."""
 
 from lsq import gemm
-from lsq.gemm import LARGEST_INNER, TileConfiguration
+from lsq.gemm import LARGEST_INNER
+from lsq.gemm.configuration import TileConfiguration
 from lsq.native.geometry import VECTOR, patches
 from lsq.native.launch import TICKET, Launch, Product, check, float_define, launch
 from lsq.ops.launches import (
@@ -26,7 +27,7 @@ def scratch_of_project(op: Project):
     return sums_scratch(op.rows, op.columns, op.x.tensor.shape[1]) if _tile(op) is None else []
 
 
-def _tile(op: Project) -> gemm.TileConfiguration | None:
+def _tile(op: Project) -> TileConfiguration | None:
     """Tiles of the one kernel for product and epilogue; None: cuBLASLt multiplies, and a kernel
     applies the epilogue."""
     if op.weight.format.packed:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from lsq import gemm
-from lsq.gemm import TileConfiguration
+from lsq.gemm.configuration import TileConfiguration
 from lsq.native.geometry import VECTOR
 from lsq.native.launch import Launch, Product, check, float_define, launch
 from lsq.ops.launches import converted, converted_scratch, tiled
@@ -152,7 +152,7 @@ def _shape(given: Prediction) -> tuple[int, int, int]:
     return given.rows, given.columns, given.x.tensor.shape[1]
 
 
-def tile_of(given: Prediction, product: str) -> gemm.TileConfiguration | None:
+def tile_of(given: Prediction, product: str) -> TileConfiguration | None:
     """Tiles of logits of codes; None: there are no rows."""
     return gemm.cuda_tile(product, given.rows, *given.weight.codes.shape)
 

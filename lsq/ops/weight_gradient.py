@@ -15,12 +15,10 @@ import torch
 
 from lsq import gemm
 from lsq.native import loader
-from lsq.ops.products import float_product, float_product_into, narrow_scratch
 from lsq.ops.sums import PartialSums
 from lsq.program.declare import (
     Activations,
     Floats,
-    Host,
     In,
     Indices,
     Out,
@@ -59,8 +57,6 @@ class ProjectWeightGradient(Operation):
     """[N] or [1], like the clip."""
     parts: Out[Floats] | None
     """Parts of `dclip`, in its place; see lsq.ops.sums."""
-    dtype: Host[str] = "float32"
-    """dtype of the product of floats."""
 
     rows = extent(0, "gradient.codes", "floats")
     clips = extent(0, "weight.clip")
@@ -96,7 +92,7 @@ class ProjectWeightGradient(Operation):
             return {"dweight": self._as_held(self.floats.t() @ self.x.floats)}
         if self.gradient is None:
             x = self.x.floats if self.x.coded is None else self.x.coded.decode()
-            product = float_product(self.floats.t(), x, self.dtype)
+            product = self.floats.float().t() @ x.float()
         else:
             of_rows, shared = self.gradient.scale[:, None], self.x.scale
             if self.x.coded.by_row:
@@ -148,8 +144,7 @@ class ProjectWeightGradient(Operation):
         product = (inner, columns)
         if self.x.coded is None:
             return [sums, (product, torch.float32)]
-        floats = [(product, torch.float32), (x, getattr(torch, self.dtype))]
-        return [sums, *floats, *narrow_scratch((inner, rows), product, self.dtype)]
+        return [sums, (product, torch.float32), (x, torch.float32)]
 
     def cpu(self, *scratch):
         if self.float_mode:
@@ -167,9 +162,9 @@ class ProjectWeightGradient(Operation):
             torch.mm(self.floats.t(), self.x.floats, out=product)
             loader.call("lsq_end_float_weight_gradient", self, product, sums)
         elif self.gradient is None:
-            product, floats, *narrow = scratch
+            product, floats = scratch
             torch.mul(self.x.tensor, self.x.scale, out=floats)
-            float_product_into(product, self.floats.t(), floats, narrow)
+            torch.mm(self.floats.t(), floats, out=product)
             loader.call("lsq_end_float_weight_gradient", self, product, sums)
         else:
             codes, column_scale, memory = scratch

@@ -5,7 +5,7 @@ import math
 import torch
 
 from lsq import gemm
-from lsq.gemm import TileConfiguration
+from lsq.gemm.configuration import TileConfiguration
 from lsq.native.geometry import MANY_BLOCKS, TILE, padded, row_blocks, row_defines, tiles
 from lsq.native.launch import TICKET, Launch, Product, launch
 from lsq.ops.launches import (
@@ -31,10 +31,10 @@ PARTS = 16
 
 def _product_dtype(op: ProjectWeightGradient) -> torch.dtype:
     """dtype of the operands of a product of floats."""
-    return op.x.floats.dtype if op.x.coded is None else getattr(torch, op.dtype)
+    return op.x.floats.dtype if op.x.coded is None else torch.float32
 
 
-def _tile(op: ProjectWeightGradient) -> gemm.TileConfiguration | None:
+def _tile(op: ProjectWeightGradient) -> TileConfiguration | None:
     """Tiles of the one kernel for product and epilogue; None: a library multiplies, and a
     kernel applies the epilogue."""
     if op.gradient is None or op.weight.in_out:

@@ -155,13 +155,12 @@ class Adam(Optimizer):
             raise ValueError(
                 "the gradients are shards of FSDP2; clip them by torch.nn.utils.clip_grad_norm_"
             )
-        norms = [updates.norm() for updates in prepared] or [
-            torch.zeros(1, dtype=torch.float32, device="cpu")
-        ]
-        place = norms[0].device
-        norm = torch.cat([norm.to(place) for norm in norms]).norm() * _on(
-            place, self.gradient_factor
-        )
+        nothing = torch.zeros(1, dtype=torch.float32, device="cpu")
+        norms = [updates.norm() for updates in prepared] or [nothing]
+        device, factor = norms[0].device, self.gradient_factor
+        if isinstance(factor, Tensor):
+            factor = factor.to(device, non_blocking=True)
+        norm = torch.cat([norm.to(device) for norm in norms]).norm() * factor
         if aggregate is not None:
             norm = aggregate(norm)
         if max_norm > 0:
@@ -206,16 +205,15 @@ class Adam(Optimizer):
                 members[parameter.device].add(
                     parameter, gradient, state["exp_avg"], state["exp_avg_sq"], row
                 )
-        for device, found in members.items():
-            if device not in self._updates or not self._updates[device].fits(found, len(rows)):
-                take(self, found.parameters)
-                self._updates[device] = Updates(
-                    self.backend or for_device(device), found, len(rows)
-                )
-            self._updates[device].put(found)
-        found = [self._numbers(*each) for each in rows]
-        numbers = torch.stack(found) if found else torch.empty(0, dtype=torch.float32, device="cpu")
-        return [self._updates[device] for device in members], numbers
+        for device, these in members.items():
+            if device not in self._updates or not self._updates[device].fits(these, len(rows)):
+                take(self, these.parameters)
+                target = self.backend or for_device(device)
+                self._updates[device] = Updates(target, these, len(rows))
+            self._updates[device].put(these)
+        numbers = [self._numbers(*each) for each in rows]
+        numbers = numbers or [torch.empty(0, dtype=torch.float32, device="cpu")]
+        return [self._updates[device] for device in members], torch.stack(numbers)
 
     def _numbers(self, number: int, step: int) -> Tensor:
         group = self.param_groups[number]
@@ -227,10 +225,6 @@ class Adam(Optimizer):
             weight_decay=group["weight_decay"],
             torch_epsilon=group["torch_epsilon"],
         )
-
-
-def _on(place: torch.device, factor: float | Tensor) -> float | Tensor:
-    return factor.to(place, non_blocking=True) if isinstance(factor, Tensor) else factor
 
 
 def _check_group(group: dict[str, Any]) -> None:

@@ -21,16 +21,14 @@ ROW = 8
 
 @dataclass(frozen=True, eq=False)
 class Members:
-    """Parameters that step, and what belongs to each of them."""
+    """Parameters that step, and of each its gradient, both moments (of this process's shard where a
+    parameter is one) and row of numbers."""
 
     parameters: list[Tensor] = field(default_factory=list)
     gradients: list[Tensor] = field(default_factory=list)
-    """As they are now."""
     firsts: list[Tensor] = field(default_factory=list)
-    """First moments, of this process's shard where a parameter is one."""
     seconds: list[Tensor] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
-    """The row of numbers of each."""
 
     def add(
         self, parameter: Tensor, gradient: Tensor, first: Tensor, second: Tensor, row: int
@@ -47,14 +45,12 @@ class Members:
         codes = [state.codes for state in states]
         clips = [one and one.clip and one.clip() for one in codes]
         parts = list(map(local, self.parameters))
+        tensors = parts, self.firsts, self.seconds
         return (
             list(map(id, self.parameters)),
             list(map(Tensor.size, parts)),
             self.rows,
-            *(
-                list(map(Tensor.data_ptr, tensors))
-                for tensors in (parts, self.firsts, self.seconds)
-            ),
+            *(list(map(Tensor.data_ptr, several)) for several in tensors),
             [state.limit for state in states],
             [one and one.rounded for one in codes],
             [clip is not None and clip.data_ptr() for clip in clips],
@@ -85,9 +81,8 @@ class Updates:
         self._steps = tuple(self._step(members, number, codes[number]) for number in self._order)
         gradient = next(leaf for leaf in Adam.leaves() if leaf.name == "gradient")
         self._slots = [Slot(step, gradient) for step in self._steps]
-        self._gradients: list[
-            tuple[Tensor, int]
-        ] = []  # that were put, and where: copies lie elsewhere
+        # that were put, and where: copies lie elsewhere
+        self._gradients: list[tuple[Tensor, int]] = []
         self.parameters = members.parameters
         self._rounded: list[tuple[WeightCodes, Tensor]] = [
             (states[number], members.parameters[number])
@@ -97,22 +92,12 @@ class Updates:
         self._counted = [one for one in members.parameters if not is_shard(one)]
         self.sharded = len(self._counted) < len(members.parameters)
         """Whether any parameter is a shard of FSDP2."""
-        tables = (
-            self._tables()
-            if isinstance(backend, CUDA)
-            else dict.fromkeys(("plain", "coded", "shared", "all"))
-        )
-        self._update = self._prepare(
-            AdamSteps(
-                steps=self._steps,
-                plain=tables["plain"],
-                coded=tables["coded"],
-                shared=tables["shared"],
-            )
-        )
-        self._measure = self._prepare(
-            GradientNorm(steps=self._steps, table=tables["all"], norm=self._norm)
-        )
+        tables = dict.fromkeys(("plain", "coded", "shared", "all"))
+        if isinstance(backend, CUDA):
+            tables = self._tables()
+        norms = GradientNorm(steps=self._steps, table=tables.pop("all"), norm=self._norm)
+        self._update = self._prepare(AdamSteps(steps=self._steps, **tables))
+        self._measure = self._prepare(norms)
 
     def _step(self, members: Members, number: int, codes: Weight | None) -> Adam:
         parameter, first, second = (
@@ -147,24 +132,17 @@ class Updates:
             for tensor in (step.weight, step.first, step.second):
                 contiguous_address(tensor, place, "a step of Adam")
         self._structs = self._backend.allocate([len(self._bytes())], torch.uint8)
-        plain = {
-            number: step.blocks for number, step in enumerate(self._steps) if step.rounded is None
+        steps = dict(enumerate(self._steps))
+        coded = {number: step.blocks for number, step in steps.items() if step.rounded is not None}
+        tables = {
+            "plain": {n: step.blocks for n, step in steps.items() if step.rounded is None},
+            "coded": coded,
+            "shared": {number: 1 for number in coded if steps[number].clips == 1},
+            "all": {number: -(-step.numel // NORM_RUN) for number, step in steps.items()},
         }
-        coded = {
-            number: step.blocks
-            for number, step in enumerate(self._steps)
-            if step.rounded is not None
-        }
-        shared = {number: 1 for number in coded if self._steps[number].clips == 1}
-        runs = {number: -(-step.numel // NORM_RUN) for number, step in enumerate(self._steps)}
         return {
             name: Table(structs=self._structs, tiles=tiles_of(counts).to(place))
-            for name, counts in {
-                "plain": plain,
-                "coded": coded,
-                "shared": shared,
-                "all": runs,
-            }.items()
+            for name, counts in tables.items()
         }
 
     def _bytes(self) -> bytes:

@@ -106,7 +106,7 @@ def gpu(index: int = 0, choose: Choose | None = None) -> Device:
             compiler.compile_kernels(kernel.source, kernel.defines, target).image
         ),
         products=Products(
-            device, current=driver.current, choose=choose or TunedChoice(lookup.table("cuda"))
+            device, current=driver.current, choose=choose or TunedChoice(lookup.table())
         ),
     )
 
@@ -237,11 +237,10 @@ def products_of(program: Program, activations: torch.dtype = torch.bfloat16) -> 
     Raises:
         ValueError: an operation has no CUDA implementation, or cannot take these shapes.
     """
-    with gemm.requested() as keys:
-        for operation in program.operations:
-            entries = _entries(operation, activations, {})
-            keys += [key_of(entry) for entry in entries if isinstance(entry, Product)]
-    return list(dict.fromkeys(keys))
+    with gemm.ended_by(None):  # what a kernel of lsq multiplies is a product of cuBLASLt, too
+        launched = launched_by_operation(program, activations)
+    entries = (entry for each in launched for entry in each)
+    return list(dict.fromkeys(key_of(entry) for entry in entries if isinstance(entry, Product)))
 
 
 def launched_by_operation(

@@ -6,7 +6,7 @@ import gpu_model
 import pytest
 from gpu_model import GPUS, H100, SECTOR, Clock, Moved, Multiplied, Work, tile_rate, variant
 
-from lsq.gemm import TileConfiguration
+from lsq.gemm.configuration import TileConfiguration
 
 GIGABYTE = 1e9
 GPU = dataclasses.replace(H100, gap=0.0)

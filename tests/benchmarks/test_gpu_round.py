@@ -55,14 +55,12 @@ def test_a_rehearsal_names_what_is_planted(tmp_path):
 
 
 @pytest.mark.thorough
-def test_the_round_keeps_its_log_and_results(tmp_path):
-    done = round_of("--device", "emulator", "sanitizer", "products", out=tmp_path, seconds=110)
+def test_a_round_in_the_emulator_keeps_its_log(tmp_path):
+    done = round_of("--device", "emulator", "sanitizer", "tests", out=tmp_path, seconds=110)
     assert done.returncode == 0, done.stdout
-    assert {path.name for path in tmp_path.iterdir()} == {"gemm.json", "log.txt", "results.md"}
-    assert json.loads((tmp_path / "gemm.json").read_text())["rows"]
-    assert (tmp_path / "results.md").read_text().startswith("## gemm, CUDA emulator")
-    assert verdicts(done) == {"sanitizer": "not run", "products": "ok"}
-    (seconds,) = re.findall(r"== products, at most (\d+) seconds", done.stdout)
+    assert "log.txt" in {path.name for path in tmp_path.iterdir()}
+    assert verdicts(done) == {"sanitizer": "not run", "tests": "ok"}
+    (seconds,) = re.findall(r"== tests, at most (\d+) seconds", done.stdout)
     assert 400 < int(seconds) < 600, "the last stage may take what the others have left"
 
 
@@ -73,8 +71,9 @@ def test_a_stage_of_the_round_that_fails_does_not_stop_the_others(tmp_path):
     libraries = sorted((BENCHMARKS.parent / "lsq" / "native").glob("*.so"))
     done = round_of("--device", "emulator", out=tmp_path / "out", seconds=60, python=str(broken))
     assert done.returncode == 1 and "the libraries cannot be built" in done.stdout
-    stages = "probe", "step", "tests", "products", "smoke"
-    assert verdicts(done) == dict.fromkeys(stages, "FAILED")
+    stages = "probe", "step", "tests", "smoke"
+    wanted = dict.fromkeys(stages, "FAILED") | {"products": "not run"}
+    assert verdicts(done) == wanted
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["log.txt"]
     assert all(path.exists() for path in libraries), (
         "libraries of a checkout are not the round's to remove"

@@ -14,7 +14,7 @@ from lsq.commands.interruption import Interrupted
 from lsq.commands.user_dir import user_dir
 from lsq.dist.roll_call import RankLost
 from lsq.fairseq.compatibility import CheckpointNotWritten
-from lsq.native.shared_library import LibraryError
+from lsq.native.sources import LibraryError
 from tests.without_fairseq import refused as refused_without_fairseq
 from tests.without_fairseq import run_lsq
 

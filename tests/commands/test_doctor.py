@@ -196,7 +196,7 @@ def stale(monkeypatch, tmp_path):
     """The C++ sources are no longer those that the libraries were built from."""
     (tmp_path / "cpu").mkdir()
     (tmp_path / "cpu" / "later.cpp").write_text("// another signature")
-    monkeypatch.setattr(doctor.loader.shared_library.sources, "FOLDER", tmp_path)
+    monkeypatch.setattr(doctor.loader.sources.sources, "FOLDER", tmp_path)
     doctor.loader.library.cache_clear()
     yield
     doctor.loader.library.cache_clear()

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from lsq import gemm
 from lsq.commands.plan import _buffers, run
 from lsq.memory.planner import plan
 from lsq.native import tiles
@@ -149,11 +148,8 @@ MEMORY = (Path(__file__).parents[2] / "docs" / "memory.md").read_text()
 
 @pytest.fixture
 def tiled(monkeypatch):
-    """A processor with instructions for tiles, and nothing tuned."""
+    """A processor with instructions for tiles."""
     monkeypatch.setattr(tiles, "usable", lambda: ("avx512_vnni", "plain"))
-    gemm.set_files([])
-    yield
-    gemm.set_files(None)
 
 
 @pytest.mark.thorough

@@ -7,7 +7,7 @@ import pytest
 
 from lsq.commands import tune
 from lsq.files.lock import locked_file
-from lsq.gemm import configuration_file, device
+from lsq.gemm import configuration_file
 from lsq.gemm.tuner.search import Summary
 from lsq.gemm.tuner.trial import Settings
 from tests.gemm.operands import asked
@@ -21,14 +21,13 @@ TINY = (
     " --share-all-embeddings --encoder-attention-heads 4 --decoder-attention-heads 4"
 ).split()
 TILED = [entry(rows, configuration=tile()) for rows in (64, 32)]
-GPU_FILE = file(*TILED, cublas_entry(), validators=GPU)
+GPU_FILE = file(*TILED, cublas_entry())
 
 
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
     """A machine with a GPU, whose products all have two ways, of which the second is faster."""
     found = Machine(monkeypatch, tmp_path)
-    found.here["cuda"] = GPU
     settings = Settings(rounds=3, final_rounds=3, seconds=1e-6)
     monkeypatch.setattr("lsq.gemm.tuner.search.Settings", lambda: settings)
     found.run = lambda **options: monkeypatch.setattr(
@@ -73,7 +72,7 @@ def test_shapes_are_tuned_into_a_file_of_this_device(
 def test_the_default_file_is_the_users_and_is_found(machine, shapes, lsq_tune):
     assert lsq_tune("--shapes", shapes, "--quiet")[0] == 0
     (found,) = configuration_file.search(GPU)
-    assert found.path == machine.user / device.file_name(GPU) and found.refusal is None
+    assert found.path == machine.user / configuration_file.file_name(GPU) and found.refusal is None
 
 
 def test_a_list_may_hold_nothing(machine, tmp_path, lsq_tune):

@@ -54,8 +54,7 @@ def wait_until(condition) -> None:
 def test_all_answer(start):
     store = distributed.HashStore()
     calls = [start(store, rank, 3) for rank in range(3)]
-    assert calls[1].lost() is None
-    assert calls[0].lost() is None and calls[2].lost() is None
+    assert [calls[rank].lost() for rank in (1, 0, 2)] == [None] * 3
 
 
 def test_the_silent_ones_are_named_with_their_places(start):
@@ -78,16 +77,13 @@ def test_one_that_never_came(start):
     assert call.lost() == "rank 1 (of 2, host not known yet) no longer answers"
 
 
-def test_a_store_that_is_gone(start):
+def test_a_store_that_is_gone_or_does_not_answer(start):
+    """As when its host is stopped: connections stay, requests never return."""
     server = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client = distributed.TCPStore("127.0.0.1", server.port, is_master=False)
     call = start(client, 1, 2, patience_s=0.1)
     del server
     assert call.lost() == "nobody"
-
-
-def test_a_store_that_does_not_answer(start):
-    """As when its host is stopped: connections stay, requests never return."""
     answer = threading.Event()
 
     class Silent(distributed.Store):
@@ -137,17 +133,6 @@ def test_which_errors_are_of_exchanges(error, failed):
     assert is_exchange_failure(error) == failed
 
 
-def test_an_error_raised_while_an_exchange_failed():
-    try:
-        try:
-            raise CLOSED
-        except RuntimeError:
-            raise SystemExit(143)  # noqa: B904  as a signal's handler does
-    except SystemExit as error:
-        assert is_exchange_failure(error)
-        assert str(roll_call.name_the_lost(error)) == REASON
-
-
 def test_without_processes_nothing_is_named():
     roll_call.register()
     assert roll_call._current is None
@@ -159,6 +144,11 @@ def test_without_processes_nothing_is_named():
         _ = 1 / 0
     with pytest.raises(RankLost, match="^rank 1$"), naming_the_lost():
         raise RankLost("rank 1")
+    with pytest.raises(ExchangeFailed, match=re.escape(REASON)), naming_the_lost():
+        try:
+            raise CLOSED
+        except RuntimeError:
+            raise SystemExit(143)  # noqa: B904  as a signal's handler does
 
 
 def _anew(rank: int, folder: str) -> tuple[bool, int]:

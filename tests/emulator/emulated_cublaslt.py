@@ -29,3 +29,8 @@ class Emulated:
 def emulated() -> Emulated:
     """The library, built when it is first wanted."""
     return Emulated()
+
+
+def split_of(algorithm: bytes) -> int:
+    """Parts of K that an algorithm of the emulated library adds up (product_rules.h)."""
+    return int.from_bytes(algorithm[12:16], "little")

@@ -111,9 +111,8 @@ def test_several_processes_build_at_once(source, tmp_path):
 
 def test_shared_memory_is_declared():
     declared = build._declare_shared(
-        "extern __shared__ unsigned char bytes[];\n"
-        "__shared__ float a[2], b;\n"
-        "extern __shared__ alignas(16) const float c[ ];"
+        "extern __shared__ unsigned char bytes[];\n__shared__ float a[2], b;\nextern __shared__"
+        " alignas(16) const float c[ ];"
     )
     assert (
         "unsigned char * const bytes = reinterpret_cast<unsigned char *>(emulator_dynamic_shared);"

@@ -8,7 +8,7 @@ import torch
 
 from lsq.native.products import ALPHAS, DTYPES, ProductError, ProductLibrary
 from tests.emulator.emulated import fails
-from tests.emulator.emulated_cublaslt import emulated
+from tests.emulator.emulated_cublaslt import emulated, split_of
 from tests.emulator.emulated_streams import Stream, Work, captured, device, handle_of, watched
 
 ROWS = 64
@@ -30,9 +30,8 @@ class Products(Work):
 
     def product(self, out, stream=None, split=1):
         made = self.library.product(**SPEC)
-        chosen = {"tile": 15, "stages": 13, "split_k": split}
-        chosen["reduction_scheme"] = 2 if split > 1 else 0
-        made.choose(self.library.configure(made.start(21), **chosen))
+        proposed = (each.data for each in made.candidates(WORKSPACE, 16))
+        made.choose(next(data for data in proposed if split_of(data) == split))
         operands = [tensor.data_ptr() for tensor in (self.a, self.b, out)]
         place = {"workspace": self.workspace.data_ptr(), "workspace_bytes": WORKSPACE}
         handle = handle_of(stream)

@@ -19,8 +19,8 @@ EVERY_KERNEL = (
     "tests/ops/test_adam_cuda.py",
     f"{STEPS}[emulator-tiles of 64 x 64, 3 stages-4]",
     f"{STEPS}[emulator-tiles of 64 x 64 by wgmma, 3 stages-4]",
-    "tests/ops/test_gradient_messages_cuda.py::test_blocks[emulator-256-8-False]",
-    "tests/ops/test_gradient_messages_cuda.py::test_blocks[emulator-1024-4-True]",
+    "tests/ops/test_gradient_messages_cuda.py::test_blocks[emulator-256]",
+    "tests/ops/test_gradient_messages_cuda.py::test_blocks[emulator-1024]",
     "tests/ops/test_next_words_cuda.py::test_any_inner_width[emulator-80]",
     "tests/ops/test_cached_attention_cuda.py::test_blocks_share_long_lists[emulator-lengths0-True]",
 )

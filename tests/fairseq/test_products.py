@@ -2,10 +2,7 @@
 ones a training has the same bits and a report, and refuses files of other machines."""
 
 import contextlib
-import dataclasses
-import logging
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,25 +10,17 @@ import torch
 from lsq import gemm
 from lsq.fairseq.memory import build_training
 from lsq.fairseq.products import (
-    coverage,
     generation_programs,
     generation_rows,
     products_of_training,
-    report_tuned,
     token_counts,
     training_programs,
 )
-from lsq.gemm import configuration_file, cpu, device, lookup
-from lsq.gemm.configuration_file import ConfigurationFile, SearchedFile
 from lsq.gemm.cublaslt import Products
-from lsq.gemm.lookup import Table
-from lsq.gemm.tuner import product_list
 from lsq.native.launch import Product
 from lsq.program.samples import placed
 from tests.emulator.emulated_cublaslt import emulated
-from tests.fairseq.comparison import assert_equal_states
 from tests.gemm.operands import asked, matmul
-from tests.gemm.tuned import GPU, entry, file, key, rows, tile
 
 VOCABULARY = 75
 PADDED = 80
@@ -113,93 +102,3 @@ def test_token_counts_and_rows_of_generation():
         token_counts(4096, 100)
     assert generation_rows(5, 12) == [60, 40, 20, 10, 5] and generation_rows(1, 1) == [1]
     assert generation_rows(4, 400)[:3] == [1600, 512, 256]
-
-
-BACKWARD = "--lsq-backward int8 --max-update 3"
-
-
-@pytest.fixture(autouse=True)
-def searched_again():
-    yield
-    gemm.set_files(None)
-
-
-def table(*asked_for, tuned=(), here=GPU):
-    """A table with entries for numbers of tokens, of which products were looked up."""
-    entries = [entry(tokens, configuration=tile()) for tokens in tuned]
-    found = SearchedFile(path=Path("/a.json"), file=file(*entries, validators=here), refusal=None)
-    made = Table(here, [found] if tuned else [])
-    for tokens in asked_for:
-        made.use(key(tokens))
-    return made
-
-
-def test_coverage():
-    name = "tuned products on Example GPU"
-    assert coverage(table(8, 16, tuned=[16])) == (
-        f"{name}: 1 of 2, 66.7% of the arithmetic, from /a.json; the largest other one is project 8"
-        " x 128 x 256 (int8 to int32, nt)"
-    )
-    assert coverage(table(16, tuned=[16])) == (
-        f"{name}: 1 of 1, 100.0% of the arithmetic, from /a.json"
-    )
-    assert coverage(table(8)) == (
-        f"{name}: none, for there is no file for this device; lsq tune makes one"
-    )
-
-
-def test_products_of_every_device_that_ran_some_are_reported(monkeypatch, tmp_path, caplog):
-    tables = [
-        table(*asked_for, here=dataclasses.replace(GPU, device=name))
-        for name, asked_for in {"A GPU": [8], "Other GPU": [16, 8], "Idle": []}.items()
-    ]
-    monkeypatch.setattr(lookup, "tables", lambda: tables)
-    with caplog.at_level(logging.INFO):
-        report_tuned(str(tmp_path / "missed.csv"))
-    assert "products on A GPU" in caplog.text and "products on Other GPU" in caplog.text
-    assert "Idle" not in caplog.text
-    assert set(product_list.read(tmp_path / "missed.csv")) == {key(8), key(16)}
-
-
-def test_nothing_is_listed_on_a_cpu(monkeypatch, tmp_path, caplog):
-    monkeypatch.setattr(lookup, "tables", lambda: [Table(device.here("cpu"))])
-    with caplog.at_level(logging.INFO):
-        report_tuned(str(tmp_path / "missed.csv"))
-    assert product_list.read(tmp_path / "missed.csv") == [] and not caplog.text
-
-
-def written(path, *entries, **changes):
-    """A file for this CPU, or for one with changes."""
-    validators = dataclasses.replace(device.here("cpu"), **changes)
-    configuration_file.write(path, ConfigurationFile(validators=validators, entries=entries))
-    return path
-
-
-@pytest.mark.thorough
-def test_training_by_a_file_is_the_same_to_the_bit(train, tmp_path, monkeypatch):
-    gemm.set_files([])
-    sizes, original = set(), cpu.configuration_of
-    monkeypatch.setattr(cpu, "configuration_of", lambda *size: sizes.add(size) or original(*size))
-    plain = train(tmp_path / "plain", BACKWARD)["model"]
-    keys = {asked(*size).rounded() for size in sizes}
-    entries = [dataclasses.replace(entry(configuration=rows(32)), key=each) for each in keys]
-    path = written(tmp_path / "tuned.json", *entries)
-    tuned = train(tmp_path / "tuned", f"{BACKWARD} --lsq-gemm-config {path}")["model"]
-    assert keys and [each.path for each in lookup.table().used] == [path]
-    assert all(original(*size) == rows(32) for size in sizes)
-    assert_equal_states(plain, tuned)
-
-
-def test_a_file_of_another_machine_is_refused_with_the_reason(train, tmp_path):
-    path = written(tmp_path / "other.json", device="Another CPU")
-    with pytest.raises(ValueError, match="other.json.*device.*Another CPU"):
-        train(tmp_path / "run", f"{BACKWARD} --lsq-gemm-config {path}")
-
-
-@pytest.mark.parametrize("name", ["nowhere/missed.csv", "."])
-def test_a_list_that_could_not_be_written_is_refused_before_the_training(train, tmp_path, name):
-    with pytest.raises(
-        ValueError, match="--lsq-gemm-coverage .* cannot be written; name a file in a folder"
-    ):
-        train(tmp_path / "run", f"{BACKWARD} --lsq-gemm-coverage {tmp_path / name}")
-    assert not list((tmp_path / "run").glob("*.pt"))

@@ -13,15 +13,10 @@ from lsq.gemm import configuration_file
 from lsq.study.costs import read_costs, write_costs
 from tests.fuzz import trial
 from tests.fuzz.mutations import mutated_json
-from tests.gemm.tuned import GPU, cublas_entry, entry, file, rows
+from tests.gemm.tuned import cublas_entry, entry, file
 from tests.study.test_costs import COSTS
 
-CPU_FILE = file(
-    entry(8),
-    entry(1024, configuration=rows(0, "amx")),
-    entry(op="project_weight_gradient", m=512, k=4096),
-)
-GPU_FILE = file(cublas_entry(), cublas_entry(m=4096, n=1024, k=1024), validators=GPU)
+TUNED = file(entry(8), cublas_entry(), cublas_entry(m=4096, n=1024, k=1024))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,13 +31,8 @@ class Kind:
 
 
 KINDS = {
-    "products of a CPU": Kind(
-        sound=lambda path: configuration_file.write(path, CPU_FILE),
-        read=configuration_file.read,
-        write=configuration_file.write,
-    ),
     "products of a GPU": Kind(
-        sound=lambda path: configuration_file.write(path, GPU_FILE),
+        sound=lambda path: configuration_file.write(path, TUNED),
         read=configuration_file.read,
         write=configuration_file.write,
     ),

@@ -1,7 +1,7 @@
 """Files are read as they were written; whatever else stands there is one ValueError that says
 where, or means the same.
 
-tests/fuzz/test_json.py reads 1,000 mutations of such files.
+tests/fuzz/test_json.py reads 1,000 mutations of such files, and tests/files what no JSON is.
 """
 
 import dataclasses
@@ -11,23 +11,20 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import torch
 
 from lsq.files import json_file
 from lsq.gemm import configuration_file
-from lsq.gemm.configuration_file import ConfigurationFile, read, write
-from tests.gemm.tuned import CPU, GPU, TIMES, Machine, cublas, cublas_entry, entry, file, rows, tile
+from lsq.gemm.configuration_file import ConfigurationFile, difference, read, write
+from tests.gemm.tuned import GPU, TIMES, Machine, cublas, cublas_entry, entry, file, tile
 
-CPU_FILE = file(
+TILES = file(entry(8), entry(1024), entry(op="project_weight_gradient", m=512, k=4096))
+FILE = file(
     entry(8),
-    entry(1024, configuration=rows(0, "amx")),
-    entry(op="project_weight_gradient", m=512, k=4096),
-)
-GPU_FILE = file(
     cublas_entry(),
     cublas_entry(m=4096, n=1024, k=1024),
     entry(2, configuration=cublas()),
     entry(configuration=tile(), times=dataclasses.replace(TIMES, other=90.0)),
-    validators=GPU,
 )
 
 
@@ -36,27 +33,16 @@ def path(tmp_path):
     return tmp_path / "file.json"
 
 
-@pytest.mark.parametrize("wanted", [CPU_FILE, GPU_FILE, file(), file(validators=GPU)])
+@pytest.mark.parametrize("wanted", [FILE, TILES, file()])
 def test_round_trip(path, wanted):
     write(path, wanted)
     assert read(path) == wanted
     assert [found.name for found in path.parent.iterdir()] == [path.name]
 
 
-def test_one_line_per_entry(path):
-    write(path, CPU_FILE)
-    assert len(path.read_text().splitlines()) == 4 + len(CPU_FILE.entries) + 1
-    assert json.loads(path.read_text())["validators"]["device"] == "Example CPU"
-
-
-def test_folders_are_made(tmp_path):
-    write(tmp_path / "a" / "b" / "file.json", CPU_FILE)
-    assert read(tmp_path / "a" / "b" / "file.json") == CPU_FILE
-
-
 def changed(value, *places):
-    """The CPU file's content with `value` at a place; DELETE: without it."""
-    content = contents(CPU_FILE)
+    """The file's content with `value` at a place; DELETE: without it."""
+    content = contents(TILES)
     inner = content
     for place in places[:-1]:
         inner = inner[place]
@@ -81,90 +67,41 @@ def contents(wanted: ConfigurationFile):
     ("text", "message"),
     [
         ("{", "this is not JSON (line 1, column 2"),
-        ("[]", "the content is a list; it must be an object with validators, entries"),
-        ("null", "the content is None; it must be an object"),
         ("{}", "the content has no field 'validators'; needed: validators, entries"),
         ('{"a": NaN}', "NaN is no number in these files"),
         ('{"a": -Infinity}', "-Infinity is no number in these files"),
         ('{"a": 1, "a": 2}', "the field 'a' stands twice in one object"),
-        (
-            changed(1, "extra"),
-            "the content has the unknown field 'extra'; allowed: validators, entries",
-        ),
         (changed(1, "\ud800"), r"the content has the unknown field '\ud800'"),
-        (changed([], "validators"), "validators is a list; it must be an object"),
         (
-            changed(1, "validators", "format"),
-            "validators.format is 1; this version of lsq reads format 2",
+            changed(2, "validators", "format"),
+            "validators.format is 2; this version of lsq reads format 3",
         ),
         (
             changed(DELETE, "validators", "format"),
-            "validators.format is None; this version of lsq reads format 2",
+            "validators.format is None; this version of lsq reads format 3",
         ),
-        (changed("tpu", "validators", "kind"), "validators.kind is 'tpu'; allowed: 'cpu', 'cuda'"),
-        (changed([], "validators", "kind"), "validators.kind is a list; allowed"),
+        (changed("tpu", "validators", "kind"), "validators.kind is 'tpu'; allowed: 'cuda'"),
+        (
+            changed("cpu", "validators", "kind"),
+            "validators.kind is 'cpu', but products of CPUs run by a rule: leave the file out",
+        ),
         (changed(7, "validators", "device"), "validators.device is 7; it must be a printable text"),
-        (
-            changed("avx2", "validators", "features"),
-            "validators.features is 'avx2'; it must be a list",
-        ),
-        (
-            changed([1], "validators", "features"),
-            "validators.features[0] is 1; it must be a printable text",
-        ),
-        (changed({}, "entries"), "entries is a dict; it must be a list"),
-        (
-            changed(None, "entries", 1),
-            "entries[1] is None; it must be an object with key, configuration, times",
-        ),
-        (
-            changed(0, "entries", 1, "key", "m"),
-            "entries[1].key.m is 0; it must be a whole number from 1 to",
-        ),
         (
             changed(1e3, "entries", 1, "key", "m"),
             "entries[1].key.m is 1000.0; it must be a whole number",
         ),
         (changed(1000, "entries", 1, "key", "m"), "entries[1].key is project 1000 x 128 x 256"),
         (
-            changed("gelu", "entries", 0, "key", "op"),
-            "entries[0].key.op is 'gelu'; allowed: 'project'",
-        ),
-        (
             changed(DELETE, "entries", 0, "key", "n"),
             "entries[0].key has no field 'n'; needed: m, n, k",
         ),
         (
-            changed("nn", "entries", 0, "key", "layout"),
-            "entries[0].key.layout is 'nn'; project says that itself",
-        ),
-        (
-            changed("x", "entries", 0, "configuration", "a_layout"),
-            "entries[0].configuration has the unknown field 'a_layout'; allowed: kernel, rows",
-        ),
-        (
-            changed("onednn", "entries", 0, "configuration", "kernel"),
-            "entries[0].configuration is for oneDNN, by which no product of a CPU runs any more",
-        ),
-        (
-            changed({"rows": 512}, "entries", 0, "configuration"),
-            "entries[0].configuration is for oneDNN",
-        ),
-        (
-            changed(True, "entries", 0, "configuration", "rows"),
-            "entries[0].configuration.rows is True; it must be",
+            changed("x", "entries", 0, "configuration", "warps"),
+            "entries[0].configuration has the unknown field 'warps'; allowed: rows, columns,",
         ),
         (
             changed(-1.0, "entries", 0, "times", "float"),
             "entries[0].times.float is -1.0; it must be a finite number",
-        ),
-        (
-            changed(1.0, "entries", 0, "times", "worst"),
-            "entries[0].times has the unknown field 'worst'; allowed",
-        ),
-        (
-            changed("often", "entries", 0, "spread"),
-            "entries[0].spread is 'often'; it must be a finite number",
         ),
         (
             changed("today", "entries", 0, "date"),
@@ -181,15 +118,8 @@ def test_damaged_files_say_what_is_wrong(path, text, message):
     assert str(raised.value).endswith("(correct or delete the file)")
 
 
-def test_older_files_of_tiles_say_that_nothing_is_copied(path):
-    content = contents(CPU_FILE)
-    content["entries"][0]["configuration"] |= {"a_layout": "as_is", "b_layout": "as_is"}
-    path.write_text(json.dumps(content))
-    assert read(path) == CPU_FILE
-
-
 def test_infinite_times(path):
-    write(path, CPU_FILE)
+    write(path, TILES)
     path.write_text(path.read_text().replace("80.0", "1e400"))
     with pytest.raises(
         ValueError, match=r"entries\[0\].times.chosen is inf; it must be a finite number"
@@ -201,31 +131,11 @@ def test_infinite_times(path):
     "digits", ["zz" * 64, "00" * 63, "00" * 65, "0" * 127 + " ", "٠" * 128, 5, None]
 )
 def test_algorithms_are_hexadecimal(path, digits):
-    content = contents(GPU_FILE)
-    content["entries"][0]["configuration"]["algorithm"] = digits
+    content = contents(FILE)
+    content["entries"][2]["configuration"]["algorithm"] = digits
     path.write_text(json.dumps(content))
     with pytest.raises(
         ValueError, match=r"configuration.algorithm is .*; it must be 128 hexadecimal digits"
-    ):
-        read(path)
-
-
-def test_duplicate_entries(path):
-    content = contents(CPU_FILE)
-    content["entries"].append(content["entries"][0])
-    path.write_text(json.dumps(content))
-    with pytest.raises(
-        ValueError, match=r"entries\[3\].key is .*, which entries\[0\] has already; remove one"
-    ):
-        read(path)
-
-
-def test_entries_of_another_kind(path):
-    content = contents(CPU_FILE)
-    content["validators"] = contents(GPU_FILE)["validators"]
-    path.write_text(json.dumps(content))
-    with pytest.raises(
-        ValueError, match=r"entries\[0\].configuration has the unknown field 'kernel'"
     ):
         read(path)
 
@@ -261,27 +171,21 @@ def test_a_file_sorts_its_entries():
     assert [each.key.m for each in file(entry(100), entry(9)).entries] == [9, 100]
 
 
-def test_a_file_refuses_duplicates_and_other_kinds():
+def test_a_file_refuses_duplicates():
     with pytest.raises(
         ValueError, match=r"^entries\[2\].key is project 8 x .*, which entries\[0\] has already"
     ):
         file(entry(8), entry(9), entry(8))
-    with pytest.raises(
-        ValueError,
-        match=r"^entries\[1\].configuration is of kind 'cuda'; the file is of kind 'cpu'",
-    ):
-        file(entry(), cublas_entry())
-    assert len(file(cublas_entry(), validators=GPU).entries) == 1
 
 
 def test_with_entries():
-    changed = entry(8, configuration=rows(32))
+    changed = entry(8, configuration=tile())
     assert file(entry(8), entry(9)).with_entries([changed, entry(10)]) == file(
         changed, entry(9), entry(10)
     )
 
 
-OTHER = dataclasses.replace(CPU, device="Other CPU")
+OTHER = dataclasses.replace(GPU, device="Other GPU")
 
 
 @pytest.fixture
@@ -290,12 +194,12 @@ def machine(monkeypatch, tmp_path):
 
 
 def test_files_of_the_user_and_of_the_package_are_searched_in_order(machine):
-    assert configuration_file.search(CPU) == []
+    assert configuration_file.search(GPU) == []
     second, first = machine.add(machine.user, "b"), machine.add(machine.user, "a")
     (machine.user / "a.json.tmp").write_text("")
     (machine.user / "notes.txt").write_text("")
     last = machine.add(machine.package, "a")
-    found = configuration_file.search(CPU)
+    found = configuration_file.search(GPU)
     assert [each.path for each in found] == [first, second, last]
     assert [each.shipped for each in found] == [False, False, True]
 
@@ -316,25 +220,25 @@ def test_no_home(monkeypatch):
     monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
     monkeypatch.setattr(configuration_file.Path, "home", nobody)
     assert configuration_file.user_folder() is None
-    assert configuration_file.search(CPU) == []
+    assert configuration_file.search(GPU) == []
 
 
 def test_every_file_is_judged(machine):
     machine.add(machine.user, "a", entry())
     machine.add(machine.user, "b", entry(), validators=OTHER)
-    machine.add(machine.user, "c", cublas_entry(), validators=GPU)
-    machine.add(machine.user, "d", entry(), validators=dataclasses.replace(CPU, threads=64))
-    (machine.user / "e.json").write_text("{")
-    (machine.user / "f.json").mkdir()
-    found = {each.path.stem: each for each in configuration_file.search(CPU)}
+    machine.add(machine.user, "c", entry(), validators=dataclasses.replace(GPU, sm=100))
+    (machine.user / "d.json").write_text("{")
+    (machine.user / "e.json").mkdir()
+    found = {each.path.stem: each for each in configuration_file.search(GPU)}
     assert found["a"].refusal is None and len(found["a"].file.entries) == 1
     assert (
-        found["b"].refusal == "device differs: the file says 'Other CPU', here it is 'Example CPU'"
+        found["b"].refusal == "device differs: the file says 'Other GPU', here it is 'Example GPU'"
     )
-    assert found["c"].refusal.startswith("kind differs")
-    assert found["d"].refusal == "threads differs: the file says 64, here it is 2"
-    assert found["e"].refusal.startswith("this is not JSON") and found["e"].file is None
-    assert found["f"].refusal.startswith("this is not a regular file")
+    assert found["c"].refusal == "sm differs: the file says 100, here it is 90"
+    assert found["d"].refusal.startswith("this is not JSON") and found["d"].file is None
+    assert found["e"].refusal.startswith("this is not a regular file")
+    without = configuration_file.search("there is no GPU")
+    assert {each.refusal for each in without[:3]} == {"there is no GPU"}
 
 
 @pytest.mark.parametrize("sm", [80, 90])
@@ -355,8 +259,60 @@ def test_wgmma_is_hoppers_alone(sm):
             file(tuned, validators=here)
 
 
-def test_files_of_tiles_without_an_instruction_are_read(tmp_path):
-    older = contents(file(entry(configuration=tile()), validators=GPU))
-    del older["entries"][0]["configuration"]["instruction"]
-    (tmp_path / "file.json").write_text(json.dumps(older))
-    assert read(tmp_path / "file.json").entries[0].configuration == tile()
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"format": 2}, "format is 2; this version of lsq reads format 3: tune again"),
+        ({"format": True}, "format is True; this"),
+        ({"device": ""}, "device is ''; it must be a printable text"),
+        ({"device": "a\nb"}, r"device is 'a\\nb'; it must be a printable text"),
+        ({"device": "\ud800"}, r"device is '\\ud800'; it must be a printable text"),
+        (
+            {"device": "x" * 201},
+            "device is 'xxx.*\\.\\.\\.; it must be a printable text of 1 to 200",
+        ),
+        ({"sm": 9}, "sm is 9; it must"),
+        ({"multiprocessors": 0}, "multiprocessors is 0; it must"),
+        ({"library": None}, "library is None; it must"),
+    ],
+)
+def test_no_such_gpu(changes, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        dataclasses.replace(GPU, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, None),
+        ({"device": "Other"}, "device differs: the file says 'Other', here it is 'Example GPU'"),
+        (
+            {"library_version": "2.0"},
+            "library_version differs: the file says '2.0', here it is '13.0.2'",
+        ),
+    ],
+)
+def test_difference(changes, words):
+    assert difference(dataclasses.replace(GPU, **changes), GPU) == words
+
+
+def test_no_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(RuntimeError, match="torch sees no GPU here; install the NVIDIA driver"):
+        configuration_file.here()
+
+
+@pytest.mark.gpu
+def test_this_gpu():
+    found = configuration_file.here()
+    assert found.device == torch.cuda.get_device_name()
+    major, minor = torch.cuda.get_device_capability()
+    assert found.sm == 10 * major + minor
+    assert found.library_version.count(".") == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "file"), [("NVIDIA H200", "NVIDIA_H200"), ("../../é", "unknown"), ("A (x)", "A_x")]
+)
+def test_file_name(name, file):
+    assert configuration_file.file_name(dataclasses.replace(GPU, device=name)) == f"{file}.json"

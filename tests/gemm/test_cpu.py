@@ -1,26 +1,18 @@
-"""Products of the CPU: exact in every layout, with the scratch memory and the configuration that
-they ask for."""
-
-import threading
+"""Products of the CPU: exact in every layout, with the scratch memory that they ask for."""
 
 import pytest
 import torch
 
 from lsq import gemm
 from lsq.gemm import cpu
-from lsq.gemm.configuration import CpuConfiguration
-from lsq.gemm.product_key import OPERATIONS, TILED
+from lsq.gemm.operations import OVER_TOKENS, TILED, TILED_ALONE
 from lsq.native import loader, tiles
-from tests.gemm.operands import asked, codes
+from tests.gemm.operands import codes
 
 built = pytest.mark.skipif(not loader.available(), reason="needs the C++ library")
 
 
-@pytest.fixture(autouse=True)
-def no_files():
-    gemm.set_files([])
-    yield
-    gemm.set_files(None)
+OPERATIONS = (*TILED, *TILED_ALONE)
 
 
 def exact(a, b):
@@ -68,7 +60,7 @@ def test_what_could_overflow_is_refused(multiply):
 
 def test_instructions_that_are_not_here_are_refused(monkeypatch):
     monkeypatch.setattr(tiles, "usable", lambda: ("plain",))
-    monkeypatch.setattr(CpuConfiguration, "default", lambda: CpuConfiguration(kernel="amx"))
+    monkeypatch.setattr(tiles, "fastest", lambda: "amx")
     with pytest.raises(ValueError, match="'amx' cannot run here; there are 'plain'"):
         gemm.untuned_product(codes(4, 16), codes(8, 16))
 
@@ -76,13 +68,10 @@ def test_instructions_that_are_not_here_are_refused(monkeypatch):
 @built
 @pytest.mark.parametrize("kernel", tiles.INSTRUCTIONS)
 @pytest.mark.parametrize("op", OPERATIONS)
-def test_a_loop_gets_the_product_as_configured(op, kernel, monkeypatch):
+def test_a_loop_gets_the_product(op, kernel, monkeypatch):
     if kernel not in tiles.usable():
         pytest.skip(f"this processor has no {kernel}")
-    monkeypatch.setattr(
-        CpuConfiguration, "default", lambda: CpuConfiguration(kernel=kernel, rows=32)
-    )
-    gemm.set_files([])
+    monkeypatch.setattr(tiles, "fastest", lambda: kernel)
     (length,), dtype = gemm.scratch_for(op, 40, 32, 48)
     called = []
     monkeypatch.setattr(cpu.loader, "call", lambda *arguments: called.append(arguments))
@@ -92,46 +81,33 @@ def test_a_loop_gets_the_product_as_configured(op, kernel, monkeypatch):
     ((name, operation, product, more),) = called
     assert (name, operation, more) == (f"lsq_multiply_{op}", "operation", "more")
     assert (product.rows, product.columns, product.inner) == (40, 32, 48)
-    assert (product.instructions, product.strip) == (tiles.INSTRUCTIONS[kernel], 32)
+    assert (product.instructions, product.strip) == (tiles.INSTRUCTIONS[kernel], 0)
     assert (product.memory is None) == op.startswith("vocabulary")
 
 
 @pytest.mark.parametrize("op", OPERATIONS)
 def test_more_tokens_never_need_less_memory(op):
-    key = asked(op, 8, 24, 8)
+    dimension = "k" if op == OVER_TOKENS else "m"
     tokens = [*range(1, 200), gemm.LARGEST_INNER, gemm.LARGEST_INNER + 1, 2 * gemm.LARGEST_INNER]
-    keys = [{"m": 8, "n": 24, "k": 8} | {key.token_dimension: count} for count in tokens]
+    keys = [{"m": 8, "n": 24, "k": 8} | {dimension: count} for count in tokens]
     sizes = [gemm.scratch_for(op, **numbers)[0][0] for numbers in keys]
     assert sizes == sorted(sizes)
-    longest = op in TILED and key.token_dimension == "k"
+    longest = op == OVER_TOKENS
     assert (sizes[-1] > sizes[-3]) == longest  # two blocks of sums
 
 
-def test_requests_are_noted_where_somebody_listens():
-    gemm.scratch_for("project", 8, 16, 32)
-    with gemm.requested() as found:
-        gemm.scratch_for("project", 8, 16, 32)
-        with gemm.requested() as inner:
-            gemm.scratch_for("vocabulary_loss", 8, 16, 32)
-        other = threading.Thread(target=gemm.scratch_for, args=("project", 9, 16, 32))
-        other.start()
-        other.join()
-        gemm.scratch_for("project_weight_gradient", 16, 32, 8)
-    gemm.scratch_for("project", 8, 16, 32)
-    assert found == [asked("project", 8, 16, 32), asked("project_weight_gradient", 16, 32, 8)]
-    assert inner == [asked("vocabulary_loss", 8, 16, 32)]
-
-
 def test_nothing_is_asked_for_without_tokens():
-    with gemm.requested() as found:
-        assert gemm.scratch_for("project", 0, 16, 32) == ((64,), torch.uint8)
-    assert not found
+    assert gemm.scratch_for("project", 0, 16, 32) == ((64,), torch.uint8)
 
 
-def test_mistakes():
-    with pytest.raises(ValueError, match="op is 'conv'; allowed"):
-        gemm.scratch_for("conv", 8, 16, 32)
+def test_memory_that_is_too_small_is_refused():
     with pytest.raises(ValueError, match=r"needs \d+ bytes of scratch memory, and has 64"):
         gemm.multiply(
             "project", None, codes(40, 48), codes(32, 48), torch.empty(64, dtype=torch.uint8)
         )
+
+
+def test_the_rule_takes_the_fastest_instructions(monkeypatch):
+    for usable, kernel in (((), "plain"), (("plain",), "plain"), (("amx", "plain"), "amx")):
+        monkeypatch.setattr(tiles, "usable", lambda usable=usable: usable)
+        assert tiles.fastest() == kernel

@@ -2,21 +2,28 @@
 refused in words.
 
 The library is the emulated one: on a CPU this shows that descriptors, layouts and rules are right,
-    not that a GPU runs.
+not that a GPU runs. Those that run as tuned fall back where the library refuses an entry.
 """
 
 import dataclasses
+import logging
 import math
+import re
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 
-from lsq.gemm.cublaslt import WORKSPACE_BYTES, Products
-from lsq.gemm.product_key import TILED, key_of
+from lsq.gemm.configuration_file import SearchedFile
+from lsq.gemm.cublaslt import WORKSPACE_BYTES, Products, TunedChoice
+from lsq.gemm.lookup import Table
+from lsq.gemm.operations import TILED
+from lsq.gemm.product_key import key_of
 from lsq.native.device import aligned_workspace
 from tests.emulator.emulated_cublaslt import emulated
 from tests.gemm.operands import asked, codes, matmul, product, run
+from tests.gemm.tuned import GPU, cublas_entry, file, tile
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 CPU = torch.device("cpu")
@@ -40,6 +47,18 @@ def exact(a, b):
     return a.double() @ b.double().transpose(-1, -2)
 
 
+def int8_operands(m=41, n=48, k=64):
+    """Codes, and where their int32 product goes."""
+    return codes(m, k), codes(n, k), torch.full((m, n), 5, dtype=torch.int32)
+
+
+def check_exact(products, workspace, *shape):
+    """Run an int8 product, by default of `matmul`'s shape."""
+    a, b, out = int8_operands(*shape)
+    run(products, product(a, b, out), workspace)
+    assert torch.equal(out, exact(a, b).int())
+
+
 def rounded_codes(values):
     return values.round().clamp(-128, 127).to(torch.int8)
 
@@ -47,9 +66,7 @@ def rounded_codes(values):
 @pytest.mark.parametrize("m", ROWS)
 @pytest.mark.parametrize("n, k", [(16, 16), (48, 112), (512, 64), (32, 2048)])
 def test_int8_to_int32_is_exact(products, workspace, m, n, k):
-    a, b, out = codes(m, k), codes(n, k), torch.full((m, n), 5, dtype=torch.int32)
-    run(products, product(a, b, out), workspace)
-    assert torch.equal(out, exact(a, b).int())
+    check_exact(products, workspace, m, n, k)
 
 
 @pytest.mark.parametrize("m", ROWS)
@@ -158,11 +175,10 @@ def test_equal_specs_share_a_product_and_runs_look_nothing_up(products, workspac
     assert products.get(matmul(m=341)) is first
 
 
-def test_candidates_are_decoded_and_fit_the_workspace(products):
+def test_candidates_fit_the_workspace(products):
     found = products.candidates(matmul())
     assert len(found) > 3
     assert all(candidate.workspace_bytes <= products.workspace_bytes for candidate in found)
-    assert any(candidate.split_k > 1 for candidate in found)
     assert {len(candidate.algorithm) for candidate in found} == {64}
     small = Products(CPU, library=emulated().path, workspace_bytes=0)
     none = small.candidates(matmul())
@@ -172,36 +188,9 @@ def test_candidates_are_decoded_and_fit_the_workspace(products):
 
 def test_parts_of_the_sum_are_never_rounded_to_the_output(products):
     """Splits of K that add up in the output's type are offered for int32 and float32 alone."""
-    as_output = 4
-    for dtype, out in [("int8", "int8"), ("bfloat16", "bfloat16")]:
-        found = products.candidates(matmul(dtype=dtype, out=out))
-        assert {candidate.reduction_scheme for candidate in found} == {0, 2}
-    exact_sums = products.candidates(matmul())
-    assert as_output in {candidate.reduction_scheme for candidate in exact_sums}
-
-
-def test_candidates_that_cannot_be_read_are_left_out(products, monkeypatch, caplog):
-    key = matmul(m=7)
-    proposed = products.candidates(key)
-    read = Products.algorithm
-
-    def newer(self, candidate):
-        if candidate.data == proposed[0].algorithm:
-            raise RuntimeError("attribute 9 is unknown")
-        return read(self, candidate)
-
-    monkeypatch.setattr(Products, "algorithm", newer)
-    for _ in range(2):
-        assert products.candidates(key) == proposed[1:]
-    assert (
-        caplog.text.count(
-            "1 algorithms of cuBLASLt are left out, the first since attribute 9 is unknown"
-        )
-        == 1
-    )
-    monkeypatch.setattr(Products, "algorithm", lambda self, candidate: int("none"))
-    with pytest.raises(ValueError, match="none"):
-        products.candidates(key)
+    exact_sums = len(products.candidates(matmul()))
+    rounded = [matmul(out="int8"), matmul(dtype="bfloat16", out="bfloat16")]
+    assert all(len(products.candidates(key)) < exact_sums for key in rounded)
 
 
 def test_the_algorithm_may_come_from_elsewhere(workspace):
@@ -215,33 +204,7 @@ def test_the_algorithm_may_come_from_elsewhere(workspace):
     chosen = products.get(matmul())
     assert chosen.algorithm == products.candidates(matmul())[-1]
     assert products.get(matmul()) is chosen and wishes == [matmul()]
-    a, b, out = codes(41, 64), codes(48, 64), torch.empty(41, 48, dtype=torch.int32)
-    run(products, product(a, b, out), workspace)
-    assert torch.equal(out, exact(a, b).int())
-
-
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        (b"\x01" * 64, "MatmulAlgoCheck: CUBLAS_STATUS_INVALID_VALUE"),
-        (
-            bytes(64),
-            r"int8 \[41,64\] x \[48,64\]\^T -> int32 \[41,48\].*CUBLAS_STATUS_INVALID_VALUE",
-        ),
-    ],
-)
-def test_damaged_algorithms_are_refused(products, data, message):
-    choose = lambda _, key, found: dataclasses.replace(found[0], algorithm=data)  # noqa: E731
-    broken = Products(CPU, library=emulated().path, choose=choose)
-    with pytest.raises(RuntimeError, match=message):
-        broken.get(matmul())
-
-
-def test_algorithms_of_other_products_are_refused(products):
-    floats = products.candidates(matmul(dtype="bfloat16", out="float32"))[0]
-    foreign = Products(CPU, library=emulated().path, choose=lambda *_: floats)
-    with pytest.raises(RuntimeError, match="int8.*CUBLAS_STATUS_INVALID_VALUE"):
-        foreign.get(matmul())
+    check_exact(products, workspace)
 
 
 def test_no_algorithm_at_all(products):
@@ -254,7 +217,7 @@ def test_no_algorithm_at_all(products):
 
 
 def test_out_of_memory_names_the_shapes(products, workspace):
-    a, b, out = codes(41, 64), codes(48, 64), torch.empty(41, 48, dtype=torch.int32)
+    a, b, out = int8_operands()
     products.prepare(product(a, b, out))
     emulated().fail("Matmul", 3)
     with pytest.raises(
@@ -268,7 +231,7 @@ def test_out_of_memory_names_the_shapes(products, workspace):
 
 def test_the_workspace_is_checked(workspace):
     products = Products(CPU, library=emulated().path, choose=lambda _, key, found: found[1])
-    a, b, out = codes(41, 64), codes(48, 64), torch.empty(41, 48, dtype=torch.int32)
+    a, b, out = int8_operands()
     need = products.prepare(product(a, b, out)).algorithm.workspace_bytes
     assert need > 0
     before = emulated().calls("Matmul")
@@ -320,8 +283,101 @@ def test_what_cublaslt_does_not_multiply_is_refused(products, changes, message):
 def test_operations_multiply_packed_operands_along_k(products, op):
     key = asked(op, 41, 48, 64)
     assert products.candidates(key) == products.candidates(matmul())
-    a, b, out = codes(41, 64), codes(48, 64), torch.empty(41, 48, dtype=torch.int32)
+    a, b, out = int8_operands()
     given = dataclasses.replace(product(a, b, out), op=op)
     assert products.prepare(given).key == key
     run(products, given, aligned_workspace(WORKSPACE_BYTES, CPU))
     assert torch.equal(out, (a.double() @ b.double().t()).int())
+
+
+@pytest.fixture
+def tuned():
+    """tuned(entry, ..., options): products with a table of these entries, and what chooses."""
+    made = []
+
+    def tuned(*entries, **options):
+        found = SearchedFile(path=Path("file.json"), file=file(*entries), refusal=None)
+        choice = TunedChoice(Table(GPU, [found]))
+        products = Products(CPU, library=emulated().path, choose=choice, **options)
+        made.append(products)
+        return products, choice
+
+    yield tuned
+    for products in made:
+        products.close()
+
+
+@pytest.fixture
+def candidates(tuned):
+    """candidates(key): what the library proposes."""
+    return tuned()[0].candidates
+
+
+def test_an_entry_decides(tuned, candidates, workspace):
+    last = candidates(matmul())[-1]
+    assert last != candidates(matmul())[0]
+    products, choice = tuned(cublas_entry(last))
+    assert products.get(matmul()).algorithm == last
+    assert products.get(matmul(m=42)).algorithm == candidates(matmul(m=42))[0]
+    assert {use.key.m: use.hit for use in choice.table.uses()} == {41: True, 42: False}
+    check_exact(products, workspace)
+
+
+def test_an_entry_serves_its_own_product_alone(tuned, candidates):
+    products, choice = tuned(cublas_entry(candidates(matmul())[-1]))
+    others = [matmul(m=42), matmul(leading_a=80), matmul(out="int8", alpha="vector")]
+    for other in others:
+        assert products.get(other).algorithm == candidates(other)[0]
+    assert {use.key: use.hit for use in choice.table.uses()} == dict.fromkeys(others, False)
+
+
+def test_an_operation_whose_tile_is_not_used_runs_as_proposed(tuned, candidates):
+    key = asked("project", 41, 48, 64)
+    products, _ = tuned(dataclasses.replace(cublas_entry(), key=key, configuration=tile()))
+    assert products.get(key).algorithm == candidates(key)[0]
+    last = candidates(key)[-1]
+    products, _ = tuned(dataclasses.replace(cublas_entry(last), key=key))
+    assert products.get(key).algorithm == last
+    assert products.get(asked("project", 40, 48, 64)).algorithm == candidates(matmul(m=40))[0]
+
+
+def no_bytes(candidates):
+    return dataclasses.replace(candidates(matmul())[0], algorithm=b"\x01" * 64)
+
+
+def of_floats(candidates):
+    return candidates(matmul(dtype="bfloat16", out="float32"))[0]
+
+
+def lying(candidates):
+    good = candidates(matmul())[-1]
+    return dataclasses.replace(good, workspace_bytes=good.workspace_bytes + 1)
+
+
+def hungry(candidates):
+    return max(candidates(matmul()), key=lambda candidate: candidate.workspace_bytes)
+
+
+@pytest.mark.parametrize(
+    ("entry_of", "options", "message"),
+    [
+        (no_bytes, {}, "CUBLAS_STATUS_INVALID_VALUE"),
+        (of_floats, {}, "CUBLAS_STATUS"),
+        (lying, {}, r"workspace_bytes is \d+ in the file, and its algorithm needs \d+"),
+        (hungry, {"workspace_bytes": 16}, "needs a workspace of .* of 16 allowed"),
+    ],
+)
+def test_entries_that_are_refused_are_told_once(
+    tuned, candidates, caplog, entry_of, options, message
+):
+    configuration = entry_of(candidates)
+    entries = [cublas_entry(configuration, m=m) for m in (41, 43)]
+    products, choice = tuned(*entries, **options)
+    first = {m: products.candidates(matmul(m=m))[0] for m in (41, 43)}
+    with caplog.at_level(logging.WARNING):
+        for m in (41, 43, 41, 43):
+            assert products.get(matmul(m=m)).algorithm == first[m]
+    assert {use.key.m: use.hit for use in choice.table.uses()} == {41: False, 43: False}
+    (record,) = caplog.records
+    for words in ("matmul 41 x 48 x 64", "lsq configs verify", message):
+        assert re.search(words, record.getMessage())

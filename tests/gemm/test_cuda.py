@@ -4,7 +4,7 @@ import pytest
 
 from lsq import gemm
 from lsq.gemm import cuda, lookup
-from lsq.gemm.default_tile import default_tile
+from lsq.gemm.configuration import default_tile
 from lsq.gemm.lookup import Table
 from tests.gemm.operands import asked, matmul
 from tests.gemm.tuned import GPU, Machine, cublas, entry, key, tile
@@ -16,19 +16,16 @@ SHAPE = "project", 64, 128, 256
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
     """A device with a GPU."""
-    found = Machine(monkeypatch, tmp_path)
-    found.here["cuda"] = GPU
-    cuda._tile.cache_clear()
-    yield found
-    cuda._tile.cache_clear()
+    yield Machine(monkeypatch, tmp_path)
+    cuda.ask_again()
 
 
 def uses():
-    return {use.key: use.hit for use in lookup.table("cuda").uses()}
+    return {use.key: use.hit for use in lookup.table().uses()}
 
 
 def test_without_a_gpu_the_shape_decides(machine):
-    del machine.here["cuda"]
+    machine.gpu = None
     assert gemm.cuda_tile(*SHAPE) == default_tile(key()) is not None
 
 
@@ -39,13 +36,13 @@ def test_untuned_the_shape_and_the_gpu_decide(machine):
 
 
 def test_an_entry_decides(machine):
-    machine.add(machine.user, "gpu", entry(configuration=tile(columns=128)), validators=GPU)
+    machine.add(machine.user, "gpu", entry(configuration=tile(columns=128)))
     assert gemm.cuda_tile(*SHAPE) == tile(columns=128)
     assert uses() == {key(): True}
 
 
 def test_an_entry_of_cublaslt_leaves_the_product_to_it_unlisted(machine):
-    machine.add(machine.user, "gpu", entry(configuration=cublas()), validators=GPU)
+    machine.add(machine.user, "gpu", entry(configuration=cublas()))
     assert gemm.cuda_tile(*SHAPE) is None
     assert not uses()
 
@@ -56,7 +53,6 @@ def test_the_nearest_batch_size_serves(machine):
         "gpu",
         entry(configuration=cublas()),
         entry(1024, configuration=tile()),
-        validators=GPU,
     )
     assert [gemm.cuda_tile("project", m, 128, 256) for m in (7, 64, 65, 4000)] == [
         None,
@@ -67,24 +63,16 @@ def test_the_nearest_batch_size_serves(machine):
 
 
 def test_other_files_are_asked_at_once(machine, tmp_path):
-    path = machine.add(tmp_path, "gpu", entry(configuration=tile(stages=5)), validators=GPU)
+    path = machine.add(tmp_path, "gpu", entry(configuration=tile(stages=5)))
     before = gemm.cuda_tile(*SHAPE)
-    gemm.set_files([path])
+    lookup.set_files([path])
     assert gemm.cuda_tile(*SHAPE) == tile(stages=5) != before
-
-
-def test_what_is_asked_for_is_noted(machine):
-    with gemm.requested() as found:
-        for _ in range(2):
-            gemm.cuda_tile(*SHAPE)
-        assert gemm.cuda_tile("project", 0, 128, 256) is None
-    assert found == [key()] * 2
 
 
 def test_who_compares_decides_for_a_while(machine):
     with gemm.ended_by(tile(stages=7)):
-        with gemm.ended_by(None), gemm.requested() as found:
-            assert gemm.cuda_tile(*SHAPE) is None and found == [key()]
+        with gemm.ended_by(None):
+            assert gemm.cuda_tile(*SHAPE) is None
         assert gemm.cuda_tile(*SHAPE) == tile(stages=7)
     assert gemm.cuda_tile(*SHAPE) == default_tile(key(), 90)
 
@@ -92,13 +80,12 @@ def test_who_compares_decides_for_a_while(machine):
 def test_what_tiles_alone_make_is_left_to_nothing_else(machine):
     """Logits of codes, whatever GPU it is and whatever is compared, but with another tile."""
     wanted = default_tile(asked("vocabulary_loss", 64, 128, 1024), 90)
-    with gemm.requested() as found:
-        assert gemm.cuda_tile("vocabulary_loss", 64, 128, 1024) == wanted is not None
-        with gemm.ended_by(None):
-            assert gemm.cuda_tile("vocabulary_loss", 64, 128, 1024) == wanted
-        with gemm.ended_by(tile(stages=7)):
-            assert gemm.cuda_tile("vocabulary_loss", 64, 128, 1024) == tile(stages=7)
-    assert not found  # nothing to tune
+    assert gemm.cuda_tile("vocabulary_loss", 64, 128, 1024) == wanted is not None
+    with gemm.ended_by(None):
+        assert gemm.cuda_tile("vocabulary_loss", 64, 128, 1024) == wanted
+    with gemm.ended_by(tile(stages=7)):
+        assert gemm.cuda_tile("vocabulary_loss", 64, 128, 1024) == tile(stages=7)
+    assert not uses()  # nothing to tune
 
 
 def test_programs_are_made_again_where_products_are(machine):
@@ -106,7 +93,7 @@ def test_programs_are_made_again_where_products_are(machine):
     for tile_of_all in (None, tile(stages=7)):
         with gemm.ended_by(tile_of_all):
             found.append(cuda.choices())
-    gemm.set_files([])
+    lookup.set_files([])
     assert len({*found, cuda.choices()}) == 4
 
 

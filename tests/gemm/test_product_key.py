@@ -5,14 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from lsq.gemm.product_key import (
-    LARGEST_INNER,
-    OPERATIONS,
-    ProductKey,
-    inner_parts,
-    key_of,
-    rounded_tokens,
-)
+from lsq.gemm.operations import LARGEST_INNER, inner_parts
+from lsq.gemm.product_key import ProductKey, key_of, rounded_tokens
 from tests.gemm.operands import asked, codes, matmul, product
 from tests.gemm.tuned import key
 
@@ -92,12 +86,6 @@ def test_no_such_product(changes, message):
     with pytest.raises(ValueError) as raised:
         ProductKey(**{"op": "matmul", "m": 8, "n": 16, "k": 32} | changes)
     assert str(raised.value).startswith(message)
-
-
-def test_an_operation_says_all_but_the_size():
-    for op, layout in OPERATIONS.items():
-        assert asked(op, 8, 16, 32).layout == layout
-        assert asked(op, 8, 16, 32) == ProductKey(op=op, m=8, n=16, k=32, layout=layout)
 
 
 def test_text():

@@ -1,11 +1,9 @@
 """How a batch's masks say what is packed."""
 
-from functools import partial
-
 import pytest
 import torch
 
-from lsq.models.batch import causal, encoder_packing_of, everything, packing_of
+from lsq.models.batch import encoder_packing_of, packing_of
 
 PRESENT = torch.tensor([[1, 1, 1, 0], [0, 1, 0, 0]])
 SEES = PRESENT.bool()[:, None, None].expand(2, 1, 3, 4)
@@ -46,9 +44,9 @@ def test_the_same_mask_is_looked_at_once():
 
 def test_a_mask_that_has_gone_is_not_that_of_a_pass_without_one():
     with torch.inference_mode():
-        padded = packing_of(PRESENT.clone(), (2, 4), everything)
+        padded = packing_of(PRESENT.clone(), (2, 4))
     assert padded.cu_seqlens.tolist() == [0, 3, 4]
-    assert packing_of(None, (2, 4), everything).cu_seqlens.tolist() == [0, 4, 8]
+    assert packing_of(None, (2, 4)).cu_seqlens.tolist() == [0, 4, 8]
 
 
 @pytest.mark.parametrize(
@@ -80,45 +78,14 @@ def test_what_inference_mode_has_made_is_of_use_in_training():
 def test_masks_that_hide_in_part_or_from_some_heads():
     zeros, present = torch.zeros(2, 1, 1, 4), PRESENT.bool()[:, None, None]
     assert encoder_packing_of(zeros.masked_fill(~present, -2.0), (2, 4)) is None
-    assert packing_of(zeros.masked_fill(~present, -2.0), (2, 4), everything) is None
-    assert packing_of(zeros.masked_fill(~present, -1e4), (2, 4), everything) is not None
+    assert packing_of(zeros.masked_fill(~present, -2.0), (2, 4)) is None
+    assert packing_of(zeros.masked_fill(~present, -1e4), (2, 4)) is not None
     heads = torch.ones(2, 3, 4, 4, dtype=torch.bool)
     heads[:, 1, :, 0] = False
-    assert packing_of(heads, (2, 4), everything) is None
+    assert packing_of(heads, (2, 4)) is None
 
 
-BLOCKS = 3, 1, 150, 150
-LENGTHS = torch.tensor([150, 130, 7])
-
-
-def block_mask(sees, *, blocks=BLOCKS, **options):
-    flex_attention = pytest.importorskip("torch.nn.attention.flex_attention")
-    return flex_attention.create_block_mask(sees, *blocks, device="cpu", **options)
-
-
-def test_block_masks():
-    mask = block_mask(lambda b, h, q, k: (q >= k) & (k < LENGTHS[b]))
-    packing = packing_of(mask, (3, 150), partial(causal, None))
-    assert packing.cu_seqlens.tolist() == [0, 150, 280, 287]
-    assert packing_of(mask, (3, 150), everything) is None
-    window = block_mask(
-        lambda b, h, q, k: (q >= k) & (q - k < 9), blocks=(1, *BLOCKS[1:]), BLOCK_SIZE=32
-    )
-    assert packing_of(window, (3, 150), partial(causal, 9)).rows == 450
-    assert packing_of(window, (3, 150), partial(causal, None)) is None
-    memory = block_mask(lambda b, h, q, k: k < LENGTHS[b], blocks=(3, 1, 5, 150))
-    assert encoder_packing_of(memory, (3, 150)).cu_seqlens.tolist() == [0, 150, 280, 287]
-
-
-def test_block_masks_hide_the_blocks_that_they_leave_out():
-    mask = block_mask(lambda b, h, q, k: k < 128)
-    mask.mask_mod = lambda b, h, q, k: k >= 0
-    packing = packing_of(mask, (3, 150), everything)
-    assert packing.cu_seqlens.tolist() == [0, 128, 256, 384]
-
-
-def test_other_masks_are_refused():
-    with pytest.raises(
-        ValueError, match="the attention mask is a list; it must be a tensor, a BlockMask or None"
-    ):
-        packing_of([1, 1, 1, 0], (1, 4), everything)
+def test_masks_that_are_no_tensors():
+    """Such as a BlockMask of FlexAttention."""
+    assert packing_of([1, 1, 1, 0], (1, 4)) is None
+    assert encoder_packing_of([1, 1, 1, 0], (1, 4)) is None

@@ -1,5 +1,7 @@
-"""The clips of a converted model by themselves."""
+"""The clips of a converted model by themselves, in files, in optimizers, and in a model of another
+format: what is kept, and what is measured anew."""
 
+import copy
 import logging
 
 import pytest
@@ -10,10 +12,16 @@ from torch.optim import swa_utils
 
 import lsq
 from lsq.config import QuantConfig
+from lsq.layers import QuantizedLinear
 from lsq.models import average_clips, load_clips, save_clips
-from lsq.models.clips import clip_names, clip_state, keep_apart, load_clip_state
+from lsq.models.clips import (
+    clip_names,
+    clip_state,
+    keep_apart,
+    load_clip_state,
+    load_other_format,
+)
 from lsq.models.sparsity import sparsify
-from lsq.run.parameter_state import steps
 from tests.dist.processes import run
 from tests.models.models import Model, loss_of, model, tokens
 
@@ -115,36 +123,47 @@ def test_masks_go_with_the_clips():
     assert torch.equal(second.layers[0].weight_kept, first.layers[0].weight_kept)
 
 
-def test_other_clips_are_refused():
-    model, state = made(), clip_state(made())
+def without_formats(state: dict) -> dict:
+    """As earlier versions wrote it."""
+    return {name: one for name, one in state.items() if not name.endswith(".format")}
+
+
+@pytest.mark.parametrize(
+    ("options", "change", "message"),
+    [
+        (
+            {},
+            lambda state: {name.replace("0.weight_c", "7.weight_c"): state[name] for name in state},
+            r"in 2 tensors, first layers\.0\.weight_clip: nothing in the checkpoint, \[32\]",
+        ),
+        (
+            {},
+            lambda state: {**state, "layers.2.input_clip": torch.tensor([float("nan")])},
+            "not a number|finite|above 0",
+        ),
+        (
+            {"weight_granularity": "tensor"},
+            lambda state: state,
+            "weight_granularity='channel', but .* weight_granularity='tensor'",
+        ),
+        (
+            {"weight_format": "int8,layers.2.*=nvfp4"},
+            without_formats,
+            r"layers\.2\.\*\) was trained with weight_format='int8', but .*'nvfp4'",
+        ),
+    ],
+)
+def test_other_clips_are_refused(options, change, message):
+    model, state = made(**options), change(clip_state(made()))
     kept = clip_state(model)
-    with pytest.raises(
-        ValueError, match=r"1 of this model are missing, first layers\.0\.weight_clip, and 1 are of"
-    ):
-        load_clip_state(
-            model,
-            {name.replace("0.weight_clip", "7.weight_clip"): one for name, one in state.items()},
-        )
-    with pytest.raises(
-        ValueError, match="weight_granularity='tensor', but .* weight_granularity='channel'"
-    ):
-        load_clip_state(model, clip_state(made(weight_granularity="tensor")))
-    with pytest.raises(ValueError, match="not a number|finite|above 0"):
-        load_clip_state(model, {**state, "layers.2.input_clip": torch.tensor([float("nan")])})
+    with pytest.raises(ValueError, match=message):
+        load_clip_state(model, state)
     assert all(torch.equal(value, clip_state(model)[name]) for name, value in kept.items())
 
 
 def test_clips_of_earlier_versions_are_integers():
     """Which did not say so."""
-    state = {name: one for name, one in clip_state(made()).items() if not name.endswith(".format")}
-    load_clip_state(made(), state)
-    model = made(weight_format="int8,layers.2.*=nvfp4")
-    kept = clip_state(model)
-    with pytest.raises(
-        ValueError, match=r"layers\.2\.\*\) was trained with weight_format='int8', but .*'nvfp4'"
-    ):
-        load_clip_state(model, state)
-    assert all(torch.equal(value, clip_state(model)[name]) for name, value in kept.items())
+    load_clip_state(made(), without_formats(clip_state(made())))
 
 
 def test_checkpoints_of_transformers_leave_clips_out():
@@ -158,58 +177,25 @@ def test_checkpoints_of_transformers_leave_clips_out():
     assert not Pretrained._keys_to_ignore_on_save
 
 
-LEARNED = QuantConfig(clips="learned")
-
-
-def train(converted, *optimizers, steps=2):
-    for _ in range(steps):
-        loss_of(converted(tokens())).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-
-
-@pytest.mark.parametrize(("quant", "warnings"), [(LEARNED, 1), (None, 0)])
-def test_an_optimizer_that_was_made_before(quant, warnings, caplog):
+@pytest.mark.parametrize(
+    ("clips", "before", "warnings"),
+    [("learned", True, 1), ("learned", False, 0), ("absmax", True, 0)],
+)
+def test_an_optimizer_that_was_made_before(clips, before, warnings, caplog):
     """Without clips that learn nothing is lost: the weights are the parameters that they were."""
     converted = model()
-    optimizer = torch.optim.SGD(converted.parameters(), lr=0.01)
-    lsq.convert(converted, quant)
-    before = converted.blocks[0].up.weight.detach().clone()
+    other = torch.optim.SGD(model().parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(converted.parameters(), lr=0.01) if before else None
     with caplog.at_level(logging.WARNING):
-        train(converted, optimizer)
+        lsq.convert(converted, QuantConfig(clips=clips))
     said = [record.getMessage() for record in caplog.records]
-    assert len(said) == warnings and all(
-        "made before lsq.convert; make the optimizer, or" in text for text in said
-    )
-    assert not torch.equal(before, converted.blocks[0].up.weight)
-
-
-@pytest.mark.parametrize("apart", [False, True])
-def test_clips_that_an_optimizer_has(apart, caplog):
-    watched = len(steps.before)
-    converted = model()
-    lsq.convert(converted, LEARNED)
-    assert len(steps.before) == watched + 1
-    other = torch.nn.Linear(2, 2)
-    train(converted, torch.optim.SGD(other.parameters(), lr=0.1))  # says nothing about this model
-    assert len(steps.before) == watched + 1
-    named = dict(converted.named_parameters())
-    parts = [
-        [one for name, one in named.items() if name.endswith("_clip") is clips]
-        for clips in (False, True)
-    ]
-    groups = parts if apart else [sum(parts, [])]
-    train(converted, *(torch.optim.SGD(group, lr=0.01) for group in groups))
-    assert not caplog.records and len(steps.before) == watched
-
-
-def test_a_model_that_is_gone_is_watched_no_more():
-    watched = len(steps.before)
-    lsq.convert(model(), LEARNED)
-    other = torch.nn.Linear(2, 2)
-    other(torch.ones(2)).sum().backward()
-    torch.optim.SGD(other.parameters(), lr=0.1).step()
-    assert len(steps.before) == watched
+    assert len(said) == warnings and other.param_groups
+    assert all("made before lsq.convert, so that clips do not learn" in text for text in said)
+    if before:
+        weight = converted.blocks[0].up.weight.detach().clone()
+        loss_of(converted(tokens())).backward()
+        optimizer.step()
+        assert not torch.equal(weight, converted.blocks[0].up.weight)
 
 
 def trained(seed: int = 1) -> nn.Module:
@@ -242,27 +228,24 @@ def test_clips_go_on_where_they_were(tmp_path):
 def test_files_that_do_not_fit_are_refused(tmp_path):
     with pytest.raises(ValueError, match="so there are no clips; call lsq.convert"):
         save_clips(model(1), tmp_path)
-    with pytest.raises(
-        FileNotFoundError,
-        match=r"lsq\.safetensors is not there: .*save_clips.* writes it.* next pass",
+    converted = trained()
+    missing = r"lsq\.safetensors is not there: .*"
+    for folder, hint in (
+        (tmp_path, missing + r"save_clips.* writes it.* next pass"),
+        (tmp_path / "new", "new is no folder on this machine"),
     ):
-        load_clips(trained(), tmp_path)
-    with pytest.raises(FileNotFoundError, match="new is no folder on this machine"):
-        load_clips(trained(), tmp_path / "new")
-    path = save_clips(trained(), tmp_path)
-    with pytest.raises(FileNotFoundError, match="give the folder that it is in"):
-        load_clips(trained(), path)
-    with pytest.raises(
-        ValueError,
-        match=r"lsq\.safetensors: no layer of this Model is .* call lsq\.convert\(model\)",
-    ):
-        load_clips(model(1), tmp_path)
-    content = path.read_bytes()
-    path.write_bytes(content[:100])
-    with pytest.raises(ValueError, match=r"lsq\.safetensors: "):
-        load_clips(trained(), tmp_path)
-    path.write_bytes(content)
+        with pytest.raises(FileNotFoundError, match=hint):
+            load_clips(converted, folder)
+    path = save_clips(converted, tmp_path)
     assert not list(tmp_path.glob("*.partial"))
+    with pytest.raises(FileNotFoundError, match="give the folder that it is in"):
+        load_clips(converted, path)
+    message = r"lsq\.safetensors: no layer of this Model is .* call lsq\.convert\(model\)"
+    with pytest.raises(ValueError, match=message):
+        load_clips(model(1), tmp_path)
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(ValueError, match=r"lsq\.safetensors: "):
+        load_clips(converted, tmp_path)
 
 
 STEPS = 5
@@ -301,3 +284,128 @@ def test_one_process_is_told():
     lsq.convert(made)
     with pytest.raises(ValueError, match="there is one process; average_clips is for several"):
         average_clips(made)
+
+
+# Another format
+
+
+def ours(**options) -> nn.Module:
+    torch.manual_seed(3)
+    quant = QuantConfig(**options)
+    model = nn.Sequential(
+        QuantizedLinear(64, 32, quant=quant), QuantizedLinear(32, 64, quant=quant)
+    )
+    model(torch.randn(5, 64)).sum().backward()
+    return model
+
+
+def test_clips_of_weights_are_measured_anew_and_those_of_activations_stay():
+    first, second = made(), made(weight_granularity="tensor")
+    state = {**clip_state(first), "layers.2.input_clip": torch.tensor([7.0])}
+    expected = copy.deepcopy(second.layers[2])
+    expected.calibrate_weights()
+    second.layers[2].weight_clip.data.fill_(3.0)
+    assert not load_other_format(second, state, clip_names(second)).activations_due
+    layer = second.layers[2]
+    assert layer.input_clip.item() == 7.0 and layer.passes == 1 and layer.calibrated
+    assert torch.equal(second.layers[2].weight_clip, expected.weight_clip)
+
+
+def test_clips_of_activations_are_measured_in_the_next_pass_where_their_format_changes():
+    first, second = made(), made(bits=3)
+    assert load_other_format(second, clip_state(first), clip_names(second)).activations_due
+    assert not second.layers[0].calibrated and second.layers[0].passes == 1
+    second.layers(torch.randn(5, 64))
+    assert second.layers[0].calibrated
+
+
+def test_a_whole_state_comes_with_its_weights():
+    first, second = made(), made(bits=3)
+    first.layers[0].weight.data.mul_(100.0)
+    before = second.layers[0].weight_clip.clone()
+    load_other_format(second, first.state_dict(), second.state_dict().keys())
+    assert torch.equal(first.layers[0].weight, second.layers[0].weight)
+    assert (second.layers[0].weight_clip > 20 * before).all()
+
+
+def test_clips_of_another_format_by_themselves():
+    first, second = made(), made(weight_granularity="tensor")
+    load_clip_state(second, clip_state(first), other_format=True)
+    assert torch.equal(second.layers[0].input_clip, first.layers[0].input_clip)
+
+
+def test_what_does_not_fit_is_refused_and_nothing_is_loaded():
+    first, second = made(), made(bits=3)
+    before = {name: value.clone() for name, value in second.state_dict().items()}
+    state = clip_state(first)
+    wanted = clip_names(second)
+    with pytest.raises(
+        ValueError,
+        match=r"1 tensors, first layers\.2\.passes: nothing in the checkpoint, \[\] here",
+    ):
+        load_other_format(
+            second, {name: one for name, one in state.items() if name != "layers.2.passes"}, wanted
+        )
+    with pytest.raises(
+        ValueError, match=r"first layers\.7\.input_clip: \[1\] in the checkpoint, nothing here"
+    ):
+        load_other_format(second, {**state, "layers.7.input_clip": torch.ones(1)}, wanted)
+    third = made(weight_granularity="tensor")
+    with pytest.raises(ValueError, match=r"layers\.2\.input_clip is nan"):
+        load_other_format(
+            third, {**state, "layers.2.input_clip": torch.tensor([float("nan")])}, wanted
+        )
+    assert all(torch.equal(value, before[name]) for name, value in second.state_dict().items())
+
+
+def test_clips_of_earlier_versions_are_of_integers():
+    state = without_formats(clip_state(made()))
+    second = made(activation_format="fp8-e4m3/tensor", gradient_format="float32")
+    assert load_other_format(second, state, clip_names(second)).activations_due
+    assert not second.layers[0].calibrated
+    int4 = made(weight_format="int4")
+    assert not load_other_format(int4, state, state.keys()).activations_due
+
+
+def test_clips_that_are_fixed_are_not_lost_in_silence():
+    """Nothing would measure them for the new format, and what was learned would be gone."""
+    first, second = made(), made(bits=3, clip_init="fixed")
+    before = {name: value.clone() for name, value in second.state_dict().items()}
+    with pytest.raises(
+        ValueError,
+        match=r"layers\.0\.\w+_clip must be measured .* clip_init is 'fixed'.* --clip-init mse",
+    ):
+        load_other_format(second, clip_state(first), clip_names(second))
+    assert all(torch.equal(value, before[name]) for name, value in second.state_dict().items())
+    kept = made(gradient_format="float32", weight_granularity="tensor")
+    load_other_format(kept, clip_state(first), clip_names(kept))
+    assert kept.layers[0].input_clip.equal(first.layers[0].input_clip)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "later"),
+    [
+        ({}, {"weight_format": "nvfp4"}, False),
+        ({"weight_format": "vsquant4"}, {"weight_format": "int4"}, False),
+        ({}, {"weight_format": "fp8-e4m3/row", "activation_format": "fp8-e4m3/tensor"}, True),
+        ({}, {"weight_format": "float32"}, False),
+        ({"weight_format": "float32"}, {}, False),
+        ({}, {"activation_format": "float32"}, False),
+        ({"activation_format": "float32"}, {}, True),
+    ],
+)
+def test_formats_of_every_kind(before, after, later):
+    first, second, fresh = ours(**before), ours(**after), ours(**after)
+    state = clip_state(first)
+    assert load_other_format(second, state, clip_names(second)).activations_due is later
+    x = torch.randn(5, 64)
+    if not later and before.get("activation_format") == after.get("activation_format"):
+        for layer in (0, 1):
+            if after.get("activation_format") != "float32":
+                assert torch.equal(second[layer].input_clip, first[layer].input_clip)
+    for layer in (0, 1):
+        if after.get("weight_format") != "float32":
+            fresh[layer].calibrate_weights()
+            assert torch.equal(second[layer].weight_clip, fresh[layer].weight_clip)
+    assert second(x).isfinite().all()
+    load_clip_state(ours(**after), clip_state(second))

@@ -7,14 +7,15 @@ import pytest
 import torch
 
 import lsq
-from tests.models.architectures.test_marian import MAKERS as MARIAN
-from tests.models.architectures.test_t5 import MAKERS as T5
-from tests.models.checks import FLOAT, fused, made, right_padded
-from tests.models.test_exact import OTHERS, result
+from tests.models.test_exact import result
+from tests.models.zoo import FLOAT, fused, made, right_padded
 
 IDS = right_padded((11, 6))["input_ids"]
 FILE = "lsq.models.comparison"
-LATER = pytest.mark.thorough
+
+
+def later(*values) -> list:
+    return [pytest.param(one, marks=pytest.mark.thorough) for one in values]
 
 
 def compared(model: torch.nn.Module) -> set[bool]:
@@ -25,17 +26,9 @@ def differences(caplog) -> list[float]:
     return [float(one.args[1]) for one in caplog.records if one.name == FILE]
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        OTHERS["llama"],
-        T5["t5 v1.1"],
-        pytest.param(OTHERS["gpt2"], marks=LATER),
-        pytest.param(MARIAN["mbart"], marks=LATER),
-    ],
-)
-def test_every_architecture_agrees(make, caplog):
-    model = made(make)
+@pytest.mark.parametrize("name", ["llama", "t5 v1.1", *later("gpt2", "mbart")])
+def test_every_architecture_agrees(name, caplog):
+    model = made(name)
     report = lsq.convert(model, FLOAT)
     batch = {"input_ids": IDS, "labels": IDS, "use_cache": False}
     modes = [one.training for one in model.modules()]
@@ -50,7 +43,7 @@ def test_every_architecture_agrees(make, caplog):
 
 
 def test_it_draws_no_random_numbers():
-    model, states = made(OTHERS["bert"]), []
+    model, states = made("bert"), []
     for check in (True, False):
         mine = copy.deepcopy(model)
         lsq.convert(mine, FLOAT, check=check)
@@ -61,12 +54,10 @@ def test_it_draws_no_random_numbers():
     assert torch.equal(*states)
 
 
-@pytest.mark.parametrize(
-    "name", ["llama", *(pytest.param(one, marks=LATER) for one in ("bert", "t5"))]
-)
+@pytest.mark.parametrize("name", ["llama", *later("bert", "t5 encoder")])
 def test_another_result_is_refused(name, monkeypatch):
     """Here of attention that is hotter than the layer says, below all that is looked at."""
-    model = made(OTHERS[name])
+    model = made(name)
     mine, blind = copy.deepcopy(model), copy.deepcopy(model)
     lsq.convert(mine, FLOAT)
     lsq.convert(blind, FLOAT, check=False)
@@ -83,9 +74,9 @@ def test_another_result_is_refused(name, monkeypatch):
         result(mine)
 
 
-@pytest.mark.parametrize("name", ["llama", pytest.param("gpt2", marks=LATER)])
+@pytest.mark.parametrize("name", ["llama", *later("gpt2")])
 def test_in_16_bits(name, caplog):
-    model = made(OTHERS[name])
+    model = made(name)
     for one, enabled in ((fused(model, FLOAT), True), (fused(model.bfloat16(), FLOAT), False)):
         with (
             caplog.at_level(logging.DEBUG, logger=FILE),
@@ -98,7 +89,7 @@ def test_in_16_bits(name, caplog):
 
 def test_passes_that_compare_nothing(caplog):
     """A single token, NaN, and attention of GPUs alone."""
-    mine = fused(made(OTHERS["llama"]), FLOAT)
+    mine = fused(made("llama"), FLOAT)
     mine(IDS[:, :1])
     assert compared(mine) == {False}
     mine(inputs_embeds=torch.full((1, 5, 64), torch.nan))
@@ -109,9 +100,9 @@ def test_passes_that_compare_nothing(caplog):
     assert compared(mine) == {True} and "is not compared" in caplog.text
 
 
-@pytest.mark.parametrize("reentrant", [pytest.param(True, marks=LATER), False])
+@pytest.mark.parametrize("reentrant", [*later(True), False])
 def test_under_checkpointing(reentrant):
-    mine = fused(made(OTHERS["llama"]), FLOAT)
+    mine = fused(made("llama"), FLOAT)
     mine.gradient_checkpointing_enable({"use_reentrant": reentrant})
     mine(IDS, labels=IDS).loss.backward()
     assert compared(mine) == {True}

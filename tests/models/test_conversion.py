@@ -24,7 +24,9 @@ def converted(seed: int = 1, **options) -> Model:
     return made
 
 
-def trained(model: nn.Module, steps: int = 3) -> nn.Module:
+def trained(model: nn.Module, steps: int = 3, seed: int | None = None) -> nn.Module:
+    if seed is not None:
+        torch.manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for _ in range(steps):
         loss_of(model(tokens())).backward()
@@ -39,6 +41,14 @@ def same(first: dict, second: dict) -> bool:
     )
 
 
+def contents(model: nn.Module) -> list[tuple]:
+    """Of every module: its class, and what is in it."""
+    return [
+        (type(one), *map(dict, (vars(one), one._parameters, one._buffers)))
+        for one in model.modules()
+    ]
+
+
 def test_a_converted_model_computes_nearly_the_same():
     made, plain = converted(), model()
     y, expected = made(tokens()), plain(tokens())
@@ -48,36 +58,32 @@ def test_a_converted_model_computes_nearly_the_same():
 
 def test_layers_are_what_others_take_them_for():
     made, plain = converted(), model()
-    assert type(made.blocks[0].up) is QuantizedLinear and isinstance(made.blocks[0].up, nn.Linear)
-    assert isinstance(made.blocks[0].mix, Conv1D) and not isinstance(made.blocks[0].mix, nn.Linear)
+    block = made.blocks[0]
+    assert type(block.up) is QuantizedLinear and isinstance(block.up, nn.Linear)
+    assert isinstance(block.mix, Conv1D) and not isinstance(block.mix, nn.Linear)
     for name in ("up", "mix", "down"):
-        ours, theirs = getattr(made.blocks[0], name), getattr(plain.blocks[0], name)
-        assert (
-            torch.equal(ours.weight, theirs.weight)
-            and ours.weight.stride() == theirs.weight.stride()
-        )
+        ours, theirs = getattr(block, name), getattr(plain.blocks[0], name)
+        assert torch.equal(ours.weight, theirs.weight)
+        assert ours.weight.stride() == theirs.weight.stride()
         assert repr(ours).rstrip(")").endswith(repr(theirs).partition("(")[2].rstrip(")"))
-    assert (made.blocks[0].up.in_features, made.blocks[0].up.out_features) == (64, 128)
-    assert (made.blocks[0].mix.nx, made.blocks[0].mix.nf) == (128, 128)
-    assert made.blocks[0].down.bias is None
-    assert made.head.weight is made.words.weight
-    assert type(made.head) is nn.Linear
+    assert (block.up.in_features, block.up.out_features) == (64, 128)
+    assert (block.mix.nx, block.mix.nf) == (128, 128)
+    assert block.down.bias is None
+    assert made.head.weight is made.words.weight and type(made.head) is nn.Linear
 
 
 def test_parameters_hooks_and_flags_stay():
-    made = model()
+    made, calls = model(), []
     parameters = dict(made.named_parameters())
     made.blocks[1].up.requires_grad_(False)
     made.blocks[0].mix.weight.requires_grad = False
-    calls = []
     made.blocks[0].up.register_forward_hook(lambda *_: calls.append("forward"))
     made.blocks[0].up.register_full_backward_hook(lambda *_: calls.append("backward"))
     made.eval()
     lsq.convert(made)
     assert not made.blocks[0].up.training
     assert all(made.get_parameter(name) is parameter for name, parameter in parameters.items())
-    layer = made.blocks[1].up
-    assert not any(parameter.requires_grad for parameter in layer.parameters())
+    assert not any(parameter.requires_grad for parameter in made.blocks[1].up.parameters())
     assert not made.blocks[0].mix.input_clip.requires_grad and made.blocks[0].mix.bias.requires_grad
     loss_of(made.train()(tokens())).backward()
     assert calls == ["forward", "backward"]
@@ -94,9 +100,8 @@ def test_converting_twice_changes_nothing_more():
     report = lsq.convert(made)
     assert report.converted == ("blocks.0.mix", "blocks.1.mix")
     assert report.left["blocks.0.up"] == "is lsq's already"
-    with pytest.raises(
-        ValueError, match="Model is converted already; .*lsq.revert.model. first. 0 of 8 linear"
-    ):
+    message = "Model is converted already; .*lsq.revert.model. first. 0 of 8 linear"
+    with pytest.raises(ValueError, match=message):
         lsq.convert(made)
 
 
@@ -112,11 +117,7 @@ def test_after_an_exception_half_way_the_model_is_as_it_was(failing, monkeypatch
     made, called = model(), []
     handle = made.blocks[0].up.register_forward_hook(lambda *_: called.append(1))
     made.blocks[0].mix.bias.requires_grad_(False)
-    before = [
-        (type(one), dict(vars(one)), dict(one._parameters), dict(one._buffers))
-        for one in made.modules()
-    ]
-    places = [one.data_ptr() for one in made.parameters()]
+    before, places = contents(made), [one.data_ptr() for one in made.parameters()]
     take_place = Projection.take_place
 
     def fail(self, quant, path):
@@ -127,16 +128,11 @@ def test_after_an_exception_half_way_the_model_is_as_it_was(failing, monkeypatch
     monkeypatch.setattr(Projection, "take_place", fail)
     with pytest.raises(MemoryError, match="half way"):
         lsq.convert(made, tied=True, fused=False)
-    after = [
-        (type(one), dict(vars(one)), dict(one._parameters), dict(one._buffers))
-        for one in made.modules()
-    ]
-    assert [kind for kind, *_ in after] == [kind for kind, *_ in before]
-    for (_, *first), (_, *second) in zip(before, after, strict=True):
+    for (kind, *first), (now, *second) in zip(before, contents(made), strict=True):
+        assert now is kind
         for one, other in zip(first, second, strict=True):
-            assert one.keys() == other.keys() and all(
-                other[name] is value for name, value in one.items()
-            )
+            assert one.keys() == other.keys()
+            assert all(other[name] is value for name, value in one.items())
     assert places == [one.data_ptr() for one in made.parameters()]
     assert torch.equal(made(tokens()), model()(tokens())) and called
     handle.remove()
@@ -150,25 +146,17 @@ def test_after_an_exception_half_way_the_model_is_as_it_was(failing, monkeypatch
 
 def test_reverting_gives_the_float_model_with_the_weights_of_now():
     made = trained(converted())
-    parameters = {
-        name: value.detach().clone()
-        for name, value in made.named_parameters()
-        if "clip" not in name
-    }
+    before = {name: one.detach().clone() for name, one in float_state_dict(made).items()}
     assert lsq.revert(made) is made
     assert not any(isinstance(module, ProgramModule) for module in made.modules())
     plain = model(5)
     plain.load_state_dict(made.state_dict())
-    assert same(dict(plain.named_parameters()), parameters)
+    assert same(plain.state_dict(), before)
     assert torch.equal(plain(tokens()), made(tokens()))
     assert [vars(one).keys() for one in made.modules()] == [
         vars(one).keys() for one in plain.modules()
     ]
-
-
-def test_a_reverted_model_is_converted_again():
-    made = trained(lsq.revert(trained(converted())))
-    assert len(lsq.convert(made).converted) == 6
+    assert len(lsq.convert(trained(made)).converted) == 6
     trained(made)
 
 
@@ -193,15 +181,9 @@ def test_a_float_state_loads_strictly_and_clips_are_measured_anew():
     assert same(made.state_dict(), other.state_dict())
 
 
-def test_a_state_of_a_converted_model_loads_into_a_float_one():
-    made, plain = trained(converted()), model(7)
-    plain.load_state_dict(float_state_dict(made))
-    lsq.revert(made)
-    assert same(plain.state_dict(), made.state_dict())
-
-
 def test_what_a_float_model_says_of_the_clips():
-    found = model().load_state_dict(converted().state_dict(), strict=False)
+    made = trained(converted())
+    found = model(7).load_state_dict(made.state_dict(), strict=False)
     assert not found.missing_keys
     endings = {name.rpartition(".")[2] for name in found.unexpected_keys}
     counts = {"calibrated", "passes", "float_fallback", "format"}
@@ -215,42 +197,30 @@ def test_a_state_with_some_of_the_clips_is_not_whole():
         made.load_state_dict(state)
 
 
-def test_a_state_before_the_first_pass():
-    made, other = converted(), converted(7)
+@pytest.mark.parametrize("steps", [0, 3])
+def test_training_goes_on_from_a_state_as_it_would_have(steps):
+    made, other = trained(converted(), steps), converted(7)
     other.load_state_dict(made.state_dict())
-    assert torch.equal(made(tokens()), other(tokens()))
-
-
-def test_training_goes_on_from_a_state_as_it_would_have():
-    made, other = trained(converted()), converted(7)
-    other.load_state_dict(made.state_dict())
-    for one in (made, other):
-        torch.manual_seed(4)
-        trained(one)
+    trained(made, seed=4), trained(other, seed=4)
     assert same(made.state_dict(), other.state_dict())
 
 
 @pytest.mark.parametrize("how", ["deepcopy", "save"])
 def test_copies_are_whole_and_independent(how):
-    made = trained(converted())
-    if how == "deepcopy":
-        twin = copy.deepcopy(made)
-    else:
-        file = io.BytesIO()
-        torch.save(made, file)
-        twin = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+    made, file = trained(converted()), io.BytesIO()
+    torch.save(made, file)
+    twin = (
+        copy.deepcopy(made)
+        if how == "deepcopy"
+        else torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+    )
     assert type(twin.blocks[0].mix) is type(made.blocks[0].mix)
     assert twin.head.weight is twin.words.weight
     before = made.state_dict()["blocks.0.mix.weight"].clone()
-    torch.manual_seed(4)
-    trained(twin)
+    trained(twin, seed=4)
     assert torch.equal(made.blocks[0].mix.weight, before)
-    torch.manual_seed(4)
-    trained(made)
+    trained(made, seed=4)
     assert same(made.state_dict(), twin.state_dict())
-
-
-# The meta device
 
 
 @pytest.mark.parametrize("way", ["assign", "to_empty", "by hand"])
@@ -271,7 +241,6 @@ def test_weights_come_after_a_conversion_on_the_meta_device(way):
             setattr(made.get_submodule(path), last, parameter)
     made.head.weight = made.words.weight
     assert decibels(plain(tokens()), made(tokens())) > 40
-    lsq.convert(plain)
     trained(made, 1)
 
 

@@ -1,4 +1,5 @@
-"""lsq.convert with formats by patterns of names."""
+"""lsq.convert with formats by patterns of names, also in layers that have one product of several
+weights."""
 
 import pytest
 import torch
@@ -6,9 +7,11 @@ from torch import nn
 
 import lsq
 from lsq.config import QuantConfig
+from lsq.layers import QuantizedLinear
 from lsq.quant.numbers import scaled_format
 from tests.layers.shapes import decibels
 from tests.models.models import Conv1D
+from tests.models.zoo import made, right_padded
 
 
 def model() -> nn.ModuleDict:
@@ -89,3 +92,92 @@ def test_formats_that_begin_like_int4_take_what_int4_does_not():
         lsq.convert(found, QuantConfig(weight_format="int4"))
     report = lsq.convert(found, QuantConfig(weight_format="int4/row"))
     assert not any(layer.reason for layer in report.layers) and found[0].weight_clip.shape == (64,)
+
+
+# Several weights of one product
+
+
+def converted(name: str, *, fused: bool = True, **formats: str) -> torch.nn.Module:
+    """After a pass that has measured its clips, in eval mode."""
+    model = made(name)
+    lsq.convert(model, QuantConfig(**formats), fused=fused, minimum_width=32)
+    model(**right_padded((9, 5)))
+    return model.eval()
+
+
+@pytest.mark.parametrize(
+    "name, formats, given",
+    [
+        (
+            "llama",
+            {"weight_format": "int8,*q_proj*=int4,*k_proj*=int8"},
+            r"int4 to model\.layers\.0\.self_attn\.q_proj\.w",
+        ),
+        (
+            "llama",
+            {"weight_format": "int4,*.1.*v_proj*=int8"},
+            r"int8 to model\.layers\.1\.self_attn\.v_proj\.weight; but",
+        ),
+        (
+            "llama",
+            {"gradient_format": "int8,*k_proj*=mxint8"},
+            r"gradient_format gives int8 to .*, mxint8 to .*k_proj",
+        ),
+        (
+            "llama",
+            {"activation_format": "int8,*up_proj*=nvfp4"},
+            r"int8 to the input of .*gate_proj.weight, nvfp4 to the",
+        ),
+        (
+            "bert",
+            {"weight_format": "int8,*query*=int4"},
+            r"int4 to .*query.weight, int8 to .*key.weight, int8 to .*value",
+        ),
+        (
+            "t5 v1.1",
+            {"weight_format": "int8,*EncDecAttention.k*=int4"},
+            r"int4 to decoder.*EncDecAttention.k.weight, int8 to",
+        ),
+    ],
+)
+def test_one_product_has_one_format(name, formats, given):
+    model = made(name)
+    before = [(type(module), set(vars(module))) for module in model.modules()]
+    with pytest.raises(
+        ValueError, match=given + r".*: give all of them one format, or call lsq.convert with fused"
+    ):
+        lsq.convert(model, QuantConfig(**formats), minimum_width=32)
+    assert before == [(type(module), set(vars(module))) for module in model.modules()]
+
+
+def test_linear_layers_by_themselves_have_their_own():
+    model = converted("llama", fused=False, weight_format="int8,*q_proj*=int4,*k_proj*=int8")
+    found = {
+        name.rpartition(".")[2]: one.quant.weight_format
+        for name, one in model.named_modules()
+        if isinstance(one, QuantizedLinear)
+    }
+    assert found.pop("q_proj") == "int4" and set(found.values()) == {"int8"}
+
+
+@pytest.mark.parametrize(
+    "name, text",
+    [
+        ("llama", "int8,*gate_proj*=int4"),
+        ("t5 v1.1", "int8,*EncDecAttention.[kv]*=int4"),
+        pytest.param("llama", "int8,*[qkv]_proj*=int4", marks=pytest.mark.thorough),
+        pytest.param(
+            "t5 v1.1", "int8,*EncDecAttention.q*=int4,*wi_1*=int4", marks=pytest.mark.thorough
+        ),
+    ],
+)
+def test_other_mixtures_are_those_of_linear_layers(name, text):
+    exact, batch = made(name).eval(), right_padded((9, 5))
+    one, other, wide = (
+        converted(name, fused=fused, weight_format=form)
+        for fused, form in ((True, text), (False, text), (True, "int8"))
+    )
+    present = batch["attention_mask"].bool()
+    found = [model(**batch).logits[present] for model in (exact, one, other, wide)]
+    narrow, separate, eight = (decibels(found[0], logits) for logits in found[1:])
+    assert abs(narrow - separate) < 3 and eight - narrow > 0.5

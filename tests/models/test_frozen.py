@@ -17,15 +17,15 @@ from lsq.models.frozen import SAVED
 from lsq.models.fused_layer import FusedLayer
 from lsq.observe import observe
 from lsq.optim import Adam
-from tests.models.architectures.test_gpt2 import gpt2
-from tests.models.architectures.test_llama import MAKERS
-from tests.models.checks import codes_are_kept, made, right_padded
+from tests.models.zoo import codes_are_kept, made, right_padded
 
 peft = pytest.importorskip("peft")
 
 BATCH = right_padded((11, 6))
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 INT4 = {"weight_format": "int4"}
+both = pytest.mark.parametrize("fused", [True, False])
+dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
 
 def adapted(model: torch.nn.Module, targets=ALL, **options) -> torch.nn.Module:
@@ -39,14 +39,28 @@ def adapted(model: torch.nn.Module, targets=ALL, **options) -> torch.nn.Module:
     return found
 
 
+def converted(**quant) -> torch.nn.Module:
+    model = made("llama")
+    lsq.convert(model, QuantConfig(**quant))
+    return model
+
+
 def llama(
     *, first: str = "peft", fused: bool = True, dtype=torch.float32, **quant
 ) -> torch.nn.Module:
-    model = made(MAKERS["llama"]).to(dtype)
+    model = made("llama").to(dtype)
     if first == "peft":
         model = adapted(model)
     lsq.convert(model, QuantConfig(**quant), fused=fused)
     return model if first == "peft" else adapted(model)
+
+
+def frozen_llama(*, measured: bool = True, **options) -> torch.nn.Module:
+    model = llama(**options)
+    if measured:
+        step(model)
+    lsq.freeze(model)
+    return model
 
 
 def step(model: torch.nn.Module, batch=BATCH, seed: int = 1) -> dict[str, torch.Tensor]:
@@ -59,17 +73,22 @@ def step(model: torch.nn.Module, batch=BATCH, seed: int = 1) -> dict[str, torch.
     return {"loss": loss.detach(), **found}
 
 
-def assert_same(first: torch.nn.Module, second: torch.nn.Module, batch=BATCH) -> None:
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(**BATCH).logits
+
+
+def same(first: dict, second: dict) -> bool:
+    return first.keys() == second.keys() and all(
+        torch.equal(first[name], second[name]) for name in first
+    )
+
+
+def assert_same(first: torch.nn.Module, second: torch.nn.Module) -> None:
     """In training, and afterwards in eval mode."""
     for seed in range(2):
-        expected, found = step(first, batch, seed), step(second, batch, seed)
-        assert expected.keys() == found.keys() and len(found) > 1
-        for name, one in expected.items():
-            assert torch.equal(found[name], one), name
-    with torch.no_grad():
-        wanted, given = (model.eval()(**batch).logits for model in (first, second))
-    assert torch.equal(given, wanted)
-    first.train(), second.train()
+        assert same(step(first, seed=seed), step(second, seed=seed))
+    assert torch.equal(logits(second), logits(first))
 
 
 def weight_of(model: torch.nn.Module, name: str = "q_proj") -> torch.nn.Parameter:
@@ -78,8 +97,12 @@ def weight_of(model: torch.nn.Module, name: str = "q_proj") -> torch.nn.Paramete
     )
 
 
+def coded(model: torch.nn.Module) -> dict[str, CodedWeight]:
+    return {name: one for name, one in model.named_parameters() if isinstance(one, CodedWeight)}
+
+
 @pytest.mark.parametrize("first", ["peft", "convert"])
-@pytest.mark.parametrize("fused", [True, False])
+@both
 @pytest.mark.parametrize("quant", [{}, {"bits": 4}, INT4, {"clips": "learned"}], ids=str)
 def test_losses_and_gradients_are_the_same(first, fused, quant):
     before, after = (llama(first=first, fused=fused, **quant) for _ in range(2))
@@ -90,34 +113,24 @@ def test_losses_and_gradients_are_the_same(first, fused, quant):
     assert_same(before, after)
 
 
-@pytest.mark.parametrize("fused", [True, False])
-def test_bytes_are_those_of_codes(fused):
-    for quant, share in (({}, 1.0), (INT4, 17 / 32)):
-        model = llama(fused=fused, dtype=torch.bfloat16, **quant)
-        step(model)
-        report = lsq.freeze(model)
-        weights = {
-            path: one for path, one in model.named_parameters() if isinstance(one, CodedWeight)
-        }
-        storages = {
-            one.untyped_storage().data_ptr(): one.untyped_storage().nbytes()
-            for one in weights.values()
-        }
-        rows = sum(len(one) for one in weights.values())
-        assert len(weights) == report.weights and report.floats == 2 * sum(
-            map(torch.numel, weights.values())
-        )
-        assert report.codes == sum(storages.values()) + 4 * rows
-        # of 80 inputs, int4 stores 96
-        assert sum(storages.values()) <= share * report.floats / 2 * 1.2
-        assert len(str(report).splitlines()) == 1
-        step(model)
-        for layer in model.modules():
-            assert not (isinstance(layer, ProgramModule) and layer.weight_state.kept)
-            assert not (
-                isinstance(layer, FusedLayer)
-                and any(one is not None for one in layer.joined.values())
-            )
+@both
+@pytest.mark.parametrize(("quant", "share"), [({}, 1.0), (INT4, 17 / 32)], ids=str)
+def test_bytes_are_those_of_codes(fused, quant, share):
+    model = llama(fused=fused, dtype=torch.bfloat16, **quant)
+    step(model)
+    report, weights = lsq.freeze(model), coded(model).values()
+    storages = [one.untyped_storage() for one in weights]
+    size = sum({one.data_ptr(): one.nbytes() for one in storages}.values())
+    assert len(weights) == report.weights
+    assert report.floats == 2 * sum(map(torch.numel, weights))
+    assert report.codes == size + 4 * sum(map(len, weights))
+    assert size <= share * report.floats / 2 * 1.2  # of 80 inputs, int4 stores 96
+    assert len(str(report).splitlines()) == 1
+    step(model)
+    modules = [one for one in model.modules() if isinstance(one, ProgramModule)]
+    assert not any(one.weight_state.kept for one in modules)
+    joined = [one.joined.values() for one in modules if isinstance(one, FusedLayer)]
+    assert all(one is None for every in joined for one in every)
 
 
 def test_floats_go_one_by_one(monkeypatch):
@@ -139,12 +152,10 @@ def test_floats_go_one_by_one(monkeypatch):
     assert not any(one() is not None for one in floats)
 
 
-@pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@both
+@dtypes
 def test_passes_make_no_floats_and_no_codes(fused, dtype, monkeypatch):
-    model = llama(fused=fused, dtype=dtype)
-    step(model)
-    lsq.freeze(model)
+    model = frozen_llama(fused=fused, dtype=dtype)
 
     def refuse(*_, **__):
         raise AssertionError("a weight was decoded")
@@ -152,48 +163,37 @@ def test_passes_make_no_floats_and_no_codes(fused, dtype, monkeypatch):
     monkeypatch.setattr(Codes, "decode", refuse)
     with codes_are_kept(model):
         step(model)
-        with torch.no_grad():
-            model.eval()(**BATCH)
+        logits(model)
         with torch.inference_mode():
             model(**BATCH)
 
 
-@pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@both
+@dtypes
 def test_generation_reads_what_products_see(fused, dtype):
-    models = [llama(fused=fused, dtype=dtype) for _ in range(2)]
-    for model in models:
-        step(model)
-    lsq.freeze(models[1])
-    words = {name: BATCH[name][:1] for name in ("input_ids", "attention_mask")}
-    options = {
-        "max_new_tokens": 5,
-        "do_sample": False,
-        "output_scores": True,
-        "return_dict_in_generate": True,
-    }
-    wanted, found = (model.eval().generate(**words, **options).scores for model in models)
+    models = llama(fused=fused, dtype=dtype), frozen_llama(fused=fused, dtype=dtype)
+    step(models[0])
+    options = {name: BATCH[name][:1] for name in ("input_ids", "attention_mask")}
+    options |= {"max_new_tokens": 5, "do_sample": False}
+    options |= {"output_scores": True, "return_dict_in_generate": True}
+    wanted, found = (model.eval().generate(**options).scores for model in models)
     assert len(found) == 5 and all(map(torch.equal, found, wanted))
 
 
 def test_adapters_learn_as_before():
     found = []
-    for coded in (False, True):
-        model = llama()
-        if coded:
-            lsq.freeze(model)
+    for model in (llama(), frozen_llama(measured=False)):
         optimizer = Adam([one for one in model.parameters() if one.requires_grad], lr=2e-2)
-        losses = []
+        found.append([])
         for seed in range(4):
-            losses.append(step(model, seed=seed)["loss"].item())
+            found[-1].append(step(model, seed=seed)["loss"].item())
             optimizer.step()
-        found.append(losses)
     assert found[0] == found[1] and found[0][-1] < found[0][0]
 
 
-@pytest.mark.parametrize("fused", [True, False])
+@both
 def test_weights_in_out(fused):
-    models = [adapted(gpt2(), ["c_attn"], fan_in_fan_out=True) for _ in range(2)]
+    models = [adapted(made("gpt2"), ["c_attn"], fan_in_fan_out=True) for _ in range(2)]
     for model in models:
         lsq.convert(model, fused=fused)
     report = lsq.freeze(models[1])
@@ -214,107 +214,78 @@ def test_parameters_are_what_they_were():
 
     before = seen()
     lsq.freeze(model)
-    assert seen() == before and all(
-        isinstance(one, torch.nn.Parameter) for one in model.parameters()
-    )
+    assert seen() == before
+    assert all(isinstance(one, torch.nn.Parameter) for one in model.parameters())
     weight = weight_of(model)
     assert "int8" in repr(weight) and weight.detach().float().abs().max() > 0
 
 
-@pytest.mark.parametrize("fused", [True, False])
+@both
 def test_what_is_frozen_is_not_trained(fused):
-    model = llama(fused=fused)
-    lsq.freeze(model)
-    for train in (
-        weight_of(model).requires_grad_,
-        lambda: setattr(weight_of(model), "requires_grad", True),
-    ):
+    model = frozen_llama(fused=fused, measured=False)
+    weight = weight_of(model)
+    for train in (weight.requires_grad_, lambda: setattr(weight, "requires_grad", True)):
         with pytest.raises(RuntimeError, match=r"cannot require a gradient: .*lsq.revert\(model\)"):
             train()
     model.requires_grad_(False)
 
 
-@pytest.mark.parametrize("fused", [True, False])
+@both
 def test_merging_and_saving_come_after_revert(fused, tmp_path):
-    model = llama(fused=fused)
-    step(model)
-    lsq.freeze(model)
-    seen = {
-        name: one + 0.0 for name, one in model.named_parameters() if isinstance(one, CodedWeight)
-    }
-    for merge in (
+    model = frozen_llama(fused=fused)
+    seen = {name: one + 0.0 for name, one in coded(model).items()}
+    merges = (
         model.merge_and_unload,
         lambda: model.merge_and_unload(safe_merge=True),
         model.merge_adapter,
-    ):
+    )
+    for merge in merges:
         with pytest.raises(RuntimeError, match=r"lsq.revert\(model\)"):
             merge()
     with pytest.raises(RuntimeError, match="float_state_dict"):
         save_file(model.state_dict(), tmp_path / "model.safetensors")
     found = float_state_dict(model)
-    assert all(
-        torch.equal(found[name], one) and type(found[name]) is torch.Tensor
-        for name, one in seen.items()
-    )
+    assert same({name: found[name] for name in seen}, seen)
+    assert all(type(found[name]) is torch.Tensor for name in seen)
     model.save_pretrained(tmp_path / "adapters")
-    saved = peft.PeftModel.from_pretrained(
-        made(MAKERS["llama"]), tmp_path / "adapters"
-    ).state_dict()
-    assert all(
-        torch.equal(saved[name], one) for name, one in model.state_dict().items() if "lora_" in name
-    )
-    with torch.no_grad():
-        wanted = lsq.revert(model).eval()(**BATCH).logits
+    saved = peft.PeftModel.from_pretrained(made("llama"), tmp_path / "adapters").state_dict()
+    adapters = {name: one for name, one in model.state_dict().items() if "lora_" in name}
+    assert adapters and same({name: saved[name] for name in adapters}, adapters)
+    wanted = logits(lsq.revert(model))
     assert all(type(one) is torch.nn.Parameter for one in model.parameters())
-    assert all(torch.equal(dict(model.named_parameters())[name], one) for name, one in seen.items())
+    assert all(torch.equal(model.get_parameter(name), one) for name, one in seen.items())
     merged = model.merge_and_unload()
     merged.save_pretrained(tmp_path)
     again = type(merged).from_pretrained(tmp_path)
-    with torch.no_grad():
-        torch.testing.assert_close(again.eval()(**BATCH).logits, wanted, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(logits(again), wanted, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@dtypes
 def test_a_checkpoint_of_the_whole_model_has_decoded_values(dtype, tmp_path):
-    model = made(MAKERS["llama"]).to(dtype)
+    model = made("llama").to(dtype)
     names = model.state_dict().keys()
     lsq.convert(model.requires_grad_(False))
     lsq.freeze(model)
     model.save_pretrained(tmp_path)
     again, information = type(model).from_pretrained(tmp_path, output_loading_info=True)
-    assert (
-        again.state_dict().keys() == names
-        and not any(information.values())
-        and again.dtype == dtype
-    )
-    assert all(
-        torch.equal(one, float_state_dict(model)[name]) for name, one in again.state_dict().items()
-    )
+    assert again.state_dict().keys() == names and not any(information.values())
+    assert again.dtype == dtype and same(again.state_dict(), float_state_dict(model))
 
 
 def test_copies_and_other_dtypes(tmp_path):
-    model = llama()
-    step(model)
-    lsq.freeze(model)
+    model = frozen_llama()
     torch.save(model, tmp_path / "model.pt")
-    with torch.no_grad():
-        wanted = model.eval()(**BATCH).logits
-        for one in (copy.deepcopy(model), torch.load(tmp_path / "model.pt", weights_only=False)):
-            assert isinstance(weight_of(one), CodedWeight) and torch.equal(
-                one.eval()(**BATCH).logits, wanted
-            )
-        codes = weight_of(model).codes
-        model.to(torch.bfloat16)
-        assert (
-            weight_of(model).dtype == torch.bfloat16 and weight_of(model, "v_proj").codes is codes
-        )
-        torch.testing.assert_close(model(**BATCH).logits.float(), wanted, rtol=0, atol=0.1)
+    wanted = logits(model)
+    for one in (copy.deepcopy(model), torch.load(tmp_path / "model.pt", weights_only=False)):
+        assert isinstance(weight_of(one), CodedWeight) and torch.equal(logits(one), wanted)
+    codes = weight_of(model).codes
+    model.to(torch.bfloat16)
+    assert weight_of(model).dtype == torch.bfloat16 and weight_of(model, "v_proj").codes is codes
+    torch.testing.assert_close(logits(model).float(), wanted, rtol=0, atol=0.1)
 
 
 def test_whoever_looks_on_sees_values():
-    models = [llama() for _ in range(2)]
-    lsq.freeze(models[1])
-    looked = []
+    models, looked = (llama(), frozen_llama(measured=False)), []
     for model in models:
         monitor = lsq.monitor(model, every=1)
         with observe(model) as found:
@@ -331,23 +302,16 @@ def test_whoever_looks_on_sees_values():
 
 
 def test_planned_memory():
-    models = [llama() for _ in range(2)]
-    lsq.freeze(models[1])
+    models = llama(), frozen_llama(measured=False)
     for model in models:
         lsq.plan_memory(model, lambda model=model: model(**BATCH).loss, mode="guard")
     assert_same(*models)
 
 
-def converted(**quant) -> torch.nn.Module:
-    model = made(MAKERS["llama"])
-    lsq.convert(model, QuantConfig(**quant))
-    return model
-
-
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (lambda: made(MAKERS["llama"]), r"call lsq.convert\(model\) first"),
+        (lambda: made("llama"), r"call lsq.convert\(model\) first"),
         (converted, "15 are trained"),
         (lambda: converted(mode="float").requires_grad_(False), "14 are read as floats"),
         (lambda: llama(weight_format="nvfp4"), "15 are read as floats"),
@@ -363,19 +327,18 @@ def test_freezing_again_takes_what_is_new():
     model = converted()
     model.model.layers[0].requires_grad_(False)
     report = lsq.freeze(model)
-    assert (
-        report.weights == 7
-        and list(report.left.values()) == [8]
-        and "left: 8 trained" in str(report)
-    )
+    assert report.weights == 7 and list(report.left.values()) == [8]
+    assert "left: 8 trained" in str(report)
     step(model)
     model.requires_grad_(False)
     report = lsq.freeze(model)
     assert report.weights == 8 and report.left == {"codes alone already": 7}
     with pytest.raises(ValueError, match="15 are codes alone already"):
         lsq.freeze(model)
-    lsq.revert(model)
+    with torch.inference_mode():
+        lsq.revert(model)
     assert all(type(one) is torch.nn.Parameter for one in model.parameters())
+    assert all(one.requires_grad_(True).requires_grad for one in model.parameters())
 
 
 def test_sparse_weights_stay():
@@ -384,32 +347,18 @@ def test_sparse_weights_stay():
 
 
 def test_one_of_queries_keys_and_values_that_others_replace_is_named():
-    model = llama(fused=True)
-    lsq.freeze(model)
-    attention = model.get_submodule(
-        next(name for name, _ in model.named_modules() if name.endswith("self_attn"))
-    )
-    projection = base_of(attention.q_proj)
-    projection._parameters["weight"] = torch.nn.Parameter(
-        projection.weight.detach() + 0.0, requires_grad=False
-    )
+    model = frozen_llama(measured=False)
+    projection = base_of(next(one for one in model.modules() if hasattr(one, "q_proj")).q_proj)
+    floats = projection.weight.detach() + 0.0
+    projection._parameters["weight"] = torch.nn.Parameter(floats, requires_grad=False)
     with pytest.raises(ValueError, match="are no longer those that were frozen"):
         step(model)
 
 
 def test_a_head_with_an_adapter_is_left_for_peft_to_save(tmp_path):
-    base = made(MAKERS["llama"])
-    lsq.convert(base)
-    model = peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=["q_proj", "lm_head"]))
-    report = lsq.freeze(model)
-    assert report.left == {SAVED: 1}
+    model = peft.get_peft_model(
+        converted(), peft.LoraConfig(r=4, target_modules=["q_proj", "lm_head"])
+    )
+    assert lsq.freeze(model).left == {SAVED: 1}
     model.save_pretrained(tmp_path)
     assert any("lm_head" in name for name in load_file(tmp_path / "adapter_model.safetensors"))
-
-
-def test_revert_in_inference_mode_leaves_weights_that_can_be_trained():
-    model = llama(fused=True)
-    lsq.freeze(model)
-    with torch.inference_mode():
-        lsq.revert(model)
-    assert weight_of(model).requires_grad_(True).requires_grad

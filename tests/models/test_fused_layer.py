@@ -21,8 +21,16 @@ from lsq.layers.module import ProgramModule
 from lsq.models import float_state_dict
 from lsq.models.fused_layer import FusedLayer
 from tests.layers.shapes import decibels
-from tests.models.architectures.test_llama import MAKERS, SHAPE
-from tests.models.checks import WORDS, fused, made, right_padded, transformers, words
+from tests.models.zoo import (
+    WORDS,
+    assert_same_gradients,
+    fused,
+    made,
+    plain,
+    right_padded,
+    transformers,
+    words,
+)
 
 BATCH = right_padded((11, 6))
 
@@ -30,7 +38,7 @@ BATCH = right_padded((11, 6))
 @pytest.fixture
 def model() -> nn.Module:
     """A fused Llama that has measured its clips."""
-    model = fused(made(MAKERS["llama"]))
+    model = fused(made("llama"))
     loss(model).backward()
     model.zero_grad()
     return model
@@ -49,42 +57,42 @@ def gradients(model: nn.Module, seed: int = 3) -> dict[str, torch.Tensor]:
     }
 
 
+def layers_of(model: nn.Module) -> list[FusedLayer]:
+    return [one for one in model.modules() if isinstance(one, FusedLayer)]
+
+
 def assert_twins(model: nn.Module, other: nn.Module, **tolerance) -> None:
     """Both compute the same losses and gradients, of the same parameters."""
-    first, second = gradients(model), gradients(other)
-    assert first.keys() == second.keys()
-    for name in first:
-        torch.testing.assert_close(
-            first[name], second[name], msg=lambda why, at=name: f"{at}: {why}", **tolerance
-        )
+    tolerance = tolerance or {"rtol": 0, "atol": 0}
+    assert_same_gradients(gradients(other), gradients(model), **tolerance)
 
 
 def test_copies(model):
-    assert_twins(model, copy.deepcopy(model), rtol=0, atol=0)
-    assert_twins(model, pickle.loads(pickle.dumps(model)), rtol=0, atol=0)
+    assert_twins(model, copy.deepcopy(model))
+    assert_twins(model, pickle.loads(pickle.dumps(model)))
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
-    assert_twins(model, torch.load(file, weights_only=False), rtol=0, atol=0)
+    assert_twins(model, torch.load(file, weights_only=False))
 
 
 def test_state_dicts_go_both_ways(model):
-    again = fused(made(MAKERS["llama"], seed=5))
+    again = fused(made("llama", seed=5))
     again.load_state_dict(model.state_dict())
-    assert_twins(model, again, rtol=0, atol=0)
-    plain = made(MAKERS["llama"], seed=5)
-    plain.load_state_dict(float_state_dict(model))
-    fresh = fused(made(MAKERS["llama"], seed=6))
-    fresh.load_state_dict(plain.state_dict())
+    assert_twins(model, again)
+    floats = made("llama", seed=5)
+    floats.load_state_dict(float_state_dict(model))
+    fresh = fused(made("llama", seed=6))
+    fresh.load_state_dict(floats.state_dict())
     present = BATCH["attention_mask"].bool()
-    assert decibels(plain(**BATCH).logits[present], fresh(**BATCH).logits[present]) > 20
+    assert decibels(floats(**BATCH).logits[present], fresh(**BATCH).logits[present]) > 20
     with pytest.raises(RuntimeError, match="self_attn_qkv_weight_clip"):
-        plain.load_state_dict(model.state_dict())
+        floats.load_state_dict(model.state_dict())
 
 
 def test_a_conversion_that_fails_leaves_the_model_as_it_was(monkeypatch):
     """Also where queries, keys and values lie, and what transformers reads of the model."""
-    model, names = made(MAKERS["llama"]), []
+    model, names = made("llama"), []
     plain = [(type(one), vars(one).keys()) for one in model.modules()]
     state, places = model.state_dict(), [one.data_ptr() for one in model.parameters()]
 
@@ -111,7 +119,7 @@ def test_it_comes_back(model):
     assert any(key.endswith("self_attn_qkv_weight_clip") for key in keys)
     lsq.revert(model)
     assert type(model.model.layers[0]) is transformers.models.llama.modeling_llama.LlamaDecoderLayer
-    assert model.state_dict().keys() == made(MAKERS["llama"]).state_dict().keys()
+    assert model.state_dict().keys() == made("llama").state_dict().keys()
     assert not vars(model.model.layers[0]).keys() & set(ProgramModule.STATE)
     assert model._no_split_modules == {"LlamaDecoderLayer"}
     loss(model).backward()
@@ -143,12 +151,12 @@ def test_a_frozen_model_gives_gradients_to_its_input(model):
 def test_on_the_meta_device():
     torch.manual_seed(1)
     with torch.device("meta"):
-        model = MAKERS["llama"]()
+        model = plain("llama")
     lsq.convert(model)
     model.to_empty(device="cpu")
-    model.load_state_dict(made(MAKERS["llama"]).state_dict(), strict=False)
-    model.model.rotary_emb = MAKERS["llama"]().model.rotary_emb
-    expected = fused(made(MAKERS["llama"]))
+    model.load_state_dict(made("llama").state_dict(), strict=False)
+    model.model.rotary_emb = plain("llama").model.rotary_emb
+    expected = fused(made("llama"))
     assert_twins(expected, model.train(), rtol=1e-4, atol=1e-6)
 
 
@@ -158,18 +166,9 @@ def test_torch_compile(model):
     torch.testing.assert_close(loss(compiled), loss(model))
 
 
-def test_another_model_loads_and_saves(model, tmp_path):
-    model.save_pretrained(tmp_path, state_dict=float_state_dict(model))
-    again, information = type(model).from_pretrained(tmp_path, output_loading_info=True)
-    assert not any(information.values()), information
-    assert again.config.architectures == ["LlamaForCausalLM"]
-    for name, value in float_state_dict(model).items():
-        assert torch.equal(again.state_dict()[name], value)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_dtypes(dtype):
-    plain = made(MAKERS["qwen2"])
+    plain = made("qwen2")
     model = fused(plain).to(dtype)
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
         output = model(**BATCH)
@@ -185,9 +184,7 @@ def test_dtypes(dtype):
 
 def test_layers_that_have_no_program_stay():
     def report_of(**changes) -> str:
-        return str(
-            lsq.convert(transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE | changes)))
-        )
+        return str(lsq.convert(plain("llama", **changes)))
 
     assert "not fused: its activation is Tanh; there are relu" in report_of(hidden_act="tanh")
     report = report_of(intermediate_size=72)
@@ -195,7 +192,7 @@ def test_layers_that_have_no_program_stay():
         report.endswith("not fused: its mlp.gate_proj is left")
         and report.count("72 outputs: int8 products") == 2
     )
-    model = made(MAKERS["llama"])
+    model = made("llama")
     report = lsq.convert(model, skip="layers.0.mlp.up_proj")
     assert report.fused == ("model.layers.1",)
     assert "skip names it" in str(report)
@@ -205,20 +202,20 @@ def test_layers_that_have_no_program_stay():
 
 
 def test_in_float_mode_layers_alone_are_fused():
-    model = made(MAKERS["llama"])
+    model = made("llama")
     report = lsq.convert(model, QuantConfig(mode="float"))
     assert len(report.fused) == 2
     assert report.left == {"lm_head": "mode is 'float', in which nothing is rounded"}
-    skipping = lsq.convert(made(MAKERS["llama"]), QuantConfig(mode="float"), skip="layers.0.mlp")
+    skipping = lsq.convert(made("llama"), QuantConfig(mode="float"), skip="layers.0.mlp")
     assert skipping.fused == ("model.layers.1",)
     with pytest.raises(ValueError, match="has no linear layer to convert"):
-        lsq.convert(made(MAKERS["llama"]), QuantConfig(mode="float"), fused=False)
+        lsq.convert(made("llama"), QuantConfig(mode="float"), fused=False)
 
 
 def test_memory_is_planned(model):
     twin = copy.deepcopy(model)
     plan_memory(twin, functools.partial(loss, twin))
-    assert_twins(model, twin, rtol=0, atol=0)
+    assert_twins(model, twin)
     release_memory(twin)
 
 
@@ -230,21 +227,16 @@ def test_one_word_and_no_words(model):
 
 
 def test_decoding_in_training_mode():
-    model = made(MAKERS["llama"])
+    model = made("llama")
     mine = fused(model, QuantConfig(mode="float"))
-    assert torch.equal(
-        *(
-            one.generate(words(2, 5), max_new_tokens=6, do_sample=False, eos_token_id=-1)
-            for one in (model, mine)
-        )
-    )
+    options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": -1}
+    assert torch.equal(*(one.generate(words(2, 5), **options) for one in (model, mine)))
     with torch.no_grad():
         begun = mine.eval()(words(2, 5), use_cache=True).past_key_values
     mine.train()
     found = mine(words(2, 1), past_key_values=copy.deepcopy(begun)).logits
-    torch.testing.assert_close(
-        found, model(words(2, 1), past_key_values=begun).logits, rtol=1e-4, atol=1e-5
-    )
+    expected = model(words(2, 1), past_key_values=begun).logits
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     unfilled = mine(words(2, 5), use_cache=True).past_key_values
     with pytest.raises(ValueError, match="does not fill it"):
         mine(words(2, 1), past_key_values=unfilled)
@@ -252,7 +244,7 @@ def test_decoding_in_training_mode():
 
 def test_threads_that_decode_with_one_model(model):
     loss(model)
-    layer = next(one for one in model.eval().modules() if isinstance(one, FusedLayer))
+    layer = layers_of(model.eval())[0]
     before = dict(layer.named_parameters())
     entered, leave = threading.Event(), threading.Event()
 
@@ -274,7 +266,7 @@ def test_threads_that_decode_with_one_model(model):
 
 def test_weights_changed_unseen_are_rounded_again(model):
     loss(model)
-    layer = next(one for one in model.eval().modules() if isinstance(one, FusedLayer))
+    layer = layers_of(model.eval())[0]
 
     def rounded():
         with torch.no_grad(), layer.rounded.within(layer):
@@ -294,15 +286,13 @@ def write(model):
 
 def test_what_another_process_writes_is_used(model):
     model.eval().share_memory()
-    before = loss(model).item(), [one.detach().clone() for one in model.parameters()]
+    before = loss(model).item()
+    values = [1.5 * one.detach() for one in model.parameters()]
     process = torch.multiprocessing.get_context("fork").Process(target=write, args=(model,))
     process.start()
     process.join(60)
-    assert all(
-        torch.equal(one, 1.5 * then)
-        for one, then in zip(model.parameters(), before[1], strict=True)
-    )
-    assert loss(model).item() != before[0]
+    assert all(map(torch.equal, model.parameters(), values))
+    assert loss(model).item() != before
 
 
 def test_pruning_inside_a_layer_is_refused(model):
@@ -315,9 +305,7 @@ def test_pruning_inside_a_layer_is_refused(model):
 
 
 def test_attention_that_is_not_causal_is_not_fused():
-    report = lsq.convert(
-        transformers.LlamaModel(transformers.LlamaConfig(**SHAPE, is_causal=False))
-    )
+    report = lsq.convert(plain("llama", "Model", is_causal=False))
     assert {one.reason for one in report.whole} == {"its attention is not causal"}
 
 
@@ -351,7 +339,7 @@ def test_evaluation_draws_no_random_numbers(model):
 @pytest.mark.parametrize("trained", [False, True])
 def test_evaluation_with_gradients_computes_the_same(trained):
     """Notebooks leave torch.no_grad() away, and models fill a cache by default."""
-    model, ids = fused(made(MAKERS["llama"])), BATCH["input_ids"][:1]
+    model, ids = fused(made("llama")), BATCH["input_ids"][:1]
     if trained:
         loss(model).backward()
     model.eval()
@@ -384,11 +372,11 @@ def test_clips_follow_weights_in_a_layers_own_pass(model, grad):
     model.eval()
     before = own_pass()
     with torch.no_grad():
-        for layer in (module for module in model.modules() if isinstance(module, FusedLayer)):
+        for layer in layers_of(model):
             layer.self_attn.o_proj.weight.mul_(4)
     after = own_pass()
     assert after != before
-    for layer in (module for module in model.modules() if isinstance(module, FusedLayer)):
+    for layer in layers_of(model):
         assert torch.equal(
             layer.self_attn_out_weight_clip, layer.self_attn.o_proj.weight.abs().amax(dim=1)
         )
@@ -400,10 +388,8 @@ def test_clips_follow_weights_in_a_layers_own_pass(model, grad):
 def test_the_cache_has_either_name_of_transformers(model, name):
     """From 5.24 on it is `cache`."""
     llama = model.eval().model
-    cache, x = (
-        transformers.DynamicCache(config=model.config),
-        torch.randn(2, 5, llama.config.hidden_size),
-    )
+    cache = transformers.DynamicCache(config=model.config)
+    x = torch.randn(2, 5, llama.config.hidden_size)
     with torch.no_grad():
         rotation = llama.rotary_emb(x, torch.arange(5)[None])
         whole = llama.layers[0](x, position_embeddings=rotation)

@@ -1,11 +1,11 @@
-"""Which layers are chosen, and the reasons that are told for the others."""
+"""Which layers are chosen, the reasons why the others are not, and the report of both."""
 
 import pytest
 import torch
 from torch import nn
 
 from lsq.config import QuantConfig
-from lsq.models.selection import conversions
+from lsq.models.selection import Layer, Report, Stack, conversions
 from tests.models.models import Model, model
 
 
@@ -138,3 +138,63 @@ def test_narrow_layers_on_demand():
 def test_a_module_that_is_there_twice_is_one_layer():
     block = Model().blocks[0]
     assert chosen(nn.ModuleList([block, block])) == {"0.up", "0.mix", "0.down"}
+
+
+# The report
+
+
+def test_layers_of_one_kind_share_a_line():
+    layers = [
+        *(
+            Layer(name=f"h.{number}.up", inputs=64, outputs=256, reason=None)
+            for number in range(12)
+        ),
+        Layer(name="h2.up", inputs=64, outputs=64, reason=None),
+        Layer(name="head", inputs=64, outputs=1000, reason="skip names it"),
+    ]
+    report = Report(layers=tuple(layers))
+    assert str(report) == repr(report)
+    assert str(report).splitlines() == [
+        "13 of 14 linear layers run in int8, 200,704 of their 264,704 weights (75.8%):",
+        "    12 × h.*.up  64 → 256",
+        "     1 × h2.up   64 → 64",
+        "left as they are:",
+        "     1 × head  64 → 1000  skip names it",
+    ]
+    assert report.converted == (*(f"h.{number}.up" for number in range(12)), "h2.up")
+    assert report.left == {"head": "skip names it"}
+
+
+def test_adapters_share_a_line():
+    sizes, reason = ((64, 8), (8, 64)), "8 {}: narrower than 64 gains nothing (minimum_width)"
+    adapters = [
+        Layer(
+            name=f"h.{number}.q.lora_{letter}.default",
+            inputs=inputs,
+            outputs=outputs,
+            adapter=True,
+            reason=reason.format("outputs" if letter == "A" else "inputs"),
+        )
+        for number in range(3)
+        for letter, (inputs, outputs) in zip("AB", sizes, strict=True)
+    ]
+    assert str(Report(layers=tuple(adapters))).splitlines()[1:] == [
+        "left as they are:",
+        "     6 × PEFT's adapters    narrower than 64 gains nothing (minimum_width)",
+    ]
+
+
+def test_stacks_and_unknown_layers():
+    layer = Layer(name="up", inputs=64, outputs=64, reason=None)
+    stacks = tuple(Stack(name=f"h.{number}.experts.up", shape=(4, 256, 64)) for number in range(2))
+    assert str(Report(layers=(layer,), stacks=stacks, unknown="SomeModel")).splitlines()[2:] == [
+        "stacks of weights, which stay floats:",
+        "     2 × h.*.experts.up  4 × 256 × 64  65,536 weights",
+        "whole layers: none of SomeModel is one that lsq knows; linear layers run one by one",
+    ]
+
+
+def test_small_reports():
+    assert str(Report(layers=())) == "0 of 0 linear layers run in int8:"
+    layer = Layer(name="", inputs=64, outputs=64, reason=None)
+    assert "the model itself  64 → 64" in str(Report(layers=(layer,)))

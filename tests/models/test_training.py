@@ -11,11 +11,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import lsq
-from lsq.optim import Adam
 from lsq.run.backends import CPU
 from tests.constants import quant_with
 from tests.layers.shapes import decibels
-from tests.models.models import WIDTH, loss_of, model, tokens
+from tests.models.models import loss_of, model, tokens
 from tests.sampling import first
 
 QUANT = quant_with(calibration_passes=0)
@@ -77,12 +76,6 @@ def test_empty_batches(shape, trained):
 def test_a_transposed_input():
     layer, x = linear(), torch.randn(64, 5, 3)
     assert torch.equal(layer.eval()(x.permute(2, 1, 0)), layer(x.permute(2, 1, 0).contiguous()))
-
-
-@pytest.mark.parametrize("shape", [(5, 63), (64, 5), ()])
-def test_another_width_is_refused(shape):
-    with pytest.raises(ValueError, match=r"it must be \[..., 64\]"):
-        linear()(torch.randn(shape))
 
 
 # Dtypes
@@ -163,11 +156,9 @@ def test_what_is_wanted_is_what_it_always_was(name, frozen):
         }
 
     expected = gradients()
-    for one in frozen:
-        if one != "x":
-            getattr(layer, one).requires_grad = False
-    found = gradients()
-    for one, gradient in found.items():
+    for one in set(frozen) - {"x"}:
+        getattr(layer, one).requires_grad = False
+    for one, gradient in gradients().items():
         if one in frozen:
             assert gradient is None
         else:
@@ -257,19 +248,3 @@ def test_compiled():
     for (name, one), other in zip(eager.named_parameters(), twin.parameters(), strict=True):
         assert one.grad is None or torch.equal(one.grad, other.grad), name
     torch.compiler.reset()
-
-
-def test_lsqs_own_optimizer_trains_them():
-    whole = model()
-    lsq.convert(whole)
-    optimizer = Adam(whole.parameters(), lr=1e-2)
-    losses = []
-    for _ in range(12):
-        loss = loss_of(whole(tokens()))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    assert losses[-1] < 0.5 * losses[0]
-    up = whole.blocks[0].up
-    assert torch.equal(up.eval()(torch.ones(1, WIDTH)), copy.deepcopy(up)(torch.ones(1, WIDTH)))

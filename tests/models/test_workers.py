@@ -1,10 +1,6 @@
 """Converted models in several processes: DistributedDataParallel, and FSDP2 with checkpoints of its
 shards."""
 
-import tempfile
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 import torch
 from torch import distributed, nn
@@ -20,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import lsq
 from tests.constants import quant_with
 from tests.dist.processes import run
+from tests.models import zoo
 from tests.models.models import Model, loss_of, model, tokens
 
 QUANT = quant_with(backward="float", clip_step=0.01, calibration_passes=2)
@@ -56,32 +53,50 @@ def alike(found: dict, expected: dict) -> None:
         )
 
 
-def parallel(rank: int) -> dict[str, torch.Tensor]:
-    made = converted()
-    made.score.requires_grad_(False)  # which no batch reaches
-    trained(DistributedDataParallel(made))
+LLAMAS = zoo.right_padded((9, 9, 9))
+
+
+def llama(seed: int = 1) -> nn.Module:
+    return zoo.fused(zoo.made("qwen3", seed=seed), QUANT)
+
+
+def trained_llama(model: nn.Module, steps: int = 2) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(steps):
+        torch.manual_seed(step)
+        model(**LLAMAS).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def parallel(rank: int, fused: bool) -> dict[str, torch.Tensor]:
+    made = llama() if fused else converted()
+    if not fused:
+        made.score.requires_grad_(False)  # which no batch reaches
+    (trained_llama if fused else trained)(DistributedDataParallel(made))
     return whole(made)
 
 
 @pytest.mark.thorough
-def test_distributed_data_parallel():
-    expected = converted()
-    trained(expected)
-    for found in run(parallel, 2):
+@pytest.mark.parametrize("fused", [False, True])
+def test_distributed_data_parallel(fused):
+    expected = llama() if fused else converted()
+    (trained_llama if fused else trained)(expected)
+    for found in run(parallel, 2, fused):
         alike(found, whole(expected))
 
 
 def shard(model: nn.Module, **options) -> nn.Module:
-    for block in model.blocks:
+    for block in model.blocks if isinstance(model, Model) else model.model.layers:
         fully_shard(block, **options)
     return fully_shard(model, **options)
 
 
-def saved_and_loaded(
-    made: nn.Module, other: nn.Module, train: Callable, folder: str
-) -> list[dict[str, torch.Tensor]]:
+def sharded(rank: int, folder: str, fused: bool) -> list[dict[str, torch.Tensor]]:
     """States of a sharded model that has trained, of another that loads its checkpoint, and of both
     a step later."""
+    make, train = (llama, trained_llama) if fused else (converted, trained)
+    made, other = shard(make()), shard(make(5))
     train(made)
     checkpoint.save(get_model_state_dict(made), checkpoint_id=folder)
     state = get_model_state_dict(other)
@@ -95,28 +110,18 @@ def saved_and_loaded(
     return found
 
 
-def sharded(rank: int, folder: str) -> list[dict[str, torch.Tensor]]:
-    return saved_and_loaded(shard(converted()), shard(converted(5)), trained, folder)
-
-
-def assert_shards_go_on(function: Callable, expected: nn.Module, train: Callable) -> None:
-    """What two processes of `saved_and_loaded` find is what `expected` is in one, without
-    shards."""
+@pytest.mark.parametrize("fused", [False, pytest.param(True, marks=pytest.mark.thorough)])
+def test_fully_shard_and_a_checkpoint_of_its_shards(fused, tmp_path):
+    make, train = (llama, trained_llama) if fused else (converted, trained)
+    expected = make()
     train(expected)
     before = whole(expected)
     train(expected, 1)
-    with tempfile.TemporaryDirectory() as folder:
-        for first, loaded, after, after_loaded in run(
-            function, 2, str(Path(folder) / "checkpoint")
-        ):
-            alike(first, before)
-            alike(loaded, first)
-            alike(after, whole(expected))
-            alike(after_loaded, after)
-
-
-def test_fully_shard_and_a_checkpoint_of_its_shards():
-    assert_shards_go_on(sharded, converted(), trained)
+    for first, loaded, after, after_loaded in run(sharded, 2, str(tmp_path / "checkpoint"), fused):
+        alike(first, before)
+        alike(loaded, first)
+        alike(after, whole(expected))
+        alike(after_loaded, after)
 
 
 def from_meta(rank: int) -> list[dict[str, torch.Tensor]]:

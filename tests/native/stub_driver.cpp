@@ -1,4 +1,5 @@
-// A libcuda whose launches do nothing but count, or fail when told to: what a launch costs on the host.
+// A libcuda whose launches do nothing but count, or fail when told to: what a launch costs on the
+// host.
 #define API extern "C" __attribute__((visibility("default")))
 
 static long launches = 0;
@@ -18,10 +19,13 @@ API int cuStreamWaitEvent(void*, void*, unsigned) { return 0; }
 API int cuStreamIsCapturing(void*, int* capturing) { return *capturing = 0; }
 API int cuModuleLoadData(void** module, const void*) { return *module = &launches, 0; }
 API int cuModuleUnload(void*) { return 0; }
-API int cuModuleGetFunction(void** function, void*, const char*) { return *function = &launches, 0; }
+API int cuModuleGetFunction(void** function, void*, const char*) {
+    return *function = &launches, 0;
+}
 API int cuFuncGetAttribute(int* value, int, void*) { return *value = 0; }
 API int cuFuncSetAttribute(void*, int, int) { return 0; }
-API int cuLaunchKernel(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void** values, void**) {
+API int cuLaunchKernel(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
+                       void*, void** values, void**) {
     launches += *static_cast<long*>(values[0]) != 0;
     return status_of_launches;
 }

@@ -39,10 +39,8 @@ def test_what_spills_is_reported(tmp_path):
     source.write_text(
         'extern "C" __global__ void __launch_bounds__(1024) hungry(float* x) {\n'
         "    float held[96];\n#pragma unroll\n    for (int i = 0; i < 96; ++i) held[i] = x[i * 1024"
-        " + threadIdx.x];\n"
-        "    __syncthreads();\n#pragma unroll\n"
-        "    for (int i = 0; i < 96; ++i) x[i * 1024 + threadIdx.x] = held[i] * held[(i * 7) %"
-        " 96];\n}\n"
+        " + threadIdx.x];\n    __syncthreads();\n#pragma unroll\n    for (int i = 0; i < 96; ++i)"
+        " x[i * 1024 + threadIdx.x] = held[i] * held[(i * 7) % 96];\n}\n"
     )
     taken = compiler.compile_kernels(str(source), (), "sm_90a").resources["hungry"]
     assert taken.registers <= 64 and taken.spill_bytes > 0

@@ -92,14 +92,11 @@ def test_a_field_that_no_struct_can_have_is_refused_by_name(base, field, message
 
 def test_fields_come_first_and_marked_properties_after_them():
     tree = ast.parse(
-        "class Scale(Operation):\n"
-        "    x: In[Activations]\n    how: Host[str]\n    times: float = 2.0\n    out: Out[Floats] |"
-        " None\n"
-        "    @property\n    def unseen(self): ...\n"
-        "    @size\n    def rows(self): ...\n    columns = extent(1, 'x')\n    unit = 3\n"
-        "    @factor\n    def keep(self): ...\n"
-        "class Mode(IntEnum):\n    slow = 0\n    fast = 1\n"
-        "class Other(object):\n    x: int\n"
+        "class Scale(Operation):\n    x: In[Activations]\n    how: Host[str]\n    times: float ="
+        " 2.0\n    out: Out[Floats] | None\n    @property\n    def unseen(self): ...\n    @size\n  "
+        "  def rows(self): ...\n    columns = extent(1, 'x')\n    unit = 3\n    @factor\n    def"
+        " keep(self): ...\nclass Mode(IntEnum):\n    slow = 0\n    fast = 1\nclass Other(object):\n"
+        "    x: int\n"
     )
     scale, mode = declarations._declared(tree)
     assert [(field.name, field.kind, field.derived) for field in scale.fields] == [

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lsq.layers import TransformerDecoderLayer, programs
-from lsq.native import loader, shared_library, sources
+from lsq.native import loader, sources
 from lsq.program.samples import Sampler
 from tests.layers.examples import SENTENCES, SOURCE, mode_on
 from tests.layers.oracle import assert_same_codes, recorded
@@ -128,7 +128,7 @@ def test_arguments_are_converted():
 
 def test_a_loop_that_nobody_wrote_is_named():
     with pytest.raises(
-        shared_library.LibraryError, match="no lsq_round_pairs; write it in lsq/csrc/cpu, or take"
+        sources.LibraryError, match="no lsq_round_pairs; write it in lsq/csrc/cpu, or take"
     ):
         loader.call("lsq_round_pairs")
 

@@ -56,7 +56,7 @@ def test_sums_are_exact(library, instructions, monkeypatch):
     for (rows, columns, inner), (a_lies, b_lies) in itertools.product(SIZES, TRANSPOSED):
         a, b = codes(rows, inner, a_lies), codes(columns, inner, b_lies)
         memory = aligned(tiles.packed_bytes(columns, inner))
-        product = TileProduct.of(a, b, instructions, 0, memory)
+        product = TileProduct.of(a, b, instructions, memory)
         out = torch.full((rows, columns), 7, dtype=torch.int32)
         library.lsq_pack_columns(product.packed)
         for first in range(0, rows, 32):
@@ -74,9 +74,8 @@ def test_the_largest_codes_do_not_overflow():
         torch.full((32, 1024), -127, dtype=torch.int8),
     )
     for instructions in tiles.usable():
-        product = TileProduct.of(
-            a, b, instructions, 0, memory := aligned(tiles.packed_bytes(32, 1024))
-        )
+        memory = aligned(tiles.packed_bytes(32, 1024))
+        product = TileProduct.of(a, b, instructions, memory)
         out = torch.empty(32, 32, dtype=torch.int32)
         loader.call("lsq_pack_columns", product)
         loader.call("lsq_multiply_block", product, 0, 32, out)

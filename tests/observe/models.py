@@ -79,3 +79,23 @@ def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(
         model(tokens[:, :-1]).float().flatten(0, 1), tokens[:, 1:].flatten()
     )
+
+
+def train(
+    model, monitor=None, steps=1, *, first=0, passes=1, rank=0, parameters=None
+) -> list[float]:
+    """Losses of steps from `first` on, on batches of their own in each process."""
+    parameters = model.parameters() if parameters is None else parameters
+    optimizer = torch.optim.AdamW([one for one in parameters if one.requires_grad], lr=3e-3)
+    losses = []
+    for step in range(first, first + steps):
+        torch.manual_seed(step)
+        for number in range(passes):
+            loss = loss_of(model, batch(10 * rank + passes * step + number))
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        if monitor is not None:
+            monitor.step()
+    return losses

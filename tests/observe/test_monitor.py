@@ -15,30 +15,14 @@ from lsq.config import LayerConfig
 from lsq.layers import QuantizedLinear, TransformerLanguageModel
 from lsq.layers.memory import plan_memory
 from lsq.models import float_state_dict
-from lsq.observe import Bounds, Reading
+from lsq.observe import Bounds
 from lsq.observe.noise import QUANTITIES
 from tests.constants import quant_with
-from tests.observe.models import batch, converted, gated_model, loss_of
+from tests.observe.models import batch, converted, gated_model, loss_of, train
 
 ALL_BELOW = Bounds(**dict.fromkeys(QUANTITIES, math.inf))
 NONE_BELOW = Bounds(**dict.fromkeys(QUANTITIES, -math.inf))
 DOWN = "blocks.1.down"
-
-
-def train(model: nn.Module, monitor, steps: int, first: int = 0, passes: int = 1) -> list[float]:
-    optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=3e-3)
-    losses = []
-    for step in range(first, first + steps):
-        torch.manual_seed(step)
-        for number in range(passes):
-            loss = loss_of(model, batch(passes * step + number))
-            loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-        if monitor is not None:
-            monitor.step()
-    return losses
 
 
 def fallen_model(*names: str) -> nn.Module:
@@ -64,14 +48,36 @@ def test_outliers_of_a_gated_block_are_caught(caplog):
     assert record.message.endswith("by 2 looks in a row; it goes on in floats, as 1 of 7 modules")
 
 
-def test_a_model_without_outliers_stays_as_it_is(caplog):
-    model = converted()
-    monitor = lsq.monitor(model, every=2)
+class Writer:
+    def __init__(self):
+        self.figures = {}
+
+    def add_scalar(self, tag, value, step):
+        self.figures[tag, step] = value
+
+
+def test_a_model_without_outliers_trains_as_unwatched(caplog):
+    """It stays as it is; every reading is in the table, and written."""
+    model, plain, writer = converted(), converted(), Writer()
+    monitor = lsq.monitor(model, every=4, writer=writer)
+    assert str(monitor) == repr(monitor)
+    assert str(monitor) == (
+        "no reading yet: the next look is at step 4, and 0 are made\n0 of 7 modules go on in floats"
+    )
     with caplog.at_level(logging.WARNING, "lsq"):
-        train(model, monitor, 16)
+        assert train(model, monitor, 9) == train(plain, None, 9)
     assert not monitor.in_floats and not caplog.records
     assert len(monitor.readings) == 7
     assert all(set(one.values()) == set(QUANTITIES) for one in monitor.readings.values())
+    lines = str(monitor).split("\n")
+    names = ["blocks.*.gate", "blocks.*.up", "blocks.*.down", "head", "0"]
+    assert [line.split()[0] for line in lines[1:]] == names
+    least = min(monitor.readings[f"blocks.{number}.up"].output for number in range(2))
+    assert f"{least:.1f}" in lines[2]
+    assert {step for _, step in writer.figures} == {4, 8}
+    assert writer.figures["signal_to_noise/modules_in_floats", 8] == 0
+    assert writer.figures[f"signal_to_noise/output/{DOWN}", 4] > 10
+    assert len(writer.figures) == 2 * (7 * 3 + 1)
 
 
 def test_only_warned_once(caplog):
@@ -100,48 +106,41 @@ def test_patience_wants_looks_in_a_row():
     assert not monitor.readings
 
 
-def test_the_table():
-    model = converted()
-    monitor = lsq.monitor(model, every=1)
-    first = (
-        "no reading yet: the next look is at step 1, and 0 are made\n0 of 7 modules go on in floats"
-    )
-    assert str(monitor) == repr(monitor) == first
-    train(model, monitor, 1)
-    lines = str(monitor).split("\n")
-    assert [line.split()[0] for line in lines[1:]] == [
-        "blocks.*.gate",
-        "blocks.*.up",
-        "blocks.*.down",
-        "head",
-        "0",
-    ]
-    least = min(monitor.readings[f"blocks.{number}.up"].output for number in range(2))
-    assert f"{least:.1f}" in lines[2]
+def test_outliers_in_a_fused_layer_are_caught():
+    made = pytest.importorskip("tests.models.zoo").made
 
+    def llama(*spikes: float) -> nn.Module:
+        """With outliers in the feed-forward blocks of its layers; the same function of floats."""
+        model = made("llama")
+        with torch.no_grad():
+            for layer, spike in zip(model.model.layers, spikes, strict=True):
+                layer.mlp.up_proj.weight[:3] *= spike
+                layer.mlp.down_proj.weight[:, :3] /= spike
+        lsq.convert(model)
+        return model
 
-def test_a_writer_gets_every_reading():
-    class Writer:
-        figures = {}
-
-        def add_scalar(self, tag, value, step):
-            self.figures[tag, step] = value
-
-    model = converted()
-    train(model, lsq.monitor(model, every=3, patience=1, bounds=ALL_BELOW, writer=Writer()), 4)
-    assert {step for _, step in Writer.figures} == {3}
-    assert Writer.figures["signal_to_noise/modules_in_floats", 3] == 7
-    assert Writer.figures[f"signal_to_noise/output/{DOWN}", 3] > 10
-    assert len(Writer.figures) == 7 * 3 + 1
+    model, fresh = llama(1.0, 1000.0), llama(1.0, 1.0)
+    monitor = lsq.monitor(model, every=2)
+    losses = train(lambda x: model(x).logits, monitor, 14, parameters=model.parameters())
+    assert monitor.in_floats == ("model.layers.1",)
+    assert set(monitor.readings) == {"model.layers.0", "lm_head"}
+    assert losses[-1] < losses[0]
+    layer, tokens = model.model.layers[1], batch()[:2]
+    model.eval()
+    with torch.no_grad():
+        found = model(tokens).logits
+        own = layer.float_class.forward
+        layer.forward = lambda *arguments, **options: own(layer, *arguments, **options)
+        torch.testing.assert_close(model(tokens).logits, found, rtol=1e-3, atol=1e-3)
+        del layer.forward
+        generated = model.generate(tokens[:, :5], max_new_tokens=4, do_sample=False)
+        assert generated.shape == (2, 9)
+        fresh.load_state_dict(model.state_dict())
+        assert lsq.monitor(fresh).in_floats == monitor.in_floats
+        torch.testing.assert_close(fresh.eval()(tokens).logits, found, rtol=1e-5, atol=1e-5)
 
 
 # When it looks
-
-
-def test_looking_disturbs_nothing():
-    watched, plain = converted(), converted()
-    losses = train(watched, lsq.monitor(watched, every=1), 5)
-    assert losses == train(plain, None, 5)
 
 
 def test_looks_are_every_so_many_steps_at_training_alone():
@@ -297,16 +296,12 @@ def test_a_module_in_floats_is_the_float_layer(dtype):
     assert layer(torch.randn(0, 128)).shape == (0, 64)
 
 
-def test_clips_of_a_module_in_floats_stay():
+def test_clips_of_a_module_in_floats_stay_until_it_is_reverted():
     model = fallen_model(DOWN)
     before = {name: clip.clone() for name, clip in model.get_submodule(DOWN).clips().items()}
     train(model, None, 5)
     for name, clip in model.get_submodule(DOWN).clips().items():
         assert torch.equal(clip, before[name])
-
-
-def test_reverting_a_model_with_a_module_in_floats():
-    model = fallen_model(DOWN)
     expected = float_state_dict(model)
     lsq.revert(model)
     assert model.state_dict().keys() == expected.keys()
@@ -375,25 +370,26 @@ def test_copies_are_in_floats_and_not_watched():
 # Mistakes
 
 
-def test_a_model_without_int8_is_refused():
-    with pytest.raises(
-        ValueError, match="GatedModel has no module that computes in int8; call lsq.convert"
-    ):
-        lsq.monitor(gated_model())
-
-
-@pytest.mark.parametrize("name", ["every", "rows", "patience"])
-def test_numbers_are_checked(name):
-    with pytest.raises(ValueError, match=f"{name} is 0; it must be a whole number above 0"):
-        lsq.monitor(converted(), **{name: 0})
-
-
-def test_another_state_is_refused():
-    with pytest.raises(
-        ValueError, match="the state has 'step'; a monitor's has 'steps' and 'strikes'"
-    ):
-        lsq.monitor(converted()).load_state_dict({"step": 1})
-
-
-def test_readings_are_plain():
-    assert Reading(output=1.0) == Reading(output=1.0, input_gradient=None, weight_gradient=None)
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: lsq.monitor(gated_model()),
+            "GatedModel has no module that computes in int8; call lsq.convert",
+        ),
+        (
+            lambda: lsq.monitor(converted()).load_state_dict({"step": 1}),
+            "the state has 'step'; a monitor's has 'steps' and 'strikes'",
+        ),
+        *(
+            (
+                lambda name=name: lsq.monitor(converted(), **{name: 0}),
+                f"{name} is 0; it must be a whole number above 0",
+            )
+            for name in ("every", "rows", "patience")
+        ),
+    ],
+)
+def test_mistakes(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

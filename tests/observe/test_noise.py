@@ -17,7 +17,6 @@ from lsq.layers import (
     VocabularyProjection,
 )
 from lsq.observe.noise import LEAST, MOST, QUANTITIES, Bounds, Reading, Sample, decibels
-from lsq.run.executor import Execution
 
 
 def test_decibels_of_even_noise():
@@ -124,10 +123,15 @@ def linear(**options) -> QuantizedLinear:
     ("rows", "taken"), [(5, [0, 4, 9, 13, 18]), (23, list(range(23))), (99, list(range(23)))]
 )
 def test_rows_of_a_projection_are_from_all_over(rows, taken):
-    x = torch.randn(23, 48)
-    ((sample, _),) = samples_of(linear(), x.requires_grad_(), rows=rows)
+    """Copies of what the batch brings, which may be gone when it goes back; not of codes."""
+    layer, x = linear(), torch.randn(23, 48)
+    ((sample, _),) = samples_of(layer, x.requires_grad_(), rows=rows)
+    tensors = sample.tensors
     assert sample.rows.tolist() == taken
-    assert torch.equal(sample.tensors["x"], x[taken])
+    assert torch.equal(tensors["x"], x[taken]) and tensors["x"].data_ptr() != x.data_ptr()
+    assert tensors["input_clip"].data_ptr() != layer.input_clip.data_ptr()
+    codes = layer.weight_state.kept["weight.codes"]
+    assert tensors["weight.codes"].data_ptr() == codes.data_ptr()
 
 
 def test_a_sample_computes_what_the_pass_did():
@@ -214,7 +218,7 @@ def test_what_is_read_is_the_noise(monkeypatch):
     assert sample.reading(gradients).output == pytest.approx(-10 * share.log10().item(), abs=0.01)
 
 
-def test_what_needs_no_gradient_has_no_reading():
+def test_what_has_no_gradient_has_no_reading():
     layer = linear()
     ((sample, gradients),) = samples_of(layer, torch.randn(9, 48))
     assert set(sample.reading(gradients).values()) == {"output", "weight_gradient"}
@@ -222,12 +226,9 @@ def test_what_needs_no_gradient_has_no_reading():
     ((sample, gradients),) = samples_of(layer, torch.randn(9, 48, requires_grad=True))
     assert set(sample.reading(gradients).values()) == {"output", "input_gradient"}
     assert set(sample.reading(None).values()) == {"output"}
-
-
-def test_a_gradient_of_nothing():
     ((sample, _),) = samples_of(linear(), torch.randn(9, 48, requires_grad=True))
-    assert set(sample.reading([None]).values()) == {"output"}
-    assert set(sample.reading([torch.full((9, 64), torch.nan)]).values()) == {"output"}
+    for gradient in (None, torch.full((9, 64), torch.nan)):
+        assert set(sample.reading([gradient]).values()) == {"output"}
 
 
 def test_a_sample_disturbs_nothing():
@@ -249,14 +250,3 @@ def test_a_sample_disturbs_nothing():
             if one.requires_grad
             else one.grad is another.grad is None
         )
-
-
-def test_parts_are_copies():
-    """Of what the batch brings, which may be gone when it goes back; not of codes."""
-    layer, x = linear(), torch.randn(4, 48)
-    ((sample, _),) = samples_of(layer, x.requires_grad_(), rows=99)
-    assert sample.tensors["x"].data_ptr() != x.data_ptr()
-    assert sample.tensors["input_clip"].data_ptr() != layer.input_clip.data_ptr()
-    codes = layer.weight_state.kept["weight.codes"]
-    assert sample.tensors["weight.codes"].data_ptr() == codes.data_ptr()
-    assert isinstance(Execution(sample.program, sample.backend)(sample.tensors)[0], torch.Tensor)

@@ -9,24 +9,10 @@ from torch.nn.parallel import DistributedDataParallel
 import lsq
 from lsq.observe import Bounds
 from tests.dist.processes import run
-from tests.observe.models import batch, converted, loss_of
+from tests.observe.models import converted, train
 from tests.observe.test_monitor import ALL_BELOW
 
 UP = "blocks.0.up"
-
-
-def trained(model, monitor, steps: int, rank: int) -> list[float]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    losses = []
-    for step in range(steps):
-        torch.manual_seed(step)
-        loss = loss_of(model, batch(10 * rank + step))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        monitor.step()
-        losses.append(loss.item())
-    return losses
 
 
 def parallel(rank: int) -> dict:
@@ -40,7 +26,7 @@ def parallel(rank: int) -> dict:
             see(module, program, {**tensors, **rows}, outputs)
 
         monitor._see = noisy
-    losses = trained(DistributedDataParallel(model), monitor, 6, rank)
+    losses = train(DistributedDataParallel(model), monitor, 6, rank=rank)
     return {
         "fallen": monitor.in_floats,
         "readings": {k: one.values() for k, one in monitor.readings.items()},
@@ -64,11 +50,11 @@ def sharded(rank: int) -> dict:
         fully_shard(block)
     fully_shard(model)
     monitor = lsq.monitor(model, every=1, patience=3, bounds=ALL_BELOW)
-    trained(model, monitor, 2, rank)
+    train(model, monitor, 2, rank=rank)
     readings = {name: one.values() for name, one in monitor.readings.items()}
-    trained(model, monitor, 1, rank)
+    train(model, monitor, 1, rank=rank)
     fallen = monitor.in_floats
-    losses = trained(model, monitor, 3, rank)
+    losses = train(model, monitor, 3, rank=rank)
     distributed.barrier()
     return {"readings": readings, "fallen": fallen, "losses": losses}
 
@@ -76,7 +62,7 @@ def sharded(rank: int) -> dict:
 def alone(rank: int) -> dict:
     model = converted()
     monitor = lsq.monitor(model, every=1, bounds=Bounds(), fall_back=False)
-    trained(model, monitor, 2, 0)
+    train(model, monitor, 2)
     return {name: one.values() for name, one in monitor.readings.items()}
 
 

@@ -8,7 +8,7 @@ import torch
 from lsq.ops.gradient_layout import MessageLayout
 from lsq.ops.gradient_messages import Messages, PackGradients, SumMessages, UnpackGradients
 from lsq.program.operation import Operation
-from tests.ops.compare import KEY, empty, on_reference, written
+from tests.ops.compare import empty, on_reference, written
 
 WORST = [math.nan, math.inf, -math.inf]
 
@@ -19,41 +19,16 @@ def gradients(rows: int, values: int, dtype=torch.float32) -> torch.Tensor:
     return (torch.randn(rows, values) * magnitudes).to(dtype)
 
 
-def pack(
-    x: torch.Tensor,
-    layout: MessageLayout,
-    *,
-    stochastic: bool = False,
-    error: bool = False,
-    subsequence: int = 0,
-) -> PackGradients:
+def pack(x: torch.Tensor, layout: MessageLayout) -> PackGradients:
     """The packing of x [R, v]."""
-    return PackGradients(
-        x=x,
-        key=KEY if stochastic else None,
-        subsequence=subsequence,
-        messages=to_write(layout, layout.shards),
-        error=empty(layout.values) if error else None,
-    )
+    return PackGradients(x=x, messages=to_write(layout, layout.shards))
 
 
-def add_up(
-    data: torch.Tensor,
-    layout: MessageLayout,
-    *,
-    out_bits: int = 8,
-    factor: float = 1.0,
-    stochastic: bool = False,
-    subsequence: int = 0,
-) -> SumMessages:
+def add_up(data: torch.Tensor, layout: MessageLayout, *, factor: float = 1.0) -> SumMessages:
     """The sum of messages [N, M] of one shard."""
-    out = MessageLayout.of_shard(layout.length, block=layout.block, bits=out_bits)
+    out = MessageLayout.of_shard(layout.length, block=layout.block)
     return SumMessages(
-        messages=Messages(layout=layout, data=data),
-        factor=factor,
-        key=KEY if stochastic else None,
-        subsequence=subsequence,
-        sum=to_write(out),
+        messages=Messages(layout=layout, data=data), factor=factor, sum=to_write(out)
     )
 
 
@@ -73,11 +48,9 @@ def to_write(layout: MessageLayout, *copies: int) -> Messages:
     return Messages(layout=layout, data=empty(*copies, layout.message_bytes, dtype=torch.uint8))
 
 
-def packed(
-    values: int, copies: int = 1, *, shards: int = 1, block: int = 128, bits: int = 8, rows: int = 1
-):
+def packed(values: int, copies: int = 1, *, shards: int = 1, block: int = 128, rows: int = 1):
     """(layout, messages uint8 [copies, S, M])."""
-    layout = MessageLayout.for_values(values, shards, block=block, bits=bits)
+    layout = MessageLayout.for_values(values, shards, block=block)
     made = [
         on_reference(pack(gradients(rows, values), layout)).messages.data for _ in range(copies)
     ]

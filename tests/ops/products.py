@@ -5,8 +5,6 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from lsq import gemm
-from lsq.gemm.configuration import CpuConfiguration
 from lsq.native import tiles
 from tests.ops.compare import on_cpu
 from tests.ops.cuda import same_bits
@@ -17,14 +15,17 @@ def multiplied(kernel: str, rows: int = 0):
     """Within it, all products of the CPU run so; the test is skipped where the kernel cannot."""
     if kernel not in tiles.usable():
         pytest.skip(f"this processor has no {kernel}")
-    before = CpuConfiguration.default
-    CpuConfiguration.default = classmethod(lambda cls: cls(kernel=kernel, rows=rows))
-    gemm.set_files([])
-    try:
+    made = tiles.TileProduct.of
+
+    def in_strips(*operands):
+        product = made(*operands)
+        product.strip = rows
+        return product
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiles, "fastest", lambda: kernel)
+        patch.setattr(tiles.TileProduct, "of", in_strips)
         yield
-    finally:
-        CpuConfiguration.default = before
-        gemm.set_files(None)
 
 
 WAYS = [(kernel, rows) for kernel in tiles.INSTRUCTIONS for rows in (0, 32, 64)]

@@ -7,7 +7,7 @@ import resource
 import pytest
 import torch
 
-from lsq.native import loader, shared_library, tiles
+from lsq.native import loader, sources, tiles
 from tests.ops.attentions import attention, gradient_of
 from tests.ops.compare import compare, on_cpu
 from tests.sampling import in_turn
@@ -53,7 +53,7 @@ def level(request, monkeypatch):
     """Runs the loops of one library after the other, by one kind of instructions after the
     other."""
     name, kind = request.param
-    library = shared_library.load(loader._FOLDER / f"libcpu_{name}.so", "cpu")
+    library = sources.load(loader._FOLDER / f"libcpu_{name}.so", "cpu")
     monkeypatch.setattr(loader, "library", lambda: library)
     loader.call("lsq_limit_attention", tiles.INSTRUCTIONS[kind])
     yield

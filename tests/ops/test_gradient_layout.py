@@ -25,36 +25,23 @@ def test_shards_are_the_shortest_that_hold_the_values(values, shards, length):
 
 
 @pytest.mark.parametrize(
-    "bits, block, code_bytes, blocks, message_bytes",
-    [
-        (8, 256, 352, 2, 368),
-        (4, 256, 176, 2, 192),
-        (8, 32, 352, 11, 384),
-        (4, 32, 176, 11, 208),
-        (8, 1024, 352, 1, 368),
-    ],
+    "block, blocks, message_bytes", [(256, 2, 368), (32, 11, 384), (1024, 1, 368)]
 )
-def test_sizes(bits, block, code_bytes, blocks, message_bytes):
-    layout = MessageLayout.for_values(1000, 3, block=block, bits=bits)
-    assert (layout.code_bytes, layout.blocks, layout.message_bytes) == (
-        code_bytes,
-        blocks,
-        message_bytes,
-    )
-    assert layout.largest_code == {8: 127, 4: 7}[bits]
-    assert MessageLayout.of_shard(352, block=block, bits=bits).message_bytes == message_bytes
+def test_sizes(block, blocks, message_bytes):
+    layout = MessageLayout.for_values(1000, 3, block=block)
+    assert (layout.blocks, layout.message_bytes) == (blocks, message_bytes)
+    assert MessageLayout.of_shard(352, block=block).message_bytes == message_bytes
 
 
-@pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("block", BLOCKS)
-def test_views_cover_a_message(block, bits):
-    layout = MessageLayout.for_values(1000, 3, block=block, bits=bits)
+def test_views_cover_a_message(block):
+    layout = MessageLayout.for_values(1000, 3, block=block)
     messages = torch.zeros(2, 3, layout.message_bytes, dtype=torch.uint8)
     layout.codes(messages).fill_(1)
     layout.scales(messages).copy_(torch.tensor(0x0202, dtype=torch.int16).view(torch.bfloat16))
-    padding = messages[..., layout.code_bytes + 2 * layout.blocks :]
+    padding = messages[..., layout.length + 2 * layout.blocks :]
     padding.fill_(3)
-    parts = [layout.code_bytes, 2 * layout.blocks, padding.shape[-1]]
+    parts = [layout.length, 2 * layout.blocks, padding.shape[-1]]
     expected = torch.cat(
         [torch.full((count,), 1 + number) for number, count in enumerate(parts)]
     ).to(torch.uint8)
@@ -69,7 +56,6 @@ def test_views_cover_a_message(block, bits):
         ({"values": 9, "length": 32, "shards": 0}, "shards of a message layout is 0"),
         ({"values": 9, "length": 40}, "length of a shard is 40"),
         ({"values": 9, "length": 32, "block": 48}, "block is 48"),
-        ({"values": 9, "length": 32, "bits": 2}, "codes are 2"),
         (
             {"values": 65, "length": 32, "shards": 2},
             "2 shards of 32 do not hold 65 values; choose a length of at least 33",

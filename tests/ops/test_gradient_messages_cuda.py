@@ -35,15 +35,9 @@ def check(operation):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("values, shards", [(1, 1), (9, 8), (333, 2), (1000, 3), (4097, 2)])
 def test_pack(values, shards, dtype, rows):
-    x = gradients(rows, values, dtype)
-    layout = MessageLayout.for_values(values, shards)
-    check(pack(x, layout, error=True))
-    check(pack(x, layout))
-    layout = MessageLayout.for_values(values, shards, bits=4)
-    check(pack(x, layout, error=True, stochastic=True, subsequence=5))
+    check(pack(gradients(rows, values, dtype), MessageLayout.for_values(values, shards)))
 
 
-@pytest.mark.parametrize("bits, stochastic", [(8, False), (4, True)])
 @pytest.mark.parametrize(
     "block",
     [
@@ -51,37 +45,31 @@ def test_pack(values, shards, dtype, rows):
         for block in BLOCKS
     ],
 )
-def test_blocks(block, bits, stochastic):
-    layout = MessageLayout.for_values(5000, 2, block=block, bits=bits)
+def test_blocks(block):
+    layout = MessageLayout.for_values(5000, 2, block=block)
     for rows in (1, 3):
-        messages = check(
-            pack(gradients(rows, 5000), layout, error=True, stochastic=stochastic)
-        ).messages.data
-    check(add_up(messages, layout, stochastic=stochastic, out_bits=12 - bits))
+        messages = check(pack(gradients(rows, 5000), layout)).messages.data
+    check(add_up(messages, layout))
     check(unpack(messages[None], layout))
 
 
 @pytest.mark.parametrize("count", range(1, 10))
 def test_sum(count):
-    for bits in (8, 4):
-        layout, messages = packed(1000, count, bits=bits)
-        of_one = messages[:, 0].contiguous()
-        check(add_up(of_one, layout, factor=1 / count))
-        check(add_up(of_one, layout, factor=1 / count, stochastic=True, subsequence=2))
+    layout, messages = packed(1000, count)
+    check(add_up(messages[:, 0].contiguous(), layout, factor=1 / count))
 
 
 @pytest.mark.parametrize("copies", [1, 2, 8])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("values, shards", [(1, 1), (9, 8), (333, 2), (1000, 3), (5000, 1)])
 def test_unpack(values, shards, dtype, copies):
-    for bits in (8, 4):
-        layout, messages = packed(values, copies, shards=shards, bits=bits)
-        check(unpack(messages, layout, factor=0.7, dtype=dtype))
+    layout, messages = packed(values, copies, shards=shards)
+    check(unpack(messages, layout, factor=0.7, dtype=dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:])
 def test_every_half_is_widened(dtype):
-    check(pack(every_half(dtype), MessageLayout.for_values(2**16, 1, block=32), error=True))
+    check(pack(every_half(dtype), MessageLayout.for_values(2**16, 1, block=32)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -93,14 +81,13 @@ def test_every_magnitude_is_narrowed(dtype):
 @pytest.mark.parametrize("block", [32, 1024])
 @pytest.mark.parametrize("value", WORST)
 def test_what_is_not_finite_poisons_its_block(value, block):
-    for bits, stochastic in ((8, False), (4, True)):
-        layout = MessageLayout.for_values(3000, 2, block=block, bits=bits)
-        x = gradients(1, 3000)
-        x[0, 700] = value
-        messages = check(pack(x, layout, error=True, stochastic=stochastic)).messages.data
-        assert layout.scales(messages).isnan().nonzero().tolist() == [[0, 700 // block]]
-        check(add_up(messages, layout, stochastic=stochastic, out_bits=12 - bits))
-        check(unpack(messages[None], layout))
+    layout = MessageLayout.for_values(3000, 2, block=block)
+    x = gradients(1, 3000)
+    x[0, 700] = value
+    messages = check(pack(x, layout)).messages.data
+    assert layout.scales(messages).isnan().nonzero().tolist() == [[0, 700 // block]]
+    check(add_up(messages, layout))
+    check(unpack(messages[None], layout))
 
 
 @pytest.mark.parametrize("largest", [0.0, 9e-36, 1.1e-35, 3.4e38])
@@ -108,25 +95,8 @@ def test_the_ends_of_the_range(largest):
     layout = MessageLayout.for_values(96, 1, block=32)
     x = torch.randn(1, 96)
     x[0, 32:64] = largest * torch.linspace(-1, 1, 32)
-    for stochastic in (False, True):
-        messages = check(pack(x, layout, error=True, stochastic=stochastic)).messages.data
-        check(add_up(messages, layout, factor=2.0, stochastic=stochastic))
-
-
-def test_the_error_may_take_the_place_of_the_values():
-    for values in (1000, 1001):
-        layout = MessageLayout.for_values(values, 3)
-        operation = pack(torch.randn(1, values), layout, error=True)
-        wanted, target = on_reference(operation), cuda.current_device()
-        x = operation.x.to(target.place)
-        messages = torch.empty(3, layout.message_bytes, dtype=torch.uint8, device=target.place)
-        placed = PackGradients(
-            x=x, messages=Messages(layout=layout, data=messages), error=x.view(-1)
-        )
-        target.run(placed.cuda())
-        assert torch.equal(messages.cpu(), wanted.messages.data) and torch.equal(
-            x[0].cpu(), wanted.error
-        )
+    messages = check(pack(x, layout)).messages.data
+    check(add_up(messages, layout, factor=2.0))
 
 
 def on_meta(values: int, layout: MessageLayout) -> PackGradients:

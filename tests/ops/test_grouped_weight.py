@@ -4,7 +4,7 @@ decoded values."""
 import pytest
 import torch
 
-from lsq.native import loader, shared_library, tiles
+from lsq.native import loader, sources, tiles
 from lsq.ops.fake_quantize import FakeQuantize, decode_weight
 from lsq.ops.grouped_product import GroupedCodes, common_group
 from lsq.ops.grouped_weight import pack_weight, unpacked_values
@@ -104,7 +104,7 @@ def test_weights_in_out():
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_every_library_multiplies_packed_weights(level, monkeypatch):
-    library = shared_library.load(loader._FOLDER / f"libcpu_{level}.so", "cpu")
+    library = sources.load(loader._FOLDER / f"libcpu_{level}.so", "cpu")
     monkeypatch.setattr(loader, "library", lambda: library)
     tiles.usable.cache_clear()
     try:

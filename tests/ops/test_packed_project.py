@@ -9,7 +9,7 @@ import torch
 
 from lsq import gemm
 from lsq.models.sparsity import choose
-from lsq.native import loader, shared_library, tiles
+from lsq.native import loader, sources, tiles
 from lsq.ops.nonlinearity import Activation, Nonlinearity
 from lsq.ops.packed_project import PackedProject, PackedWeight
 from lsq.ops.project import Project
@@ -216,7 +216,7 @@ def test_nan_poisons_the_scale():
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_every_library_expands_sparse_weights(level, monkeypatch):
-    library = shared_library.load(loader._FOLDER / f"libcpu_{level}.so", "cpu")
+    library = sources.load(loader._FOLDER / f"libcpu_{level}.so", "cpu")
     monkeypatch.setattr(loader, "library", lambda: library)
     tiles.usable.cache_clear()
     try:

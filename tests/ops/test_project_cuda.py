@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lsq import gemm
+from lsq.gemm.configuration import TileConfiguration
 from lsq.ops.nonlinearity import Activation
 from lsq.ops.project import Project
 from tests.ops.compare import ROWS, empty
@@ -16,7 +17,7 @@ from tests.ops.test_project import float_project, operands, operands_by_row, rou
 @pytest.fixture(params=["one launch", "cuBLASLt and a kernel"])
 def way(request):
     """Both ways to a product of codes and its end."""
-    tile = gemm.TileConfiguration(rows=64, columns=64, stages=3)
+    tile = TileConfiguration(rows=64, columns=64, stages=3)
     with gemm.ended_by(tile if request.param == "one launch" else None):
         yield
 

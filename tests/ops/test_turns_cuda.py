@@ -82,13 +82,10 @@ def adam_steps():
 
 
 def messages():
-    for bits in (8, 4):
-        layout, copies = packed(600, 17, bits=bits)
-        check(pack(gradients(9, 600), layout, error=True, stochastic=True, subsequence=5))
-        of_one = copies[:, 0].contiguous()
-        check(add_up(of_one, layout, factor=1 / 17))
-        check(add_up(of_one, layout, factor=1 / 17, stochastic=True, subsequence=2))
-        check(unpack(copies, layout, factor=0.7))
+    layout, copies = packed(600, 17)
+    check(pack(gradients(9, 600), layout))
+    check(add_up(copies[:, 0].contiguous(), layout, factor=1 / 17))
+    check(unpack(copies, layout, factor=0.7))
 
 
 def nan_in_each_turn(x):

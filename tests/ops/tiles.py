@@ -11,7 +11,7 @@ import torch
 from lsq import gemm
 from lsq.emulator import profile
 from lsq.emulator.profile import Limits, Operand, fitting_blocks
-from lsq.gemm import TileConfiguration
+from lsq.gemm.configuration import TileConfiguration
 from lsq.native import compiler
 from lsq.native.launch import Launch
 from lsq.program.operation import Operation

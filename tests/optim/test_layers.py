@@ -87,79 +87,60 @@ def test_clips_stay_near_and_no_copy_is_kept(monkeypatch):
             assert state_of(clip).before is None
 
 
-def in_place(layer):
-    with torch.no_grad():
-        layer.weight.mul_(0.5)
+def step_of_another(layer, gradient) -> None:
+    """It steps through .data."""
+    layer.weight.grad = gradient
+    FairseqAdam([layer.weight], lr=0.1).step()
 
 
-def load(layer):
-    layer.load_state_dict({**layer.state_dict(), "weight": -layer.weight.detach()})
+def one_value(like: torch.Tensor) -> torch.Tensor:
+    found = torch.zeros_like(like)
+    found[1, 3] = 1.0
+    return found
 
 
-def new_memory(layer):
-    layer.weight.data = layer.weight.data * 3
-
-
-def through_data(layer):
-    layer.weight.data.mul_(-1)
-
-
-def widen(layer):
-    with torch.no_grad():
-        layer.weight_clip.mul_(4)
-
-
-def other_optimizer(layer):
-    other = FairseqAdam(layer.parameters(), lr=0.1)  # it steps through .data
-    layer.weight.grad = torch.ones_like(layer.weight)
-    other.step()
-
-
-def few_values_by_another_optimizer(layer):
-    other = FairseqAdam([layer.weight], lr=0.1)
-    layer.weight.grad = torch.zeros_like(layer.weight)
-    layer.weight.grad[1, 3] = 1.0
-    other.step()
-
-
-def another_parameter(layer):
-    layer.weight = torch.nn.Parameter(-layer.weight.detach())
-
-
-def measure(layer):
+def measure(layer) -> None:
     layer.weight_clip.data.fill_(3.0)
     layer.calibrate_weights()
 
 
-def leave_and_return(layer):
+def leave_and_return(layer) -> None:
     layer.eval()
     layer.weight.data[1, 3] += 1.0
     layer.train()
 
 
+CHANGES = {
+    "in place": torch.no_grad()(lambda layer: layer.weight.mul_(0.5)),
+    "load": lambda layer: layer.load_state_dict(
+        {**layer.state_dict(), "weight": -layer.weight.detach()}
+    ),
+    "new memory": lambda layer: setattr(layer.weight, "data", layer.weight.data * 3),
+    "through data": lambda layer: layer.weight.data.mul_(-1),
+    "a wider clip": torch.no_grad()(lambda layer: layer.weight_clip.mul_(4)),
+    "another optimizer": lambda layer: step_of_another(layer, torch.ones_like(layer.weight)),
+    "few values by it": lambda layer: step_of_another(layer, one_value(layer.weight)),
+    "another parameter": lambda layer: setattr(
+        layer, "weight", torch.nn.Parameter(-layer.weight.detach())
+    ),
+    "measure": measure,
+    "leave and return": leave_and_return,
+}
+
+
+def fixed() -> QuantizedLinear:
+    return QuantizedLinear(16, 16, quant=quant_with(calibration_passes=0, clip_init="fixed"))
+
+
 def trained() -> tuple[QuantizedLinear, torch.Tensor, Adam]:
     """A layer whose optimizer has made the codes of its weight, an input, and the optimizer."""
-    layer = QuantizedLinear(16, 16, quant=quant_with(calibration_passes=0, clip_init="fixed"))
+    layer = fixed()
     optimizer, x = Adam(layer.parameters(), lr=0.01), torch.randn(5, 16)
     for _ in range(3):
         layer(x).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
     return layer, x, optimizer
-
-
-CHANGES = [
-    in_place,
-    load,
-    new_memory,
-    through_data,
-    widen,
-    other_optimizer,
-    few_values_by_another_optimizer,
-    another_parameter,
-    measure,
-    leave_and_return,
-]
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -169,46 +150,37 @@ def test_codes_of_other_weights_are_not_used(change, rounded):
     before = rounded[0]
     layer(x)
     assert rounded[0] == before, "the codes of the optimizer were not used"
-    change(layer)
+    CHANGES[change](layer)
     assert torch.equal(layer(x), copy.deepcopy(layer)(x))
     assert rounded[0] == before + 2
 
 
-def as_a_function(layer, x):
-    torch.func.functional_call(
-        layer, {name: -one.detach() for name, one in layer.named_parameters()}, (x,)
-    )
+def negated(layer, x) -> None:
+    values = {name: -one.detach() for name, one in layer.named_parameters()}
+    torch.func.functional_call(layer, values, (x,))
 
 
-def other_values_for_a_while(layer, x):
-    weight = layer.weight.data
-    layer.weight.data = -weight
+def for_a_while(layer, x, owner, name: str, value) -> None:
+    """Run a pass with another value of an attribute of the layer or of one of its parameters."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
     layer(x)
-    layer.weight.data = weight
-
-
-def other_clips_for_a_while(layer, x):
-    clip = layer.weight_clip.data
-    layer.weight_clip.data = 3 * clip
-    layer(x)
-    layer.weight_clip.data = clip
-
-
-def another_parameter_for_a_while(layer, x):
-    weight = layer.weight
-    layer.weight = torch.nn.Parameter(-weight.detach())
-    layer(x)
-    layer.weight = weight
+    setattr(owner, name, before)
 
 
 @pytest.mark.parametrize(
     "call",
     [
-        as_a_function,
-        other_values_for_a_while,
-        other_clips_for_a_while,
-        another_parameter_for_a_while,
+        negated,
+        lambda layer, x: for_a_while(layer, x, layer.weight, "data", -layer.weight.data),
+        lambda layer, x: for_a_while(
+            layer, x, layer.weight_clip, "data", 3 * layer.weight_clip.data
+        ),
+        lambda layer, x: for_a_while(
+            layer, x, layer, "weight", torch.nn.Parameter(-layer.weight.detach())
+        ),
     ],
+    ids=["as a function", "values", "clips", "parameter"],
 )
 def test_codes_that_a_pass_wrote_over_are_not_used(call):
     """The weights are again those of which the optimizer made codes, but a pass with others came
@@ -222,7 +194,7 @@ def test_codes_that_a_pass_wrote_over_are_not_used(call):
 def test_codes_under_a_clip_that_another_optimizer_moved_too_far_are_not_used(monkeypatch):
     """Nor where values are not compared, as on a GPU."""
     monkeypatch.setattr(parameter_state, "_sample", lambda tensor: tensor.detach()[:0])
-    layer = QuantizedLinear(16, 16, quant=quant_with(calibration_passes=0, clip_init="fixed"))
+    layer = fixed()
     others = [one for one in layer.parameters() if one is not layer.weight_clip]
     mine, other, x = (
         Adam(others, lr=0.01),
@@ -237,7 +209,7 @@ def test_codes_under_a_clip_that_another_optimizer_moved_too_far_are_not_used(mo
 
 
 def test_codes_under_frozen_clips_come_from_the_optimizer(rounded):
-    layer = QuantizedLinear(16, 16, quant=quant_with(calibration_passes=0, clip_init="fixed"))
+    layer = fixed()
     layer.weight_clip.requires_grad_(False)
     optimizer, x, counts = Adam(layer.parameters(), lr=0.01), torch.randn(5, 16), []
     for _ in range(4):
@@ -248,7 +220,7 @@ def test_codes_under_frozen_clips_come_from_the_optimizer(rounded):
 
 
 def test_a_copy_of_a_layer_is_independent():
-    layer = QuantizedLinear(16, 16, quant=quant_with(calibration_passes=0, clip_init="fixed"))
+    layer = fixed()
     optimizer, x = Adam(layer.parameters(), lr=0.01), torch.randn(5, 16)
     for _ in range(2):
         layer(x).square().sum().backward()

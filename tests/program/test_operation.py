@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import lsq.ops
-from lsq.native.shared_library import LibraryError
+from lsq.native.sources import LibraryError
 from lsq.ops.prediction import Prediction
 from lsq.ops.residual_norm import ResidualNorm, ResidualSum
 from lsq.ops.vocabulary_loss import VocabularyLoss

@@ -1,5 +1,6 @@
 """GPUs and their emulator: lists of launches, what they read, and why a GPU cannot be used."""
 
+import copy
 import dataclasses
 import shutil
 import weakref
@@ -9,8 +10,9 @@ import pytest
 import torch
 
 from lsq.config import LayerConfig, QuantConfig
-from lsq.layers import programs
+from lsq.layers import QuantizedLinear, TransformerEncoderLayer, programs
 from lsq.layers.blocks import PackedSequences
+from lsq.layers.memory import plan_memory, release_memory
 from lsq.layers.programs import Mode
 from lsq.native import compiler
 from lsq.native.launch import launch
@@ -22,7 +24,9 @@ from lsq.ops.rounding import Add
 from lsq.run import cuda as run_cuda
 from lsq.run.backends import backend
 from lsq.run.cuda import CUDA, AbsentGPU, emulated_device, gpu_fault, part_of
+from lsq.run.executor import profile
 from lsq.run.frames import Slot
+from tests.layers.shapes import config_of
 from tests.ops import cuda
 from tests.ops.compare import allocated, on_reference, rubbish
 from tests.ops.gradient_checks import pack
@@ -88,24 +92,29 @@ def test_parts_of_a_tensor_move_with_it(where, monkeypatch):
         slot(loss, "prediction.x.floats").put(torch.randn(21, 48).to(where.device))
 
 
-def test_memory_that_is_no_field_is_refused(where, monkeypatch):
+def foreign_memory(op):
+    other = torch.zeros(48, device=op.a.device)
+    return [launch("elementwise.cu", "lsq_add", op, other, grid=1, FLOAT=0)]
+
+
+def another_operation(op):
+    return launches(dataclasses.replace(op, a=op.b))
+
+
+launches = Add.cuda
+
+
+@pytest.mark.parametrize(
+    "cuda_side, message",
+    [
+        (foreign_memory, "neither a field of the operation nor its scratch memory"),
+        (another_operation, "another operation than its own"),
+    ],
+)
+def test_what_a_launch_may_not_read_is_refused(where, monkeypatch, cuda_side, message):
     x = torch.randn(41, 48).to(where.device)
-    other = torch.zeros(48).to(where.device)
-    monkeypatch.setattr(
-        Add,
-        "cuda",
-        lambda self: [launch("elementwise.cu", "lsq_add", self, other, grid=1, FLOAT=0)],
-    )
-    with pytest.raises(
-        ValueError, match="Add: lsq_add .*neither a field of the operation nor its scratch memory"
-    ):
-        where.prepare([(Add(a=x, b=x, out=torch.empty_like(x)), ())])
-
-
-def test_another_operation_is_refused(where, monkeypatch):
-    x, launches = torch.randn(41, 48).to(where.device), Add.cuda
-    monkeypatch.setattr(Add, "cuda", lambda self: launches(dataclasses.replace(self, a=self.b)))
-    with pytest.raises(ValueError, match="Add: lsq_add .*another operation than its own"):
+    monkeypatch.setattr(Add, "cuda", cuda_side)
+    with pytest.raises(ValueError, match=f"Add: lsq_add .*{message}"):
         where.prepare([(Add(a=x, b=x, out=torch.empty_like(x)), ())])
 
 
@@ -113,9 +122,8 @@ def test_what_is_not_held_may_go(where):
     x = torch.randn(41, 48).to(where.device)
     add = Add(a=x, b=x, out=torch.empty_like(x))
     assert not list(part_of(add, (), where.device, hold=False).addresses.held())
-    assert [id(tensor) for tensor in part_of(add, (), where.device).addresses.held()] == list(
-        map(id, (x, x, add.out))
-    )
+    held = part_of(add, (), where.device).addresses.held()
+    assert list(map(id, held)) == list(map(id, (x, x, add.out)))
 
 
 LAYOUT = MessageLayout.for_values(1000, 3)
@@ -249,3 +257,88 @@ def test_programs_are_those_of_a_gpu(activations):
     )
     assert found == wanted and "StartScales" in found and "FinishSums" in found
     assert absent.few_sizes == present.few_sizes
+
+
+# Whole layers: one list for a pass, whose inputs and gradients may move
+
+WHOLE_LAYERS = pytest.mark.skipif(cuda.SANITIZE, reason="compiles the kernels of a layer")
+
+
+@pytest.fixture(params=[pytest.param(torch.float32, marks=pytest.mark.thorough), torch.bfloat16])
+def layers(request):
+    """(on planned memory, on fresh memory): the same layer, with measured clips."""
+    torch.manual_seed(0)
+    where = CUDA(cuda.current_device(), activations=request.param)
+    fresh = TransformerEncoderLayer(config_of(backward="int8", dropout=0.1, calibration_passes=0))
+    fresh = fresh.to(where.device)
+    fresh.backend = where
+    fresh(torch.randn(3, 2, 48).to(where.device))
+    planned = copy.deepcopy(fresh)
+    plan_memory(planned, lambda: planned(torch.ones(5, 2, 48, device=where.device)).sum())
+    return planned, fresh
+
+
+def step(layer, x: torch.Tensor, upstream: torch.Tensor) -> list[torch.Tensor]:
+    """Result and gradients of one pass there and back; none is left on the layer."""
+    torch.manual_seed(1)
+    x = x.clone().requires_grad_()
+    y = layer(x)
+    y.backward(upstream)
+    found = [y.detach(), x.grad, *(parameter.grad for parameter in layer.parameters())]
+    found = [tensor.clone() for tensor in found]
+    layer.zero_grad()
+    return found
+
+
+@WHOLE_LAYERS
+def test_a_pass_that_comes_again_is_one_list_and_gives_the_same_bits(layers, monkeypatch):
+    planned, fresh = layers
+    runs, run, weights = [], LaunchList.run, 4
+    for number in range(4):
+        x, upstream = torch.randn(2, 4, 2, 48).to(
+            planned.backend.device, planned.backend.activations
+        )
+        if number == 2:  # parameters, too, lie elsewhere from now on
+            for parameter in planned.parameters():
+                parameter.data = parameter.data.clone()
+        with monkeypatch.context() as patch:
+            patch.setattr(LaunchList, "run", lambda self: (runs.append(self), run(self)))
+            runs.clear()
+            expected = step(fresh, x, upstream)
+            assert len(runs) == weights + 2
+            runs.clear()
+            found = step(planned, x, upstream)
+        for name, one, other in zip(
+            ["y", "dx", *dict(fresh.named_parameters())], found, expected, strict=True
+        ):
+            assert torch.equal(one, other), (number, name)
+    assert len(runs) == weights + 2 and len(planned.step_memory.prepared) == 2
+
+
+@pytest.mark.thorough
+@WHOLE_LAYERS
+def test_scratch_memory_may_lie_elsewhere_in_every_run(layers):
+    _, layer = layers
+    x, upstream = torch.randn(2, 16, 4, 48).to(layer.backend.device, layer.backend.activations)
+    others = []
+    with profile():
+        expected = step(layer, x, upstream)
+    for _ in range(3):
+        others += [torch.empty(size, device=x.device) for size in range(1 << 12, 1 << 18, 1 << 13)]
+        assert all(map(torch.equal, step(layer, x, upstream), expected))
+
+
+@WHOLE_LAYERS
+def test_memory_that_is_not_aligned_is_refused_when_a_pass_comes_again():
+    layer = QuantizedLinear(48, 32, quant=config_of().quant)
+    layer.backend = CUDA(cuda.current_device())
+    layer = layer.to(layer.backend.device)
+    plan_memory(layer, lambda: layer(torch.ones(8, 48, device=layer.backend.device)).sum())
+    memory = torch.randn(8 * 48 + 1).to(layer.backend.device)
+    for _ in range(3):
+        layer(memory[:-1].view(8, 48)).sum().backward()
+    with pytest.raises(ValueError, match="^x: a tensor begins 4 bytes"):
+        layer(memory[1:].view(8, 48))
+    release_memory(layer)
+    with pytest.raises(ValueError, match="x: a tensor begins 4 bytes"):
+        layer(memory[1:].view(8, 48))

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from lsq import gemm
-from lsq.native import loader, shared_library, tiles
+from lsq.native import loader, tiles
+from lsq.native.sources import load as load_library
 from lsq.run.backends import backend
 from lsq.serving.decoding_model import model_of
 from lsq.serving.engine import Engine, filled
@@ -218,9 +218,8 @@ def drawn(chance: random.Random) -> dict:
 
 
 def forget_instructions() -> None:
-    """Forget the instructions of the last library, and the products that were chosen for them."""
+    """Forget the instructions of the last library."""
     tiles.usable.cache_clear()
-    gemm.set_files(None)
 
 
 @pytest.mark.thorough
@@ -234,7 +233,7 @@ def test_any_shape_on_any_library(seed, monkeypatch, request):
     source = batch(options["words"], lengths, seed)
     target = hypotheses(len(lengths), options["words"], seed, time=5)
     for level in LEVELS:
-        library = shared_library.load(loader._FOLDER / f"libcpu_{level}.so", "cpu")
+        library = load_library(loader._FOLDER / f"libcpu_{level}.so", "cpu")
         monkeypatch.setattr(loader, "library", lambda library=library: library)
         forget_instructions()
         torch.set_num_threads(chance.choice([1, 2, 3]))

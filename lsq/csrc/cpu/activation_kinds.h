@@ -25,6 +25,8 @@ void with_activation(Activation kind, const Body& body) {
 }
 
 // Whether it is cheap enough for a row to go from sums to codes in registers.
-constexpr bool is_cut(Activation kind) { return kind == Activation::none || kind == Activation::relu; }
+constexpr bool is_cut(Activation kind) {
+    return kind == Activation::none || kind == Activation::relu;
+}
 
 }  // namespace lsq

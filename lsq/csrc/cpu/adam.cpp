@@ -1,4 +1,5 @@
-// Adam on float32 master weights; the new weight leaves as int8 codes as well. lsq/ops/adam.py is the reference.
+// Adam on float32 master weights; the new weight leaves as int8 codes as well. lsq/ops/adam.py is
+// the reference.
 #include <numeric>
 
 #include "floats.h"
@@ -44,7 +45,8 @@ private:
             const float mean = m[i] * (1.0f - step.first) + g * step.first;
             const float square = v[i] * (1.0f - step.second) + g * step.second * g;
             const float before = weight[i], decayed = before - before * step.decay;
-            new_weight[i] = limit(before, decayed - mean / (std::sqrt(square) + step.epsilon) * step.size);
+            new_weight[i] =
+                limit(before, decayed - mean / (std::sqrt(square) + step.epsilon) * step.size);
             new_m[i] = mean;
             new_v[i] = square;
         }
@@ -55,7 +57,8 @@ private:
 bool round_weight_row(const Adam& op, int64_t row) {
     const int64_t n = op.columns;
     const float* x = op.new_weight + row * n;
-    if (op.new_clip) op.new_clip[row] = clip_of(bits_of(largest_magnitude(x, n)), op.rounded.clip[row]);
+    if (op.new_clip)
+        op.new_clip[row] = clip_of(bits_of(largest_magnitude(x, n)), op.rounded.clip[row]);
     const float* clip = op.new_clip ? op.new_clip : op.rounded.clip;
     const float q = op.rounded.largest, step = clip[op.clips > 1 ? row : 0] / q;
     int8_t* codes = op.rounded.codes + row * n;
@@ -77,7 +80,8 @@ LSQ_OPERATION(Adam, op) {
     if (!op.rounded.codes) {
         constexpr int64_t kRun = 4096;
 #pragma omp parallel for schedule(static) if (op.numel > kFewValues)
-        for (int64_t begin = 0; begin < op.numel; begin += kRun) step.apply(op, begin, std::min(begin + kRun, op.numel));
+        for (int64_t begin = 0; begin < op.numel; begin += kRun)
+            step.apply(op, begin, std::min(begin + kRun, op.numel));
         return;
     }
     const int64_t n = op.columns;
@@ -92,7 +96,8 @@ LSQ_OPERATION(Adam, op) {
             op.rounded.scale[row] = 1.0f;
         }
     }
-    if (op.clips == 1 && missing) std::fill(op.rounded.scale, op.rounded.scale + op.valid, not_a_number());
+    if (op.clips == 1 && missing)
+        std::fill(op.rounded.scale, op.rounded.scale + op.valid, not_a_number());
     if (!op.rounded.transposed) return;
 #pragma omp parallel for schedule(static)
     for (int64_t column = 0; column < n; ++column) {
@@ -102,7 +107,8 @@ LSQ_OPERATION(Adam, op) {
     }
 }
 
-// The sum of the squares of x [n], by as many sums side by side whatever the processor and the number of threads.
+// The sum of the squares of x [n], by as many sums side by side whatever the processor and the
+// number of threads.
 LSQ_EXPORT void lsq_sum_of_squares(const float* x, int64_t n, double* sum) {
     constexpr int64_t kSums = 64;
     const int64_t runs = (n + kFewValues - 1) / kFewValues;
@@ -110,7 +116,8 @@ LSQ_EXPORT void lsq_sum_of_squares(const float* x, int64_t n, double* sum) {
 #pragma omp parallel for schedule(static) if (runs > 1)
     for (int64_t run = 0; run < runs; ++run) {
         const float* from = x + run * kFewValues;
-        const int64_t count = std::min(kFewValues, n - run * kFewValues), whole = count / kSums * kSums;
+        const int64_t count = std::min(kFewValues, n - run * kFewValues),
+                      whole = count / kSums * kSums;
         float sums[kSums] = {};
         for (int64_t i = 0; i < whole; i += kSums) {
 #pragma omp simd

@@ -1,4 +1,5 @@
-// Vectors of numbers that begin at a cache line, so that no wide register of them is read from two or written to two.
+// Vectors of numbers that begin at a cache line, so that no wide register of them is read from two
+// or written to two.
 #pragma once
 
 #include <cstddef>
@@ -16,7 +17,9 @@ struct AlignedAllocator {
     template <class Other>
     AlignedAllocator(const AlignedAllocator<Other>&) {}
 
-    T* allocate(std::size_t count) { return static_cast<T*>(::operator new(count * sizeof(T), kLine)); }
+    T* allocate(std::size_t count) {
+        return static_cast<T*>(::operator new(count * sizeof(T), kLine));
+    }
     void deallocate(T* data, std::size_t) { ::operator delete(data, kLine); }
     friend bool operator==(const AlignedAllocator&, const AlignedAllocator&) { return true; }
     friend bool operator!=(const AlignedAllocator&, const AlignedAllocator&) { return false; }

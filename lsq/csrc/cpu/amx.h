@@ -1,4 +1,5 @@
-// AMX, Intel's registers of 16 rows of 64 bytes: whether this process may use them, and the instructions that do.
+// AMX, Intel's registers of 16 rows of 64 bytes: whether this process may use them, and the
+// instructions that do.
 #pragma once
 
 #if defined(__AVX512F__) && defined(__x86_64__) && defined(__linux__)
@@ -12,7 +13,8 @@
 
 namespace lsq {
 
-// Whether the processor has AMX with bfloat16 and int8, and the system grants it. Asked for once in a process.
+// Whether the processor has AMX with bfloat16 and int8, and the system grants it. Asked for once in
+// a process.
 inline bool amx_granted() {
     static const bool granted = [] {
         constexpr unsigned kBfloat16 = 1u << 22, kTile = 1u << 24, kInt8 = 1u << 25;
@@ -69,7 +71,8 @@ inline void multiply_unsigned_int8() {
     asm volatile("tdpbusd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUM), "i"(A), "i"(B));
 }
 
-// sum [16, 16] float32 += a [16, 32] b [32, 16], bfloat16; b as 16 rows of pairs. Subnormal numbers count as zero.
+// sum [16, 16] float32 += a [16, 32] b [32, 16], bfloat16; b as 16 rows of pairs. Subnormal numbers
+// count as zero.
 template <int SUM, int A, int B>
 inline void multiply_bfloat16() {
     asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUM), "i"(A), "i"(B));

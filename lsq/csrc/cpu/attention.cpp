@@ -1,5 +1,5 @@
-// Attention over packed rows, with a running maximum and sum (FlashAttention-2, Dao 2023); lsq/ops/attention.py is the
-// reference.
+// Attention over packed rows, with a running maximum and sum (FlashAttention-2, Dao 2023);
+// lsq/ops/attention.py is the reference.
 #include "attention_codes.h"
 
 using namespace lsq;
@@ -48,12 +48,13 @@ private:
             const int64_t keys = std::min(kFew, block.keys - first);
             probabilities_.start(keys);
             for (int64_t i = 0; i < block.queries; ++i) softmax(block, i, first, keys);
-            Products::multiply(probabilities_, values_, block.queries, heads_.width, keys, !block.opens() || first,
-                               contexts_.row(block.query), stride_, first);
+            Products::multiply(probabilities_, values_, block.queries, heads_.width, keys,
+                               !block.opens() || first, contexts_.row(block.query), stride_, first);
         }
     }
 
-    // The largest score of the block's query `i`. Where it is a new one, what was summed before shrinks.
+    // The largest score of the block's query `i`. Where it is a new one, what was summed before
+    // shrinks.
     void find_largest(const Block& block, int64_t i) {
         const float* x = scores_.get() + i * given_.wide;
         const int64_t query = block.query + i;
@@ -62,19 +63,24 @@ private:
         for_lanes(block.seen(i), [&](int64_t j, auto seen) {
             most = larger_lanes(seen(lanes_at(x + j), -infinity()), most);
         });
-        const float here = largest_lane(most) * given_.left_factor(), largest = here > before ? here : before;
-        if (!block.opens() && largest != before) contexts_.shrink(query, bounded_exponential(before - largest));
+        const float here = largest_lane(most) * given_.left_factor(),
+                    largest = here > before ? here : before;
+        if (!block.opens() && largest != before)
+            contexts_.shrink(query, bounded_exponential(before - largest));
         largest_[query] = largest;
     }
 
-    // Products of the block's query `i` and so many keys of the block -> exp(score - largest) after dropout, 0 for keys
-    // that are not seen.
+    // Products of the block's query `i` and so many keys of the block -> exp(score - largest) after
+    // dropout, 0 for keys that are not seen.
     void softmax(const Block& block, int64_t i, int64_t first, int64_t keys) {
         const float* x = scores_.get() + i * given_.wide + first;
-        const int64_t n = std::clamp<int64_t>(block.seen(i) - first, 0, keys), query = block.query + i;
+        const int64_t n = std::clamp<int64_t>(block.seen(i) - first, 0, keys),
+                      query = block.query + i;
         this->draw(block, i, first, n);
-        const float least = std::numeric_limits<float>::lowest();  // of a query that has seen no key of its window yet
-        const float largest = block.pair.window ? std::max(largest_[query], least) : largest_[query];
+        // Of a query that has seen no key of its window yet.
+        const float least = std::numeric_limits<float>::lowest();
+        const float largest =
+            block.pair.window ? std::max(largest_[query], least) : largest_[query];
         const Lanes factor = all_lanes(given_.left_factor()), base = all_lanes(largest);
         Lanes& to = contexts_.sum(query);
         Lanes sum = to;
@@ -129,11 +135,14 @@ Magnitude attend(const Attention& op, float* rows) {
 #ifdef LSQ_BYTES
     if (given.coded() && given.biases.empty()) {
         if (allowed(Instructions::amx)) return attend<CodedForward<AmxBytes>>(op, given, rows);
-        if (allowed(Instructions::avx512_vnni)) return attend<CodedForward<VnniBytes>>(op, given, rows);
+        if (allowed(Instructions::avx512_vnni))
+            return attend<CodedForward<VnniBytes>>(op, given, rows);
     }
 #endif
     Magnitude largest = 0;
-    with_products([&](auto products) { largest = attend<ForwardWorker<decltype(products)>>(op, given, rows); });
+    with_products([&](auto products) {
+        largest = attend<ForwardWorker<decltype(products)>>(op, given, rows);
+    });
     return largest;
 }
 
@@ -141,7 +150,8 @@ Magnitude attend(const Attention& op, float* rows) {
 
 LSQ_OPERATION(Attention, op) {
     const int64_t width = op.heads.width, size = op.heads.rows * op.heads.count * width;
-    const bool afterwards = op.rounded.codes && width % 8;  // heads do not begin at bytes of the clipped bits
+    // Heads do not begin at bytes of the clipped bits.
+    const bool afterwards = op.rounded.codes && width % 8;
     std::vector<float> waiting(afterwards && !op.out ? size : 0);
     float* rows = afterwards && !op.out ? waiting.data() : op.out;
     Magnitude largest = attend(op, rows);

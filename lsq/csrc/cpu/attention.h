@@ -1,8 +1,9 @@
 // What attention's forward and backward loops share: who computes what, and how operands are read.
 //
-// A pair of a sentence and a head, or in the backward pass all heads that read the same keys, is one thread's: it takes
-// up to kKeyBlock keys at a time, and of the queries that see them kQueryBlock, so that both fit a core's caches. T
-// queries, S keys, D columns of a head. Matrices in scratch are whole units (see products.h).
+// A pair of a sentence and a head, or in the backward pass all heads that read the same keys, is
+// one thread's: it takes up to kKeyBlock keys at a time, and of the queries that see them
+// kQueryBlock, so that both fit a core's caches. T queries, S keys, D columns of a head. Matrices
+// in scratch are whole units (see products.h).
 #pragma once
 
 #include <atomic>
@@ -14,9 +15,11 @@
 
 namespace lsq {
 
-constexpr int64_t kSkew = 16;  // numbers behind the keys of a row, lest all rows share a few lines of the cache
+// Numbers behind the keys of a row, lest all rows share a few lines of the cache.
+constexpr int64_t kSkew = 16;
 constexpr int64_t kQueryBlock = kUnit, kKeyBlock = 512;  // at a time
-// Keys of a sentence that are one block going backward: with more blocks than one, all probabilities are made twice.
+// Keys of a sentence that are one block going backward: with more blocks than one, all
+// probabilities are made twice.
 constexpr int64_t kBackwardKeys = 1024;
 
 // One of q, k and v: codes, or floats where there are no codes.
@@ -40,7 +43,8 @@ struct Operand : Projected {
     }
 };
 
-// A pair of a sentence and a head, with those behind it. Rows behind all sentences are one sentence more, without keys.
+// A pair of a sentence and a head, with those behind it. Rows behind all sentences are one sentence
+// more, without keys.
 struct Pair {
     int64_t head, first, queries, first_key, keys;
     bool causal;
@@ -61,7 +65,9 @@ struct Pair {
     int64_t keys_from(int64_t key) const { return std::min(block, keys - key); }
 
     // Of the keys, how many stand before those that a query sees.
-    int64_t before(int64_t query) const { return window ? std::max<int64_t>(query + 1 + keys - queries - window, 0) : 0; }
+    int64_t before(int64_t query) const {
+        return window ? std::max<int64_t>(query + 1 + keys - queries - window, 0) : 0;
+    }
 };
 
 // Some queries of a pair, and some keys of which the last of these queries sees all.
@@ -86,7 +92,9 @@ struct Block {
         return std::clamp<int64_t>(query + i + 1 + pair.keys - pair.queries - key, 0, keys);
     }
     // Of those, how many stand before the ones that it sees.
-    int64_t hidden(int64_t i) const { return std::clamp<int64_t>(pair.before(query + i) - key, 0, keys); }
+    int64_t hidden(int64_t i) const {
+        return std::clamp<int64_t>(pair.before(query + i) - key, 0, keys);
+    }
     int64_t row() const { return pair.first + query; }  // of the first query
 };
 
@@ -106,9 +114,11 @@ struct Case {
 
     explicit Case(const Heads& heads, int64_t each = 1, int64_t together = kKeyBlock)
         : heads(heads), each(each), together(together), q{heads.q}, k{heads.k}, v{heads.v},
-          share(heads.softmax_scale ? heads.softmax_scale : static_cast<float>(1.0 / std::sqrt(static_cast<double>(heads.width)))),
-          factor(q.scale() * k.scale() * share), stride(whole_units(heads.width)), queries(0), keys(0), wide(0),
-          groups(heads.sentences + 1) {
+          share(heads.softmax_scale
+                    ? heads.softmax_scale
+                    : static_cast<float>(1.0 / std::sqrt(static_cast<double>(heads.width)))),
+          factor(q.scale() * k.scale() * share), stride(whole_units(heads.width)), queries(0),
+          keys(0), wide(0), groups(heads.sentences + 1) {
         const PositionBias& bias = heads.bias;
         for (int64_t head = 0; bias.table && head < heads.count; ++head) {
             for (int64_t i = 0; i < bias.distances; ++i) {
@@ -124,9 +134,11 @@ struct Case {
         }
         wide = keys + kSkew;
         std::iota(sorted.begin(), sorted.end(), 0);
-        std::stable_sort(sorted.begin(), sorted.end(), [&](int64_t a, int64_t b) { return work[a] > work[b]; });
+        std::stable_sort(sorted.begin(), sorted.end(),
+                         [&](int64_t a, int64_t b) { return work[a] > work[b]; });
         for (int64_t group : sorted) {
-            for (int64_t i = 0; i < pairs(group); ++i) order.push_back(groups.begin(group) * heads.count / each + i);
+            for (int64_t i = 0; i < pairs(group); ++i)
+                order.push_back(groups.begin(group) * heads.count / each + i);
         }
     }
 
@@ -137,11 +149,15 @@ struct Case {
         const int64_t of_sentence = heads.count / each;
         return Pair(heads, number / of_sentence, number % of_sentence * each, together);
     }
-    int64_t pairs(int64_t group) const { return (groups.end(group) - groups.begin(group)) * heads.count / each; }
+    int64_t pairs(int64_t group) const {
+        return (groups.end(group) - groups.begin(group)) * heads.count / each;
+    }
     int64_t group_of(int64_t number) const { return number * each / heads.count / groups.size; }
 
     // The same for the keys from the block's first on.
-    int64_t wide_of(const Block& block) const { return whole_units(block.pair.keys_from(block.key)) + kSkew; }
+    int64_t wide_of(const Block& block) const {
+        return whole_units(block.pair.keys_from(block.key)) + kSkew;
+    }
 };
 
 // What one thread has, whatever it multiplies by.
@@ -154,7 +170,8 @@ protected:
     int64_t column(const Pair& pair) const { return pair.head * heads_.width; }
     int64_t key_column(const Pair& pair) const { return pair.head / heads_.group * heads_.width; }
 
-    // Rows of an operand -> body(Window): the block's queries, and all keys or values from the block's first on.
+    // Rows of an operand -> body(Window): the block's queries, and all keys or values from the
+    // block's first on.
     template <class Body>
     void queries(const Operand& from, const Block& block, const Body& body) const {
         from.window(block.row(), block.queries, column(block.pair), heads_.width, body);
@@ -162,11 +179,12 @@ protected:
     template <class Body>
     void keys(const Operand& from, const Block& block, const Body& body) const {
         const Pair& pair = block.pair;
-        from.window(pair.first_key + block.key, pair.keys_from(block.key), key_column(pair), heads_.width, body);
+        from.window(pair.first_key + block.key, pair.keys_from(block.key), key_column(pair),
+                    heads_.width, body);
     }
 
-    // Calls body(block) for all that there are to see, keys after keys, and for each of the pair's heads. Before,
-    // begin(block) for each block of keys, and end(block) after it.
+    // Calls body(block) for all that there are to see, keys after keys, and for each of the pair's
+    // heads. Before, begin(block) for each block of keys, and end(block) after it.
     template <class Begin, class Body, class End>
     void for_blocks(const Pair& pair, const Begin& begin, const Body& body, const End& end) const {
         for (int64_t key = 0; key == 0 || key < pair.keys; key += pair.block) {
@@ -181,12 +199,14 @@ protected:
         }
     }
 
-    // Calls work(j, place) for each key j of the block's query `i`: where its bias stands among those of a head.
+    // Calls work(j, place) for each key j of the block's query `i`: the index of its bias among
+    // those of a head.
     template <class Work>
     void distances(const Block& block, int64_t i, const Work& work) const {
         const int64_t limit = heads_.bias.distances / 2;
         const int64_t first = block.key - (block.query + i + block.pair.keys - block.pair.queries);
-        for (int64_t j = 0; j < block.keys; ++j) work(j, std::clamp(first + j, -limit, limit) + limit);
+        for (int64_t j = 0; j < block.keys; ++j)
+            work(j, std::clamp(first + j, -limit, limit) + limit);
     }
 
     // Products of the block's query `i` and its keys -> scores, where there are biases.
@@ -194,22 +214,26 @@ protected:
         if (given_.biases.empty()) return;
         const float* bias = given_.biases.data() + block.pair.head * heads_.bias.distances;
         const float factor = given_.factor;
-        distances(block, i, [=](int64_t j, int64_t place) { row[j] = row[j] * factor + bias[place]; });
+        distances(block, i,
+                  [=](int64_t j, int64_t place) { row[j] = row[j] * factor + bias[place]; });
     }
 
-    // Where a row of scores has keys that stand before a window, puts a number there that no softmax sees.
+    // Where a row of scores has keys that stand before a window, puts a number there that no
+    // softmax sees.
     static void hide(const Block& block, int64_t i, float* row, float number) {
         if (block.pair.window) std::fill_n(row, block.hidden(i), number);
     }
 
-    // Draws random words for the block's query `i` and n keys of the block from `first` on. Of few keys the words of
-    // two queries are drawn together, for an even `i`; all queries are asked for, in order.
+    // Draws random words for the block's query `i` and n keys of the block from `first` on. Of few
+    // keys the words of two queries are drawn together, for an even `i`; all queries are asked for,
+    // in order.
     void draw(const Block& block, int64_t i, int64_t first, int64_t n) {
         constexpr int64_t kHalf = kPhiloxWords / 2;
         const Dropout& dropout = heads_.dropout;
         if (!dropout.threshold) return;
         const auto element = [&](int64_t query) {
-            return probability_element(block.row() + query, heads_.count, block.pair.head) + block.key + first;
+            return probability_element(block.row() + query, heads_.count, block.pair.head) +
+                   block.key + first;
         };
         uint32_t* words = reinterpret_cast<uint32_t*>(words_.get());
         if (block.keys - first > kHalf) {
@@ -218,11 +242,13 @@ protected:
             philox(dropout.key[0], dropout.subsequence, element(i), whole, words);
         } else {
             drawn_ = words + i % 2 * kHalf;
-            if (i % 2 == 0) philox_pair(dropout.key[0], dropout.subsequence, element(i), element(i + 1), words);
+            if (i % 2 == 0)
+                philox_pair(dropout.key[0], dropout.subsequence, element(i), element(i + 1), words);
         }
     }
 
-    // Dropout by the words that were drawn last, from `j` on; what is kept is still to be multiplied by keep().
+    // Dropout by the words that were drawn last, from `j` on; what is kept is still to be
+    // multiplied by keep().
     struct Kept {
         const uint32_t* drawn;
         uint32_t threshold;
@@ -246,7 +272,8 @@ class Worker : public PairWorker {
 public:
     explicit Worker(const Case& given)
         : PairWorker(given), stride_(given.stride), scores_(kQueryBlock * given.wide),
-          query_rows_(kQueryBlock, stride_, given.q.coded()), key_columns_(given.keys, stride_, given.k.coded()) {}
+          query_rows_(kQueryBlock, stride_, given.q.coded()),
+          key_columns_(given.keys, stride_, given.k.coded()) {}
 
 protected:
     void read_keys(const Block& block) {
@@ -256,8 +283,8 @@ protected:
     // The block's queries times its keys.
     void multiply_keys(const Block& block) {
         queries(given_.q, block, [&](auto q) { query_rows_.take(q, q.rows, heads_.width); });
-        Products::multiply(query_rows_, key_columns_, block.queries, block.keys, heads_.width, false, scores_.get(),
-                           given_.wide);
+        Products::multiply(query_rows_, key_columns_, block.queries, block.keys, heads_.width,
+                           false, scores_.get(), given_.wide);
     }
 
     typename Products::Session session_;
@@ -270,7 +297,9 @@ protected:
 // The fastest instructions that attention may use, for tests and benchmarks.
 inline std::atomic<Instructions> fastest_allowed{Instructions::amx};
 
-inline bool allowed(Instructions instructions) { return instructions <= fastest_allowed && usable(instructions); }
+inline bool allowed(Instructions instructions) {
+    return instructions <= fastest_allowed && usable(instructions);
+}
 
 // Calls body with the products of floats that this processor does best.
 template <class Body>

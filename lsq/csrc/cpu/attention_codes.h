@@ -1,8 +1,10 @@
-// Attention's forward pass where queries, keys and values are codes, on processors that multiply bytes.
+// Attention's forward pass where queries, keys and values are codes, on processors that multiply
+// bytes.
 //
-// Scores are sums of products of codes, exactly, and so is the largest of them. A probability is an integer of 24 bits,
-// its three bytes are multiplied with the values' codes, and those sums are exact, too: a context is as near as its
-// probabilities, which are off by up to 2^-24 of the row's largest.
+// Scores are sums of products of codes, exactly, and so is the largest of them. A probability is an
+// integer of 24 bits, its three bytes are multiplied with the values' codes, and those sums are
+// exact, too: a context is as near as its probabilities, which are off by up to 2^-24 of the row's
+// largest.
 #pragma once
 
 #include "attention_context.h"
@@ -12,24 +14,28 @@
 
 namespace lsq {
 
-// 2^23 exp(difference * factor) for differences up to 0, with a relative error of 2e-7 + 6e-8 |difference * factor|;
-// 2^23 e^-87 where they are below -87 / factor, NaN for a factor that is NaN. 2^(k / 32) * 2^r with |r| <= 1/64.
+// 2^23 exp(difference * factor) for differences up to 0, with a relative error of 2e-7 + 6e-8
+// |difference * factor|; 2^23 e^-87 where they are below -87 / factor, NaN for a factor that is
+// NaN. 2^(k / 32) * 2^r with |r| <= 1/64.
 class IntegerExponential {
 public:
     static constexpr float kOne = 8388608.0f;
 
     explicit IntegerExponential(float factor)
-        : octaves_(_mm512_set1_ps(factor * 1.4426950408889634f)), least_(_mm512_set1_ps(-87.0f / factor)),
-          low_(powers(0)), high_(powers(16)) {}
+        : octaves_(_mm512_set1_ps(factor * 1.4426950408889634f)),
+          least_(_mm512_set1_ps(-87.0f / factor)), low_(powers(0)), high_(powers(16)) {}
 
     __m512 operator()(__m512 difference) const {
         const __m512 magic = _mm512_set1_ps(393216.0f);  // 1.5 * 2^18: rounds to whole 32nds
-        const __m512 bounded = _mm512_max_ps(least_, difference), shifted = _mm512_fmadd_ps(bounded, octaves_, magic);
+        const __m512 bounded = _mm512_max_ps(least_, difference),
+                     shifted = _mm512_fmadd_ps(bounded, octaves_, magic);
         const __m512 k = _mm512_sub_ps(shifted, magic), r = _mm512_fmsub_ps(bounded, octaves_, k);
         const __m512i place = _mm512_castps_si512(shifted);
         const __m512i fraction = _mm512_permutex2var_epi32(low_, place, high_);
-        const __m512 whole = _mm512_castsi512_ps(_mm512_add_epi32(fraction, _mm512_slli_epi32(place, 18)));
-        const __m512 slope = _mm512_fmadd_ps(r, _mm512_set1_ps(0.24022651f), _mm512_set1_ps(0.69315734f));
+        const __m512 whole =
+            _mm512_castsi512_ps(_mm512_add_epi32(fraction, _mm512_slli_epi32(place, 18)));
+        const __m512 slope =
+            _mm512_fmadd_ps(r, _mm512_set1_ps(0.24022651f), _mm512_set1_ps(0.69315734f));
         return _mm512_fmadd_ps(whole, _mm512_mul_ps(r, slope), whole);
     }
 
@@ -53,12 +59,14 @@ template <class Bytes>
 class CodedForward : PairWorker {
 public:
     CodedForward(const Attention& op, const Case& given, float* rows)
-        : PairWorker(given), exponential_(given.factor), contexts_(op, given, rows, IntegerExponential::kOne),
-          depths_(inner_tiles(heads_.width)), groups_(inner_tiles(given.keys)), wide_(given.keys + kTileInner + kSkew),
+        : PairWorker(given), exponential_(given.factor),
+          contexts_(op, given, rows, IntegerExponential::kOne), depths_(inner_tiles(heads_.width)),
+          groups_(inner_tiles(given.keys)), wide_(given.keys + kTileInner + kSkew),
           scores_(kQueryBlock * wide_), sums_(kByteParts * kUnit * kUnit), key_sums_(given.keys),
           queries_(kByteBlock * depths_), keys_(given.keys * depths_ * kTileInner),
-          values_(given.stride * groups_ * kTileInner), probabilities_(kByteBlock * kByteParts * groups_),
-          largest_(given.queries), shrink_(kQueryBlock) {}
+          values_(given.stride * groups_ * kTileInner),
+          probabilities_(kByteBlock * kByteParts * groups_), largest_(given.queries),
+          shrink_(kQueryBlock) {}
 
     // -> the largest magnitude of what was rounded
     Magnitude run(const Pair& pair) {
@@ -79,7 +87,8 @@ public:
 private:
     Window<int8_t> codes(const Operand& keys, const Block& block) const {
         const int64_t first = block.pair.first_key + block.key;
-        return keys.codes(first, block.pair.keys_from(block.key), key_column(block.pair), heads_.width);
+        return keys.codes(first, block.pair.keys_from(block.key), key_column(block.pair),
+                          heads_.width);
     }
 
     // Adds what the block's keys make of the context.
@@ -91,15 +100,17 @@ private:
         for (int64_t key = 0; key < block.keys; key += kUnit) {
             const ByteColumns keys{keys_.data() + key / kTileSide * distance, distance,
                                    Bytes::kBiased ? key_sums_.data() + key : nullptr};
-            Bytes::template multiply<false>(queries_.data(), kByteBlock, keys, depths_, block.queries,
-                                            scores_.data() + key, wide_);
+            Bytes::template multiply<false>(queries_.data(), kByteBlock, keys, depths_,
+                                            block.queries, scores_.data() + key, wide_);
         }
         for (int64_t i = 0; i < block.queries; ++i) softmax(block, i);
-        for (int64_t column = 0; column < heads_.width; column += kUnit) multiply_values(block, column);
+        for (int64_t column = 0; column < heads_.width; column += kUnit)
+            multiply_values(block, column);
     }
 
-    // Products of the block's query `i` and its keys -> bytes of exp(score - largest) after dropout, 0 for keys that
-    // are not seen. Where there is a new largest score, what was summed before is to shrink.
+    // Products of the block's query `i` and its keys -> bytes of exp(score - largest) after
+    // dropout, 0 for keys that are not seen. Where there is a new largest score, what was summed
+    // before is to shrink.
     void softmax(const Block& block, int64_t i) {
         const int64_t n = block.seen(i), query = block.query + i;
         const int32_t* x = scores_.data() + i * wide_;
@@ -107,11 +118,15 @@ private:
         __m512i most = _mm512_set1_epi32(largest_[query]);
         const int64_t hidden = block.hidden(i);
         for (int64_t j = 0; j < n; j += 16) {
-            most = _mm512_mask_max_epi32(most, seen(hidden - j, n - j), most, _mm512_load_si512(x + j));
+            most = _mm512_mask_max_epi32(most, seen(hidden - j, n - j), most,
+                                         _mm512_load_si512(x + j));
         }
         const int32_t before = largest_[query], largest = _mm512_reduce_max_epi32(most);
-        const float change = (static_cast<float>(before) - static_cast<float>(largest)) * given_.factor;
-        shrink_[i] = block.opens() ? 0.0f : before == largest ? 1.0f : bounded_exponential(all_lanes(change))[0];
+        const float change =
+            (static_cast<float>(before) - static_cast<float>(largest)) * given_.factor;
+        shrink_[i] = block.opens()       ? 0.0f
+                     : before == largest ? 1.0f
+                                         : bounded_exponential(all_lanes(change))[0];
         largest_[query] = largest;
         most = _mm512_set1_epi32(largest);
         Lanes sum[4] = {contexts_.sum(query) * shrink_[i]};
@@ -143,14 +158,15 @@ private:
         return _mm512_mask_cmpge_epu32_mask(seen, _mm512_loadu_si512(drawn_ + at), limit);
     }
 
-    // 32 columns of the context, from `column` on: what was there shrinks, and the block's keys add theirs.
+    // 32 columns of the context, from `column` on: what was there shrinks, and the block's keys add
+    // theirs.
     void multiply_values(const Block& block, int64_t column) {
         const int64_t distance = groups_ * kTileBytes;
         const ByteColumns values{values_.data() + column / kTileSide * distance, distance, nullptr};
         for (int part = 0; part < kByteParts; ++part) {
-            Bytes::template multiply<true>(probabilities_.data() + part * kByteBlock, kByteParts * kByteBlock, values,
-                                           inner_tiles(block.keys), block.queries,
-                                           sums_.data() + part * kUnit * kUnit, kUnit);
+            Bytes::template multiply<true>(
+                probabilities_.data() + part * kByteBlock, kByteParts * kByteBlock, values,
+                inner_tiles(block.keys), block.queries, sums_.data() + part * kUnit * kUnit, kUnit);
         }
         const auto sum = [&](int part, int64_t at) {
             return _mm512_cvtepi32_ps(_mm512_load_si512(sums_.data() + part * kUnit * kUnit + at));
@@ -162,7 +178,8 @@ private:
             for (int64_t at = 0; at < kUnit; at += 16) {
                 const int64_t from = i * kUnit + at;
                 const __m512 upper = _mm512_fmadd_ps(sum(2, from), byte, sum(1, from));
-                const __m512 all = _mm512_fmadd_ps(upper, byte, sum(0, from)), old = _mm512_load_ps(row + at);
+                const __m512 all = _mm512_fmadd_ps(upper, byte, sum(0, from)),
+                             old = _mm512_load_ps(row + at);
                 _mm512_store_ps(row + at, block.opens() ? all : _mm512_fmadd_ps(old, shrink, all));
             }
         }

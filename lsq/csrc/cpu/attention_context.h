@@ -7,16 +7,19 @@ namespace lsq {
 
 class Contexts {
 public:
-    // `rows`: where the context goes as floats, if anywhere. What is summed is `one` times as large.
+    // `rows`: where the context goes as floats, if anywhere. What is summed is `one` times as
+    // large.
     Contexts(const Attention& op, const Case& given, float* rows, float one)
-        : op_(op), heads_(given.heads), rows_(rows), one_(one), factor_(given.v.scale()), stride_(given.stride),
-          context_(given.queries * stride_), sums_(given.queries * kLanes), flags_(heads_.width + 8) {
+        : op_(op), heads_(given.heads), rows_(rows), one_(one), factor_(given.v.scale()),
+          stride_(given.stride), context_(given.queries * stride_), sums_(given.queries * kLanes),
+          flags_(heads_.width + 8) {
         if (heads_.dropout.threshold) factor_ *= heads_.dropout.keep;
     }
 
     void start(const Pair& pair) { std::fill_n(sums_.get(), pair.queries * kLanes, 0.0f); }
 
-    // Of the pair's query: its context, times exp(largest score), and the sum of its probabilities, in so many lanes.
+    // Of the pair's query: its context, times exp(largest score), and the sum of its probabilities,
+    // in so many lanes.
     float* row(int64_t query) const { return context_.get() + query * stride_; }
     Lanes& sum(int64_t query) const { return lanes_at(sums_.get() + query * kLanes); }
 
@@ -27,12 +30,14 @@ public:
 
     // -> the largest magnitude of what was rounded
     Magnitude write(const Pair& pair, int64_t query, float largest) {
-        const int64_t width = heads_.width, row = pair.first + query, place = row * heads_.count + pair.head;
+        const int64_t width = heads_.width, row = pair.first + query,
+                      place = row * heads_.count + pair.head;
         const bool blind = Block(pair, query, 0).seen(0) == 0;
         const float total = sum_of_lanes(sum(query));
         float* x = this->row(query);
         scale(query, blind ? 0.0f : factor_ / total);
-        if (op_.log_sum) op_.log_sum[place] = blind ? -infinity() : largest + std::log(total / one_);
+        if (op_.log_sum)
+            op_.log_sum[place] = blind ? -infinity() : largest + std::log(total / one_);
         if (rows_) std::memcpy(rows_ + place * width, x, width * sizeof(float));
         if (!op_.rounded.codes || width % 8) return 0;
         return round_row(op_.rounded, place * width, width, x, flags_.data());

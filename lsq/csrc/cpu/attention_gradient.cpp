@@ -14,14 +14,18 @@ class BackwardWorker : Worker<Products> {
 
 public:
     BackwardWorker(const AttentionGradient& op, const Case& given, float* dq, float* dkv)
-        : Base(given), op_(op), upstream_{{{Coded{}, op.dcontext}, 0, heads_.count * heads_.width}}, dq_to_(dq),
-          dkv_to_(dkv), slopes_(kQueryBlock * given.wide), dq_(kQueryBlock * stride_), dk_(stride_ * given.wide),
-          dv_(stride_ * given.wide), sums_(given.each * given.queries), upstream_rows_(kQueryBlock, stride_, false),
-          dscores_(kQueryBlock, given.keys, false), query_columns_(stride_, kQueryBlock, given.q.coded()),
-          upstream_columns_(stride_, kQueryBlock, false), value_columns_(given.keys, stride_, given.v.coded()),
-          key_rows_(stride_, given.keys, given.k.coded()), pair_rows_(given.keys, kQueryBlock, false) {}
+        : Base(given), op_(op), upstream_{{{Coded{}, op.dcontext}, 0, heads_.count * heads_.width}},
+          dq_to_(dq), dkv_to_(dkv), slopes_(kQueryBlock * given.wide), dq_(kQueryBlock * stride_),
+          dk_(stride_ * given.wide), dv_(stride_ * given.wide), sums_(given.each * given.queries),
+          upstream_rows_(kQueryBlock, stride_, false), dscores_(kQueryBlock, given.keys, false),
+          query_columns_(stride_, kQueryBlock, given.q.coded()),
+          upstream_columns_(stride_, kQueryBlock, false),
+          value_columns_(given.keys, stride_, given.v.coded()),
+          key_rows_(stride_, given.keys, given.k.coded()),
+          pair_rows_(given.keys, kQueryBlock, false) {}
 
-    // dbias: [heads of the pair, distances], where what its scores add to them goes; null without biases.
+    // dbias: [heads of the pair, distances], where what its scores add to them goes; null without
+    // biases.
     void run(const Pair& pair, double* dbias) {
         dbias_ = dbias;
         const bool several = pair.keys > pair.block;
@@ -36,8 +40,10 @@ public:
         const auto end = [&](const Block& block) {
             const Operand& k = given_.k;
             const int64_t first = (pair.first_key + block.key) * k.columns + this->key_column(pair);
-            write_turned(dk_, given_.q.scale() * given_.share, pair.keys_from(block.key), dkv_to_ + first + k.column);
-            write_turned(dv_, this->keep(), pair.keys_from(block.key), dkv_to_ + first + given_.v.column);
+            write_turned(dk_, given_.q.scale() * given_.share, pair.keys_from(block.key),
+                         dkv_to_ + first + k.column);
+            write_turned(dv_, this->keep(), pair.keys_from(block.key),
+                         dkv_to_ + first + given_.v.column);
         };
         this->for_blocks(pair, begin, [&](const Block& block) { add(block, several); }, end);
     }
@@ -51,9 +57,10 @@ private:
     // scores_: the block's queries times its keys; slopes_: their gradients times its values.
     void multiply(const Block& block) {
         this->multiply_keys(block);
-        this->queries(upstream_, block, [&](auto rows) { upstream_rows_.take(rows, rows.rows, heads_.width); });
-        Products::multiply(upstream_rows_, value_columns_, block.queries, block.keys, heads_.width, false,
-                           slopes_.get(), given_.wide);
+        this->queries(upstream_, block,
+                      [&](auto rows) { upstream_rows_.take(rows, rows.rows, heads_.width); });
+        Products::multiply(upstream_rows_, value_columns_, block.queries, block.keys, heads_.width,
+                           false, slopes_.get(), given_.wide);
     }
 
     // The sums of each query's probabilities times their gradients, over all blocks of keys.
@@ -65,7 +72,8 @@ private:
                 sum_of(block, i) += probabilities(block, i, scores_row(i), slopes_row(i));
             }
         };
-        this->for_blocks(pair, [&](const Block& block) { read_keys(block); }, body, [](const Block&) {});
+        this->for_blocks(
+            pair, [&](const Block& block) { read_keys(block); }, body, [](const Block&) {});
     }
 
     void add_bias_gradient(const Block& block, int64_t i) const {
@@ -90,26 +98,29 @@ private:
             std::fill_n(scores_row(i), whole_units(block.keys), 0.0f);
             std::fill_n(slopes_row(i), whole_units(block.keys), 0.0f);
         }
-        Products::multiply(dscores_, key_rows_, block.queries, heads_.width, block.keys, false, dq_.get(), stride_);
+        Products::multiply(dscores_, key_rows_, block.queries, heads_.width, block.keys, false,
+                           dq_.get(), stride_);
         write_queries(block);
         add_keys(block, given_.q, query_columns_, slopes_, dk_);
         add_keys(block, upstream_, upstream_columns_, scores_, dv_);
     }
 
-    // to [D, keys] += the block's rows of `from`, turned, times `pairs`.
-    void add_keys(const Block& block, const Operand& from, typename Products::template Left<true>& columns,
-                  const AlignedFloats& pairs, const AlignedFloats& to) {
+    // to [D, keys] += the block's rows of `from`, transposed, times `pairs`.
+    void add_keys(const Block& block, const Operand& from,
+                  typename Products::template Left<true>& columns, const AlignedFloats& pairs,
+                  const AlignedFloats& to) {
         const int64_t width = heads_.width;
         this->queries(from, block, [&](auto rows) { columns.take(rows, width, rows.rows); });
         pair_rows_.take(Whole{pairs.get(), given_.wide}, block.keys, block.queries);
-        Products::multiply(columns, pair_rows_, width, block.keys, block.queries, true, to.get(), wide_);
+        Products::multiply(columns, pair_rows_, width, block.keys, block.queries, true, to.get(),
+                           wide_);
     }
 
     float* scores_row(int64_t i) const { return scores_.get() + i * given_.wide; }
     float* slopes_row(int64_t i) const { return slopes_.get() + i * given_.wide; }
 
-    // Of the block's query `i`: products x of it and the keys -> probabilities; products g of its gradient and the
-    // values -> the gradients of the probabilities; -> the sum of their products.
+    // Of the block's query `i`: products x of it and the keys -> probabilities; products g of its
+    // gradient and the values -> the gradients of the probabilities; -> the sum of their products.
     float probabilities(const Block& block, int64_t i, float* x, float* g) {
         const int64_t n = block.seen(i);
         const float log_sum = op_.log_sum[(block.row() + i) * heads_.count + block.pair.head];
@@ -130,8 +141,8 @@ private:
         return sum_of_lanes(sum);
     }
 
-    // scores_ -> probabilities after dropout, slopes_ and dscores_ -> the gradient of the scores; 0 for keys that are
-    // not seen.
+    // scores_ -> probabilities after dropout, slopes_ and dscores_ -> the gradient of the scores; 0
+    // for keys that are not seen.
     void softmax_gradient(const Block& block, int64_t i, bool summed) {
         const int64_t n = block.seen(i);
         float *x = scores_row(i), *g = slopes_row(i);
@@ -158,11 +169,13 @@ private:
         for (int64_t row = 0; row < block.queries; ++row, from += stride_, to += q.columns) {
             const bool opens = block.opens();
 #pragma omp simd
-            for (int64_t i = 0; i < heads_.width; ++i) to[i] = (opens ? 0.0f : to[i]) + from[i] * factor;
+            for (int64_t i = 0; i < heads_.width; ++i)
+                to[i] = (opens ? 0.0f : to[i]) + from[i] * factor;
         }
     }
 
-    // from [D, keys] * factor -> [keys, D], rows of the tensor of keys, each of which lies in a page of its own.
+    // from [D, keys] * factor -> [keys, D], rows of the tensor of keys, each of which lies in a
+    // page of its own.
     void write_turned(const AlignedFloats& from, float factor, int64_t keys, float* to) {
         for (int64_t key = 0; key < keys; key += kLanes) {
             for (int64_t column = 0; column < heads_.width; column += kLanes) {
@@ -171,7 +184,8 @@ private:
                 for (int64_t i = 0; i < kLanes; ++i) block[i] = lanes_at(at + i * wide_) * factor;
                 transpose(block);
                 for (int64_t i = 0; i < std::min(kLanes, keys - key); ++i) {
-                    store_lanes(to + (key + i) * given_.k.columns + column, block[i], heads_.width - column);
+                    store_lanes(to + (key + i) * given_.k.columns + column, block[i],
+                                heads_.width - column);
                 }
             }
         }
@@ -194,18 +208,21 @@ private:
 class BiasGradient {
 public:
     BiasGradient(const AttentionGradient& op, const Case& given)
-        : bias_(op.heads.bias), heads_(op.heads.count), to_(op.dbias), each_(given.each * bias_.distances),
-          partial_(to_ ? given.order.size() * each_ : 0, 0.0) {}
+        : bias_(op.heads.bias), heads_(op.heads.count), to_(op.dbias),
+          each_(given.each * bias_.distances), partial_(to_ ? given.order.size() * each_ : 0, 0.0) {
+    }
 
     double* of_pair(int64_t number) { return to_ ? partial_.data() + number * each_ : nullptr; }
 
     void finish() const {
         if (!to_) return;
         std::vector<double> sums(bias_.buckets * heads_, 0.0);
-        const int64_t lines = static_cast<int64_t>(partial_.size()) / std::max<int64_t>(bias_.distances, 1);
+        const int64_t lines =
+            static_cast<int64_t>(partial_.size()) / std::max<int64_t>(bias_.distances, 1);
         for (int64_t line = 0; line < lines; ++line) {
             const double* from = partial_.data() + line * bias_.distances;
-            for (int64_t i = 0; i < bias_.distances; ++i) sums[bias_.bucket[i] * heads_ + line % heads_] += from[i];
+            for (int64_t i = 0; i < bias_.distances; ++i)
+                sums[bias_.bucket[i] * heads_ + line % heads_] += from[i];
         }
         std::copy(sums.begin(), sums.end(), to_);
     }
@@ -218,14 +235,17 @@ private:
     std::vector<double> partial_;
 };
 
-// What becomes of the gradient [rows, columns] of a tensor: straight through its rounding, then to where it is wanted.
-// Changes it. One group of rows after the other is run, by any thread; their sums are added up in order at the end.
-class Ending {
+// What becomes of the gradient [rows, columns] of a tensor: straight through its rounding, then to
+// where it is wanted. Changes it. One group of rows after the other is run, by any thread; their
+// sums are added up in order at the end.
+class GradientEpilogue {
 public:
-    Ending(const Projected& heads, const SummedGradient& to, const Blocks& groups, float* gradient)
+    GradientEpilogue(const Projected& heads, const SummedGradient& to, const Blocks& groups,
+                     float* gradient)
         : heads_(heads), to_(to), gradient_(gradient),
           wanted_(to.floats || to.rounded.codes || to.sum || to.clip), clips_(groups.count, 0.0),
-          sink_(groups, heads.columns, to.floats == gradient ? nullptr : to.floats, to.rounded, to.sum) {}
+          sink_(groups, heads.columns, to.floats == gradient ? nullptr : to.floats, to.rounded,
+                to.sum) {}
 
     void run(int64_t group, int64_t first, int64_t last) {
         if (!wanted_) return;
@@ -254,8 +274,9 @@ private:
 
 }  // namespace
 
-// dq and dkv: float32, where gradients stand before their ends; dkv is null where dq holds all. The thread that makes
-// the last pair of a group of sentences takes the group's rows to their ends, while they are in its caches.
+// dq and dkv: float32, where gradients stand before their epilogues; dkv is null where dq holds
+// all. The thread that makes the last pair of a group of sentences applies the epilogue to the
+// group's rows while they are in its caches.
 LSQ_EXPORT void lsq_AttentionGradient(const AttentionGradient& op, float* dq, float* dkv) {
     const Heads& heads = op.heads;
     const Case given(heads, heads.group, kBackwardKeys);
@@ -264,7 +285,7 @@ LSQ_EXPORT void lsq_AttentionGradient(const AttentionGradient& op, float* dq, fl
     const int64_t behind = heads.key_cu_seqlens[heads.sentences], columns = heads.k.columns;
     std::fill(keys + behind * columns, keys + heads.key_rows * columns, 0.0f);
     BiasGradient of_biases(op, given);
-    Ending of_queries(heads.q, op.dq, groups, dq), of_keys(heads.k, op.dkv, groups, dkv);
+    GradientEpilogue of_queries(heads.q, op.dq, groups, dq), of_keys(heads.k, op.dkv, groups, dkv);
     std::vector<std::atomic<int64_t>> left(groups.count);
     for (int64_t group = 0; group < groups.count; ++group) left[group] = given.pairs(group);
     const auto end = [&](int64_t group) {
@@ -272,8 +293,10 @@ LSQ_EXPORT void lsq_AttentionGradient(const AttentionGradient& op, float* dq, fl
             return sentence > heads.sentences ? rows : cu_seqlens[sentence];
         };
         const int64_t first = groups.begin(group), last = groups.end(group);
-        of_queries.run(group, row(heads.cu_seqlens, first, heads.rows), row(heads.cu_seqlens, last, heads.rows));
-        of_keys.run(group, row(heads.key_cu_seqlens, first, heads.key_rows), row(heads.key_cu_seqlens, last, heads.key_rows));
+        of_queries.run(group, row(heads.cu_seqlens, first, heads.rows),
+                       row(heads.cu_seqlens, last, heads.rows));
+        of_keys.run(group, row(heads.key_cu_seqlens, first, heads.key_rows),
+                    row(heads.key_cu_seqlens, last, heads.key_rows));
     };
     with_products([&](auto products) {
 #pragma omp parallel

@@ -59,10 +59,12 @@ inline void keep_where(const uint8_t* bits, int64_t n, float* x) {
 // The same of bits [first, first + n).
 inline void keep_where(const uint8_t* bits, int64_t first, int64_t n, float* x) {
     if (first % 8 == 0) return keep_where(bits + first / 8, n, x);
-    for (int64_t i = 0; i < n; ++i) x[i] = bits[(first + i) / 8] >> ((first + i) % 8) & 1 ? x[i] : 0.0f;
+    for (int64_t i = 0; i < n; ++i)
+        x[i] = bits[(first + i) / 8] >> ((first + i) % 8) & 1 ? x[i] : 0.0f;
 }
 
-// Calls found(i) for each bit that is set among bits [first, first + n), in order, with i from 0; few are.
+// Calls found(i) for each bit that is set among bits [first, first + n), in order, with i from 0;
+// few are.
 template <class Found>
 void each_bit(const uint8_t* bits, int64_t first, int64_t n, const Found& found) {
     for (int64_t i = -(first % 8); i < n; i += 8) {

@@ -1,8 +1,8 @@
-// Products of bytes that lie in a core's caches, and how their factors are packed: what attention multiplies where
-// queries, keys and values are codes. Sums are exact.
+// Products of bytes that lie in a core's caches, and how their factors are packed: what attention
+// multiplies where queries, keys and values are codes. Sums are exact.
 //
-// A left factor has blocks of 32 rows by 64 inner bytes, one behind the other. A right factor has tiles of 16 columns
-// by 64 inner bytes, four of which lie together: [64 / 4][16][4].
+// A left factor has blocks of 32 rows by 64 inner bytes, one behind the other. A right factor has
+// tiles of 16 columns by 64 inner bytes, four of which lie together: [64 / 4][16][4].
 #pragma once
 
 #include "amx.h"
@@ -17,8 +17,8 @@ namespace lsq {
 
 constexpr int64_t kByteBlock = kTilePair * kTileInner;  // bytes of a block of rows
 
-// Two tiles of columns, `distance` bytes apart, and behind them those along the inner dimension; `sums`: what each of
-// the 32 columns begins with, negated, or null.
+// Two tiles of columns, `distance` bytes apart, and behind them those along the inner dimension;
+// `sums`: what each of the 32 columns begins with, negated, or null.
 struct ByteColumns {
     const int8_t* tiles;
     int64_t distance;
@@ -30,16 +30,18 @@ struct AmxBytes {
     using Session = WholeTiles;
     static constexpr bool kBiased = false;
 
-    // out [rows, 32], rows `stride` apart, of blocks `step` bytes apart times tiles. UNSIGNED: the left factor is.
+    // out [rows, 32], rows `stride` apart, of blocks `step` bytes apart times tiles. UNSIGNED: the
+    // left factor is.
     template <bool UNSIGNED>
-    static void multiply(const uint8_t* blocks, int64_t step, const ByteColumns& b, int64_t depth, int64_t rows,
-                         int32_t* out, int64_t stride) {
+    static void multiply(const uint8_t* blocks, int64_t step, const ByteColumns& b, int64_t depth,
+                         int64_t rows, int32_t* out, int64_t stride) {
         constexpr int64_t kRows = 16, kLower = kRows * kTileInner;
         const int64_t bytes = stride * 4;
         const bool both = rows > kRows;
         zero_tile<0>(), zero_tile<1>(), zero_tile<2>(), zero_tile<3>();
         const int8_t *left = b.tiles, *right = left + b.distance;
-        for (int64_t i = 0; i < depth; ++i, blocks += step, left += kTileBytes, right += kTileBytes) {
+        for (int64_t i = 0; i < depth;
+             ++i, blocks += step, left += kTileBytes, right += kTileBytes) {
             load_tile<4>(blocks, kTileInner), load_tile<6>(left, 64), load_tile<7>(right, 64);
             add<UNSIGNED, 0, 4, 6>(), add<UNSIGNED, 1, 4, 7>();
             if (!both) continue;
@@ -48,7 +50,8 @@ struct AmxBytes {
         }
         store_tile<0>(out, bytes), store_tile<1>(out + kTileSide, bytes);
         if (!both) return;
-        store_tile<2>(out + kRows * stride, bytes), store_tile<3>(out + kRows * stride + kTileSide, bytes);
+        store_tile<2>(out + kRows * stride, bytes),
+            store_tile<3>(out + kRows * stride + kTileSide, bytes);
     }
 
 private:
@@ -62,29 +65,36 @@ private:
     }
 };
 
-// By AVX-512 VNNI, whose left factors are unsigned: codes come with 128 added, and columns begin with -128 times their
-// sum.
+// By AVX-512 VNNI, whose left factors are unsigned: codes come with 128 added, and columns begin
+// with -128 times their sum.
 struct VnniBytes {
     struct Session {};
     static constexpr bool kBiased = true;
 
     // A function of its own, whose sums stay in registers.
     template <bool UNSIGNED>
-    __attribute__((noinline)) static void multiply(const uint8_t* blocks, int64_t step, const ByteColumns& b,
-                                                   int64_t depth, int64_t rows, int32_t* out, int64_t stride) {
+    __attribute__((noinline)) static void multiply(const uint8_t* blocks, int64_t step,
+                                                   const ByteColumns& b, int64_t depth,
+                                                   int64_t rows, int32_t* out, int64_t stride) {
         constexpr int kRows = 8;
-        for (int64_t row = 0; row < rows; row += kRows, blocks += kRows * kTileInner, out += kRows * stride) {
+        for (int64_t row = 0; row < rows;
+             row += kRows, blocks += kRows * kTileInner, out += kRows * stride) {
             __m512i low[kRows], high[kRows];
 #pragma GCC unroll 8
             for (int i = 0; i < kRows; ++i) {
-                low[i] = b.sums ? _mm512_sub_epi32(__m512i{}, _mm512_loadu_si512(b.sums)) : __m512i{};
-                high[i] = b.sums ? _mm512_sub_epi32(__m512i{}, _mm512_loadu_si512(b.sums + kTileSide)) : __m512i{};
+                low[i] =
+                    b.sums ? _mm512_sub_epi32(__m512i{}, _mm512_loadu_si512(b.sums)) : __m512i{};
+                high[i] = b.sums
+                              ? _mm512_sub_epi32(__m512i{}, _mm512_loadu_si512(b.sums + kTileSide))
+                              : __m512i{};
             }
             const int8_t *left = b.tiles, *right = left + b.distance;
             for (int64_t k = 0; k < depth; ++k) {
                 const uint8_t* line = blocks + k * step;
-                for (int64_t four = 0; four < kTileInner; four += 4, left += kTileInner, right += kTileInner) {
-                    const __m512i first = _mm512_load_si512(left), second = _mm512_load_si512(right);
+                for (int64_t four = 0; four < kTileInner;
+                     four += 4, left += kTileInner, right += kTileInner) {
+                    const __m512i first = _mm512_load_si512(left),
+                                  second = _mm512_load_si512(right);
 #pragma GCC unroll 8
                     for (int i = 0; i < kRows; ++i) {
                         int32_t bytes;
@@ -113,7 +123,8 @@ private:
 // 64 codes of a row from `column` on, 0 outside.
 inline __m512i bytes_at(const Window<int8_t>& x, int64_t row, int64_t column) {
     const int64_t there = row < x.rows ? std::min(x.columns - column, kTileInner) : 0;
-    return _mm512_maskz_loadu_epi8(there > 0 ? ~uint64_t{0} >> (64 - there) : 0, x.first + row * x.stride + column);
+    return _mm512_maskz_loadu_epi8(there > 0 ? ~uint64_t{0} >> (64 - there) : 0,
+                                   x.first + row * x.stride + column);
 }
 
 // Rows of codes -> a left factor, 128 added if BIASED.
@@ -122,20 +133,23 @@ void pack_rows(const Window<int8_t>& from, uint8_t* to) {
     const __m512i bias = _mm512_set1_epi8(BIASED ? -128 : 0);
     for (int64_t at = 0; at < from.columns; at += kTileInner, to += kByteBlock) {
         for (int64_t row = 0; row < from.rows; ++row) {
-            _mm512_store_si512(to + row * kTileInner, _mm512_xor_si512(bytes_at(from, row, at), bias));
+            _mm512_store_si512(to + row * kTileInner,
+                               _mm512_xor_si512(bytes_at(from, row, at), bias));
         }
     }
 }
 
-// Rows of codes -> a right factor whose columns they are, tile after tile along them; if BIASED, also 128 times the sum
-// of each.
+// Rows of codes -> a right factor whose columns they are, tile after tile along them; if BIASED,
+// also 128 times the sum of each.
 template <bool BIASED>
-__attribute__((target("avx512vnni"))) void pack_turned(const Window<int8_t>& from, int8_t* to, int32_t* sums) {
+__attribute__((target("avx512vnni"))) void pack_turned(const Window<int8_t>& from, int8_t* to,
+                                                       int32_t* sums) {
     for (int64_t row = 0; row < whole_units(from.rows); row += kTileSide) {
         __m512i sum = {};
         for (int64_t at = 0; at < from.columns; at += kTileInner, to += kTileBytes) {
             Lanes words[kTileSide];
-            for (int i = 0; i < kTileSide; ++i) words[i] = _mm512_castsi512_ps(bytes_at(from, row + i, at));
+            for (int i = 0; i < kTileSide; ++i)
+                words[i] = _mm512_castsi512_ps(bytes_at(from, row + i, at));
             transpose(words);
             for (int i = 0; i < kTileSide; ++i) {
                 const __m512i four = _mm512_castps_si512(words[i]);
@@ -147,8 +161,9 @@ __attribute__((target("avx512vnni"))) void pack_turned(const Window<int8_t>& fro
     }
 }
 
-// Rows of codes -> a right factor of as many inner indices; tiles of other columns are `distance` bytes apart. Of 64
-// rows 0, 32, 16 and 48 lie together, and so on: the order in which pack_integers writes.
+// Rows of codes -> a right factor of as many inner indices; tiles of other columns are `distance`
+// bytes apart. Of 64 rows 0, 32, 16 and 48 lie together, and so on: the order in which
+// pack_integers writes.
 inline void pack_along(const Window<int8_t>& from, int8_t* to, int64_t distance) {
     for (int64_t group = 0; group < from.rows; group += kTileInner, to += kTileBytes) {
         for (int64_t i = 0; i < 16; ++i) {
@@ -156,17 +171,24 @@ inline void pack_along(const Window<int8_t>& from, int8_t* to, int64_t distance)
                 const int64_t row = group + i;
                 const __m512i a = bytes_at(from, row, at), b = bytes_at(from, row + 32, at);
                 const __m512i c = bytes_at(from, row + 16, at), d = bytes_at(from, row + 48, at);
-                const __m512i ab_low = _mm512_unpacklo_epi8(a, b), ab_high = _mm512_unpackhi_epi8(a, b);
-                const __m512i cd_low = _mm512_unpacklo_epi8(c, d), cd_high = _mm512_unpackhi_epi8(c, d);
-                const __m512i u0 = _mm512_unpacklo_epi16(ab_low, cd_low), u1 = _mm512_unpackhi_epi16(ab_low, cd_low);
+                const __m512i ab_low = _mm512_unpacklo_epi8(a, b),
+                              ab_high = _mm512_unpackhi_epi8(a, b);
+                const __m512i cd_low = _mm512_unpacklo_epi8(c, d),
+                              cd_high = _mm512_unpackhi_epi8(c, d);
+                const __m512i u0 = _mm512_unpacklo_epi16(ab_low, cd_low),
+                              u1 = _mm512_unpackhi_epi16(ab_low, cd_low);
                 const __m512i u2 = _mm512_unpacklo_epi16(ab_high, cd_high);
                 const __m512i u3 = _mm512_unpackhi_epi16(ab_high, cd_high);
-                const __m512i even01 = _mm512_shuffle_i32x4(u0, u1, 0x88), odd01 = _mm512_shuffle_i32x4(u0, u1, 0xDD);
-                const __m512i even23 = _mm512_shuffle_i32x4(u2, u3, 0x88), odd23 = _mm512_shuffle_i32x4(u2, u3, 0xDD);
-                const __m512i columns[4] = {
-                    _mm512_shuffle_i32x4(even01, even23, 0x88), _mm512_shuffle_i32x4(odd01, odd23, 0x88),
-                    _mm512_shuffle_i32x4(even01, even23, 0xDD), _mm512_shuffle_i32x4(odd01, odd23, 0xDD)};
-                for (int64_t tile = 0; tile < 4 && at + tile * kTileSide < whole_units(from.columns); ++tile) {
+                const __m512i even01 = _mm512_shuffle_i32x4(u0, u1, 0x88),
+                              odd01 = _mm512_shuffle_i32x4(u0, u1, 0xDD);
+                const __m512i even23 = _mm512_shuffle_i32x4(u2, u3, 0x88),
+                              odd23 = _mm512_shuffle_i32x4(u2, u3, 0xDD);
+                const __m512i columns[4] = {_mm512_shuffle_i32x4(even01, even23, 0x88),
+                                            _mm512_shuffle_i32x4(odd01, odd23, 0x88),
+                                            _mm512_shuffle_i32x4(even01, even23, 0xDD),
+                                            _mm512_shuffle_i32x4(odd01, odd23, 0xDD)};
+                for (int64_t tile = 0;
+                     tile < 4 && at + tile * kTileSide < whole_units(from.columns); ++tile) {
                     const int64_t number = at / kTileSide + tile;
                     _mm512_store_si512(to + number * distance + i * kTileInner, columns[tile]);
                 }
@@ -177,8 +199,8 @@ inline void pack_along(const Window<int8_t>& from, int8_t* to, int64_t distance)
 
 constexpr int kByteParts = 3;
 
-// 64 integers of 24 bits -> their three bytes, the lowest first, 64 of each in the order of pack_along, `step` bytes
-// apart.
+// 64 integers of 24 bits -> their three bytes, the lowest first, 64 of each in the order of
+// pack_along, `step` bytes apart.
 inline void pack_integers(__m512i a, __m512i b, __m512i c, __m512i d, uint8_t* to, int64_t step) {
     const __m512i halves = _mm512_set1_epi32(0xFFFF), bytes = _mm512_set1_epi16(0xFF);
     constexpr int kSelect = 0xCA;  // first operand ? second : third
@@ -187,7 +209,8 @@ inline void pack_integers(__m512i a, __m512i b, __m512i c, __m512i d, uint8_t* t
     const __m512i ab_top = _mm512_ternarylogic_epi32(halves, _mm512_srli_epi32(a, 16), b, kSelect);
     const __m512i cd_top = _mm512_ternarylogic_epi32(halves, _mm512_srli_epi32(c, 16), d, kSelect);
     _mm512_store_si512(to, _mm512_ternarylogic_epi32(bytes, ab, _mm512_slli_epi16(cd, 8), kSelect));
-    _mm512_store_si512(to + step, _mm512_ternarylogic_epi32(bytes, _mm512_srli_epi16(ab, 8), cd, kSelect));
+    _mm512_store_si512(to + step,
+                       _mm512_ternarylogic_epi32(bytes, _mm512_srli_epi16(ab, 8), cd, kSelect));
     _mm512_store_si512(to + 2 * step, _mm512_or_si512(ab_top, _mm512_slli_epi16(cd_top, 8)));
 }
 

@@ -1,5 +1,6 @@
-// Attention of one query a row to keys and values that lie anywhere in a cache of codes; lsq/ops/cached_attention.py is
-// the reference. Scores are exact sums of products of codes; probabilities and contexts are floats.
+// Attention of one query a row to keys and values that lie anywhere in a cache of codes;
+// lsq/ops/cached_attention.py is the reference. Scores are exact sums of products of codes;
+// probabilities and contexts are floats.
 #include "aligned.h"
 #include "lanes.h"
 #include "rows.h"
@@ -27,15 +28,22 @@ void dot_four(const int16_t* query, const int8_t* const* keys, int64_t n, int32_
         for (int64_t i = 0; i < n; i += 32) {
             const __m512i factor = _mm512_loadu_si512(query + i);
             for (int64_t j = 0; j < kFour; ++j) {
-                const __m256i codes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(keys[j] + i));
-                sum[j] = _mm512_add_epi32(sum[j], _mm512_madd_epi16(_mm512_cvtepi8_epi16(codes), factor));
+                const __m256i codes =
+                    _mm256_loadu_si256(reinterpret_cast<const __m256i*>(keys[j] + i));
+                sum[j] = _mm512_add_epi32(sum[j],
+                                          _mm512_madd_epi16(_mm512_cvtepi8_epi16(codes), factor));
             }
         }
-        const __m512i ab = _mm512_add_epi32(_mm512_unpacklo_epi32(sum[0], sum[1]), _mm512_unpackhi_epi32(sum[0], sum[1]));
-        const __m512i cd = _mm512_add_epi32(_mm512_unpacklo_epi32(sum[2], sum[3]), _mm512_unpackhi_epi32(sum[2], sum[3]));
-        const __m512i all = _mm512_add_epi32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
-        const __m256i half = _mm256_add_epi32(_mm512_castsi512_si256(all), _mm512_extracti64x4_epi64(all, 1));
-        const __m128i found = _mm_add_epi32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
+        const __m512i ab = _mm512_add_epi32(_mm512_unpacklo_epi32(sum[0], sum[1]),
+                                            _mm512_unpackhi_epi32(sum[0], sum[1]));
+        const __m512i cd = _mm512_add_epi32(_mm512_unpacklo_epi32(sum[2], sum[3]),
+                                            _mm512_unpackhi_epi32(sum[2], sum[3]));
+        const __m512i all =
+            _mm512_add_epi32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
+        const __m256i half =
+            _mm256_add_epi32(_mm512_castsi512_si256(all), _mm512_extracti64x4_epi64(all, 1));
+        const __m128i found =
+            _mm_add_epi32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
         _mm_storeu_si128(reinterpret_cast<__m128i*>(scores), found);
         return;
     }
@@ -48,13 +56,15 @@ class Reader {
 public:
     explicit Reader(const CachedAttention& op)
         : op_(op), stride_(2 * op.columns),
-          factor_(op.queries.scale[0] * op.cache_scale[0] * (1.0f / std::sqrt(static_cast<float>(op.width)))),
-          query_(op.width + 32), scores_(op.capacity), probabilities_(op.capacity + kLanes), context_(op.width + kColumns),
-          flags_(op.width) {}
+          factor_(op.queries.scale[0] * op.cache_scale[0] *
+                  (1.0f / std::sqrt(static_cast<float>(op.width)))),
+          query_(op.width + 32), scores_(op.capacity), probabilities_(op.capacity + kLanes),
+          context_(op.width + kColumns), flags_(op.width) {}
 
     // -> the largest magnitude of what was rounded
     Magnitude operator()(int64_t row, int64_t head) {
-        const int64_t list = op_.owned[row], n = op_.lengths[list], width = op_.width, column = head * width;
+        const int64_t list = op_.owned[row], n = op_.lengths[list], width = op_.width,
+                      column = head * width;
         const int64_t* places = op_.lists + list * op_.capacity;
         const int8_t* query = op_.queries.codes + row * op_.query_columns + column;
         std::fill(context_.begin(), context_.end(), 0.0f);
@@ -66,7 +76,8 @@ public:
             }
             attend(query, places, n, op_.cache + column);
         }
-        return round_row(op_.context, row * op_.columns + column, width, context_.data(), flags_.data());
+        return round_row(op_.context, row * op_.columns + column, width, context_.data(),
+                         flags_.data());
     }
 
 private:
@@ -93,12 +104,14 @@ private:
         });
         const float share = op_.cache_scale[0] / sum_of_lanes(sum);
         for (int64_t column = 0; column < width; column += kColumns) {
-            add_values(places, n, cache + op_.columns + column, width - column, share, context_.data() + column);
+            add_values(places, n, cache + op_.columns + column, width - column, share,
+                       context_.data() + column);
         }
     }
 
     // The first columns of the context, at most kColumns, of values that have `wide` of them.
-    void add_values(const int64_t* places, int64_t n, const int8_t* values, int64_t wide, float share, float* to) const {
+    void add_values(const int64_t* places, int64_t n, const int8_t* values, int64_t wide,
+                    float share, float* to) const {
         Lanes sums[4] = {};
         for (int64_t j = 0; j < n; ++j) {
             const int8_t* value = values + places[j] * stride_;
@@ -106,10 +119,12 @@ private:
             const Lanes p = all_lanes(probabilities_[j]);
             if (wide >= kColumns) {
 #pragma GCC unroll 4
-                for (int i = 0; i < 4; ++i) sums[i] = multiply_add(p, load_lanes(value + i * kLanes, kLanes), sums[i]);
+                for (int i = 0; i < 4; ++i)
+                    sums[i] = multiply_add(p, load_lanes(value + i * kLanes, kLanes), sums[i]);
             } else {
                 for (int i = 0; i < 4 && i * kLanes < wide; ++i) {
-                    sums[i] = multiply_add(p, load_lanes(value + i * kLanes, wide - i * kLanes), sums[i]);
+                    sums[i] =
+                        multiply_add(p, load_lanes(value + i * kLanes, wide - i * kLanes), sums[i]);
                 }
             }
         }
@@ -128,7 +143,8 @@ private:
 }  // namespace
 
 LSQ_OPERATION(CachedAttention, op) {
-    constexpr int64_t kLittle = 16;  // heads of rows, up to which other threads are not worth waking
+    // Heads of rows, up to which other threads are not worth waking.
+    constexpr int64_t kLittle = 16;
     Magnitude largest = 0;
 #pragma omp parallel reduction(max : largest) if (op.rows * op.heads > kLittle)
     {

@@ -33,8 +33,8 @@ float joined_lanes(Lanes (&parts)[kParts]) {
 class Sample {
 public:
     Sample(int64_t count, bool alone)
-        : values_((count + kRunLanes - 1) / kRunLanes * kRunLanes), totals_((count + kBlock - 1) / kBlock * kTogether),
-          count_(count), alone_(alone) {}
+        : values_((count + kRunLanes - 1) / kRunLanes * kRunLanes),
+          totals_((count + kBlock - 1) / kBlock * kTogether), count_(count), alone_(alone) {}
 
     float* values() { return values_.data(); }
     int64_t count() const { return count_; }
@@ -113,7 +113,8 @@ void try_clips(Sample& sample, int search, BestClip& best) {
             reciprocal[k] = all_lanes(best.q / tried[k]);
         }
         double errors[kTogether];
-        sample.sum([&](Lanes values, int k) { return squared_error(values, reciprocal[k], q); }, errors);
+        sample.sum([&](Lanes values, int k) { return squared_error(values, reciprocal[k], q); },
+                   errors);
         const int wanted = std::min(kTogether, kCandidates[search] - first);
         for (int k = 0; k < wanted; ++k) best.consider(tried[k], errors[k]);
     }
@@ -124,7 +125,8 @@ float search_anew(Sample& sample, float q) {
     double sums[2];  // of the magnitudes above a clip, and how many they are
     const auto sum_above = [&](float clip) {
         const Lanes limit = all_lanes(clip), one = all_lanes(1.0f), zero = {};
-        sample.sum([=](Lanes values, int k) { return values > limit ? (k ? one : values) : zero; }, sums);
+        sample.sum([=](Lanes values, int k) { return values > limit ? (k ? one : values) : zero; },
+                   sums);
     };
     sum_above(0.0f);
     FixedPoint point(sums[0], sums[1], sample.count(), q);
@@ -178,7 +180,8 @@ int64_t count_unusable(const float* x, int64_t n, bool alone) {
 
 // `sample` has the row.
 void find_clip(const LeastErrorClip& op, int64_t row, Sample& sample) {
-    const float q = op.largest, before = op.before ? op.before[row] : 0.0f, largest = sample.largest(op.smallest);
+    const float q = op.largest, before = op.before ? op.before[row] : 0.0f,
+                largest = sample.largest(op.smallest);
     BestClip best{q, before};
     if (!op.before || !search_near(sample, before, largest, best)) {
         sample.divide_by(largest);
@@ -194,7 +197,8 @@ void search_row(const LeastErrorClip& op, int64_t row, Sample& sample, bool alon
     find_clip(op, row, sample);
 }
 
-// Rows [first, first + kLanes) or fewer that are columns of x: `samples`, one for each, take them a turned block at a time.
+// Rows [first, first + kLanes) or fewer that are columns of x: `samples`, one for each, take them a
+// transposed block at a time.
 void search_columns(const LeastErrorClip& op, int64_t first, std::vector<Sample>& samples) {
     const int64_t width = std::min(kLanes, op.rows - first);
     LaneWords unusable = {};
@@ -224,7 +228,8 @@ LSQ_OPERATION(LeastErrorClip, op) {
         {
             std::vector<Sample> samples(kLanes, Sample(op.sampled, false));
 #pragma omp for schedule(static)
-            for (int64_t first = 0; first < op.rows; first += kLanes) search_columns(op, first, samples);
+            for (int64_t first = 0; first < op.rows; first += kLanes)
+                search_columns(op, first, samples);
         }
     } else if (op.rows < omp_get_max_threads()) {
         Sample sample(op.sampled, true);

@@ -1,14 +1,18 @@
-// Products whose sums are read a block of columns at a time, on all threads: their rows are too long for a cache.
+// Products whose sums are read a block of columns at a time, on all threads: their rows are too
+// long for a cache.
 //
-// A thread makes its own reader by make(), and calls it as reader(block), with every row and column once. A block's
-// columns begin at a multiple of `width`, so that what a reader adds up over them does not depend on threads or strips.
+// A thread makes its own reader by make(), and calls it as reader(block), with every row and column
+// once. A block's columns begin at a multiple of `width`, so that what a reader adds up over them
+// does not depend on threads or strips.
 #pragma once
 
 #include "strips.h"
+#include "structs.h"
 
 namespace lsq {
 
-// Rows [row, row + rows) of columns [column, column + columns): sums int32, or floats, `stride` elements apart.
+// Rows [row, row + rows) of columns [column, column + columns): sums int32, or floats, `stride`
+// elements apart.
 template <class T>
 struct SumsBlock {
     int64_t row, rows, column, columns;
@@ -17,9 +21,11 @@ struct SumsBlock {
 };
 
 constexpr int64_t kBlockRows = 1024;   // for which a thread packs a block of columns
-constexpr int64_t kBlockStrip = 64;    // of these that it multiplies at a time, where nothing is tuned
+// Of these that it multiplies at a time, where nothing is tuned.
+constexpr int64_t kBlockStrip = 64;
 
-// Multiplies. A thread packs the columns that it multiplies: they are read once, and nobody waits for others.
+// Multiplies. A thread packs the columns that it multiplies: they are read once, and nobody waits
+// for others.
 template <class Make>
 void multiply_columns(const TileProduct& product, int64_t width, const Make& make) {
     const int64_t strip = product.strip ? product.strip : kBlockStrip;
@@ -34,31 +40,37 @@ void multiply_columns(const TileProduct& product, int64_t width, const Make& mak
                 part.columns = std::min(width, product.columns - column);
                 part.b.data += column * (part.b.transposed ? 1 : part.b.stride);
                 part.memory = packed.at_least(packed_bytes(width, product.inner));
-                for (int64_t group = 0; group < groups_of_columns(part); ++group) pack_columns(part, group);
+                for (int64_t group = 0; group < groups_of_columns(part); ++group)
+                    pack_columns(part, group);
                 StripMultiplier multiplier(part);
                 const int64_t end = std::min(begin + kBlockRows, product.rows);
                 for (int64_t first = begin; first < end; first += strip) {
                     const int64_t count = std::min(strip, end - first);
                     multiplier.take(first, count);
                     const int32_t* sums = multiplier.sums();
-                    reader(SumsBlock<int32_t>{first, count, column, part.columns, sums, multiplier.stride()});
+                    reader(SumsBlock<int32_t>{first, count, column, part.columns, sums,
+                                              multiplier.stride()});
                 }
             }
         }
     }
 }
 
-// Reads rows [first, first + rows) of a product that somebody else has made, [rows, columns].
-template <class T, class Make>
-void read_columns(const T* product, int64_t first, int64_t rows, int64_t columns, int64_t width, const Make& make) {
+// Reads rows [first, first + rows) of float logits [rows, columns] that PyTorch has made.
+template <class Make>
+void read_columns(
+    const float* logits, int64_t first, int64_t rows, const Prediction& given, const Make& make) {
+    const int64_t columns = given.columns, width = given.block_columns;
 #pragma omp parallel
     {
         auto reader = make();
 #pragma omp for collapse(2) schedule(static)
         for (int64_t begin = 0; begin < rows; begin += kTilePair) {
             for (int64_t column = 0; column < columns; column += width) {
-                const int64_t count = std::min(kTilePair, rows - begin), wide = std::min(width, columns - column);
-                reader(SumsBlock<T>{first + begin, count, column, wide, product + begin * columns + column, columns});
+                const int64_t count = std::min(kTilePair, rows - begin),
+                              wide = std::min(width, columns - column);
+                const float* block = logits + begin * columns + column;
+                reader(SumsBlock<float>{first + begin, count, column, wide, block, columns});
             }
         }
     }

@@ -11,15 +11,17 @@ namespace {
 constexpr int64_t kGroup = 64;  // columns whose tiles are made together: a cache line of x
 
 // As bits, which order like magnitudes.
-inline uint32_t magnitude(int8_t code, float scale) { return bits_of(static_cast<float>(code) * scale) & 0x7FFFFFFFu; }
+inline uint32_t magnitude(int8_t code, float scale) {
+    return bits_of(static_cast<float>(code) * scale) & 0x7FFFFFFFu;
+}
 
 // What the codes of a row of x are multiplied by.
 float factor_of(const ProjectWeightGradient& op, int64_t row) {
     return op.gradient.scale[row] * row_scale(op.x.coded, row);
 }
 
-// largest [K]: magnitudes of columns over all rows, on all threads -> whether a row scale is not finite. A maximum does
-// not depend on how rows are dealt out.
+// largest [K]: magnitudes of columns over all rows, on all threads -> whether a row scale is not
+// finite. A maximum does not depend on how rows are dealt out.
 bool find_largest(const ProjectWeightGradient& op, uint32_t* largest) {
     const int64_t n = op.columns;
     int missing = 0;
@@ -43,7 +45,8 @@ bool find_largest(const ProjectWeightGradient& op, uint32_t* largest) {
             for (int64_t i = 0; i < n; ++i) {
                 const uint32_t a = magnitude(one[i], first), b = magnitude(two[i], second);
                 const uint32_t c = magnitude(three[i], third), d = magnitude(last[i], fourth);
-                const uint32_t lower = a > b ? a : b, upper = c > d ? c : d, most = lower > upper ? lower : upper;
+                const uint32_t lower = a > b ? a : b, upper = c > d ? c : d,
+                               most = lower > upper ? lower : upper;
                 found[i] = most > found[i] ? most : found[i];
             }
         }
@@ -60,21 +63,27 @@ struct Four {
     uint32_t word[4];
 };
 
-// Rounds 16 columns for each of the tiles, `distance` bytes apart: a unit of four codes for each column.
-void round_units(const Four& four, int64_t tiles, const float* reciprocal, float q, int8_t* to, int64_t distance) {
+// Rounds 16 columns for each of the tiles, `distance` bytes apart: a unit of four codes for each
+// column.
+void round_units(const Four& four, int64_t tiles, const float* reciprocal, float q, int8_t* to,
+                 int64_t distance) {
 #if defined(LSQ_WIDE)
-    SixteenAtRandom rounding[4] = {{four.word[0], q}, {four.word[1], q}, {four.word[2], q}, {four.word[3], q}};
+    SixteenAtRandom rounding[4] = {
+        {four.word[0], q}, {four.word[1], q}, {four.word[2], q}, {four.word[3], q}};
     for (int64_t column = 0; column < tiles * kTileSide; column += kTileSide, to += distance) {
         const __m512 factor = _mm512_loadu_ps(reciprocal + column);
         __m512i units = _mm512_setzero_si512();
 #pragma GCC unroll 4
         for (int i = 0; i < 4; ++i) {
-            const __m128i codes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(four.codes[i] + column));
+            const __m128i codes =
+                _mm_loadu_si128(reinterpret_cast<const __m128i*>(four.codes[i] + column));
             const __m512 scaled = _mm512_mul_ps(
                 _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(codes)), _mm512_set1_ps(four.scale[i]));
-            const __m512i code = _mm512_slli_epi32(rounding[i].next(_mm512_mul_ps(scaled, factor)), 8 * i);
+            const __m512i code =
+                _mm512_slli_epi32(rounding[i].next(_mm512_mul_ps(scaled, factor)), 8 * i);
             const __m512i upper = _mm512_set1_epi32(static_cast<int32_t>(0xFFFFFFFFu << 8 * i));
-            units = _mm512_ternarylogic_epi32(upper, code, units, 0xCA);  // code where `upper` has bits
+            // Code where `upper` has bits.
+            units = _mm512_ternarylogic_epi32(upper, code, units, 0xCA);
         }
         _mm512_store_si512(to, units);
     }
@@ -86,7 +95,8 @@ void round_units(const Four& four, int64_t tiles, const float* reciprocal, float
         uint32_t word = four.word[row];
 #pragma GCC ivdep
         for (int64_t i = 0; i < tiles * kTileSide; ++i) {
-            const int8_t code = round_finite_at_random(static_cast<float>(codes[i]) * scale * reciprocal[i], word, q);
+            const int8_t code = round_finite_at_random(
+                static_cast<float>(codes[i]) * scale * reciprocal[i], word, q);
             units[i] |= static_cast<uint32_t>(static_cast<uint8_t>(code)) << 8 * row;
             word += kWordStep;
         }
@@ -104,7 +114,8 @@ ColumnRounding::ColumnRounding(const ProjectWeightGradient& op, float* column_sc
     Aligned<uint32_t> largest(op.columns, 0);
     poisoned_ = find_largest(op, largest.data());
     for (int64_t i = 0; i < op.columns; ++i) {
-        const GradientScale s = gradient_scale(poisoned_ ? not_a_number() : float_of(largest[i]), op.gradient.largest);
+        const GradientScale s =
+            gradient_scale(poisoned_ ? not_a_number() : float_of(largest[i]), op.gradient.largest);
         column_scale[i] = s.scale * shared_scale(op.x.coded);
         reciprocal_[i] = s.reciprocal;
     }
@@ -119,7 +130,8 @@ void ColumnRounding::to_rows(int8_t* rounded) const {
         const int8_t* line = op_.x.coded.codes + row * n;
         float* scaled = scratch.a.data();
 #pragma omp simd
-        for (int64_t i = 0; i < n; ++i) scaled[i] = static_cast<float>(line[i]) * scale * inverse[i];
+        for (int64_t i = 0; i < n; ++i)
+            scaled[i] = static_cast<float>(line[i]) * scale * inverse[i];
         const uint32_t word = philox_word(op_.key[0], op_.subsequence, row);
         round_at_random(scaled, n, 1.0f, word, op_.gradient.largest, rounded + row * n);
         return 0;
@@ -152,10 +164,12 @@ void ColumnRounding::to_tiles(const TileProduct& product) const {
     }
 }
 
-// Rows [first, first + 64), or fewer at the end, of at most 64 columns: tiles `distance` bytes apart.
+// Rows [first, first + 64), or fewer at the end, of at most 64 columns: tiles `distance` bytes
+// apart.
 void ColumnRounding::round_tiles(
     int64_t first, int64_t column, const uint32_t* words, int8_t* to, int64_t distance) const {
-    const int64_t count = std::min(kGroup, op_.columns - column), tiles = rounded_up(count, kTilePair) / kTileSide;
+    const int64_t count = std::min(kGroup, op_.columns - column),
+                  tiles = rounded_up(count, kTilePair) / kTileSide;
     alignas(64) int8_t edge[4][kGroup] = {};
     for (int64_t row = 0; row < kTileInner; row += 4, to += kTileInner) {
         Four four;

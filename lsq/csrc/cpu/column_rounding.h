@@ -1,5 +1,6 @@
-// The second operand of the product for the gradient of a weight: x [M, K] times the scales of rows, its own and those of
-// the gradient, rounded per column at random. lsq/ops/weight_gradient.py has the formulas.
+// The second operand of the product for the gradient of a weight: x [M, K] times the scales of
+// rows, its own and those of the gradient, rounded per column at random. lsq/ops/weight_gradient.py
+// has the formulas.
 #pragma once
 
 #include "aligned.h"
@@ -21,7 +22,8 @@ public:
 
 private:
     float factor(int64_t row) const;
-    void round_tiles(int64_t first, int64_t column, const uint32_t* words, int8_t* to, int64_t distance) const;
+    void round_tiles(int64_t first, int64_t column, const uint32_t* words, int8_t* to,
+                     int64_t distance) const;
 
     const ProjectWeightGradient& op_;
     Aligned<float> reciprocal_;  // [K] and zeros up to a multiple of 64

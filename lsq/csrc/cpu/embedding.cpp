@@ -21,12 +21,14 @@ LSQ_OPERATION(Embed, op) {
     });
 }
 
-// Each thread owns a strip of columns: no atomics, and the order of the additions is that of the rows.
+// Each thread owns a strip of columns: no atomics, and the order of the additions is that of the
+// rows.
 LSQ_OPERATION(EmbedGradient, op) {
     constexpr int64_t kStrip = 64;
     const int64_t n = op.columns, strips = (n + kStrip - 1) / kStrip;
 #pragma omp parallel for schedule(static)
-    for (int64_t row = 0; row < op.vocabulary; ++row) std::memset(op.dweight + row * n, 0, n * sizeof(float));
+    for (int64_t row = 0; row < op.vocabulary; ++row)
+        std::memset(op.dweight + row * n, 0, n * sizeof(float));
     if (op.dtable) std::memset(op.dtable, 0, op.table_rows * n * sizeof(float));
 #pragma omp parallel for schedule(static)
     for (int64_t strip = 0; strip < strips; ++strip) {

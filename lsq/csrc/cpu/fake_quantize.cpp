@@ -1,4 +1,4 @@
-// Values of a number format in the place of floats; lsq/ops/fake_quantize.py has the formulas.
+// Values of a number format instead of floats; lsq/ops/fake_quantize.py has the formulas.
 #include "fake_quantize.h"
 #include "loops.h"
 #include "nonlinearity.h"
@@ -13,8 +13,9 @@ constexpr int64_t kFlat = 2048;  // values whose clipped bits are found at a tim
 class Scales {
 public:
     explicit Scales(const FakeQuantize& op)
-        : op_(op), block_(std::max<int64_t>(1, op.block_rows)), width_(std::max<int64_t>(1, op.block_columns)),
-          down_((op.rows + block_ - 1) / block_), across_((op.columns + width_ - 1) / width_), scales_(down_ * across_) {
+        : op_(op), block_(std::max<int64_t>(1, op.block_rows)),
+          width_(std::max<int64_t>(1, op.block_columns)), down_((op.rows + block_ - 1) / block_),
+          across_((op.columns + width_ - 1) / width_), scales_(down_ * across_) {
 #pragma omp parallel for schedule(static)
         for (int64_t strip = 0; strip < down_; ++strip) {
             op.given ? take_clip(strip) : measure(strip);
@@ -28,14 +29,16 @@ public:
         }
         if (op.stored != kMultiplied || op.each_row) return;
         const int64_t n = down_ * across_;
-        multiply(scales_.data(), n, op.clips == 1 ? op.clip[0] / op.largest : largest_of(scales_.data(), n));
+        multiply(scales_.data(), n,
+                 op.clips == 1 ? op.clip[0] / op.largest : largest_of(scales_.data(), n));
     }
 
     // Calls use(first column, columns, scale) for each block of a row.
     template <class Use>
     void of_row(int64_t row, const Use& use) const {
         const float* line = scales_.data() + row / block_ * across_;
-        for (int64_t i = 0; i < across_; ++i) use(i * width_, std::min(width_, op_.columns - i * width_), line[i]);
+        for (int64_t i = 0; i < across_; ++i)
+            use(i * width_, std::min(width_, op_.columns - i * width_), line[i]);
     }
 
 private:
@@ -54,7 +57,8 @@ private:
             const float* x = op_.x + row * op_.columns;
             for (int64_t i = 0; i < across_; ++i) {
                 const int64_t first = i * width_, past = std::min(first + width_, op_.columns);
-                uint32_t largest = bits_of(line[i]);  // magnitudes order like their bits, and NaN is larger than infinity
+                // Magnitudes order like their bits, and NaN is larger than infinity.
+                uint32_t largest = bits_of(line[i]);
 #pragma omp simd reduction(max : largest)
                 for (int64_t j = first; j < past; ++j) {
                     const uint32_t bits = bits_of(clip(x[j])) & 0x7FFFFFFFu;
@@ -63,13 +67,15 @@ private:
                 line[i] = float_of(largest);
             }
         }
-        for (int64_t i = 0; i < across_; ++i) line[i] = poisoned(line[i], missing || !(line[i] < infinity()));
+        for (int64_t i = 0; i < across_; ++i)
+            line[i] = poisoned(line[i], missing || !(line[i] < infinity()));
     }
 
     // NaN where one is not finite.
     static float largest_of(const float* scales, int64_t n) {
         uint32_t largest = 0;
-        for (int64_t i = 0; i < n; ++i) largest = std::max(largest, bits_of(scales[i]) & 0x7FFFFFFFu);
+        for (int64_t i = 0; i < n; ++i)
+            largest = std::max(largest, bits_of(scales[i]) & 0x7FFFFFFFu);
         return poisoned(float_of(largest), !(float_of(largest) < infinity()));
     }
 
@@ -107,9 +113,13 @@ LSQ_OPERATION(FakeQuantize, op) {
         float* out = op.out + row * n;
         float* scale_of_codes = op.coded.scale + row * op.coded.scale_columns;
         scales.of_row(row, [&](int64_t first, int64_t columns, float scale) {
-            if (!op.coded.codes) return decoded<false>(levels, clip, scale, columns, x + first, out + first, nullptr, 0.0f);
-            decoded<true>(levels, clip, scale, columns, x + first, out + first, op.coded.codes + row * n + first, op.whole);
-            *scale_of_codes++ = poisoned(scale / op.whole, op.given && any_missing(x + first, columns));
+            if (!op.coded.codes)
+                return decoded<false>(levels, clip, scale, columns, x + first, out + first, nullptr,
+                                      0.0f);
+            decoded<true>(levels, clip, scale, columns, x + first, out + first,
+                          op.coded.codes + row * n + first, op.whole);
+            *scale_of_codes++ =
+                poisoned(scale / op.whole, op.given && any_missing(x + first, columns));
         });
         return 0;
     });
@@ -171,7 +181,8 @@ LSQ_OPERATION(RoundAtRandom, op) {
         if (s.reciprocal == 0.0f) {  // vanishing, or not finite
             std::memset(codes, 0, n);
         } else {
-            round_at_random(x, n, s.reciprocal, philox_word(op.key[0], op.subsequence, row), op.largest, codes);
+            round_at_random(x, n, s.reciprocal, philox_word(op.key[0], op.subsequence, row),
+                            op.largest, codes);
         }
 #pragma omp simd
         for (int64_t i = 0; i < n; ++i) out[i] = static_cast<float>(codes[i]) * s.scale;

@@ -1,4 +1,5 @@
-// The nearest values of a number format, found as lsq/quant/numbers/lookup.py says, and how scales are stored.
+// The nearest values of a number format, found as lsq/quant/numbers/lookup.py says, and how scales
+// are stored.
 #pragma once
 
 #include <cmath>
@@ -7,14 +8,16 @@
 
 namespace lsq {
 
-enum : int64_t { kFloat32 = 0, kBfloat16 = 1, kPower = 2, kMultiplied = 3 };  // lsq.ops.fake_quantize.STORED
+// Lsq.ops.fake_quantize.STORED.
+enum : int64_t { kFloat32 = 0, kBfloat16 = 1, kPower = 2, kMultiplied = 3 };
 
 // A number format, at an address.
 class Levels {
 public:
     explicit Levels(int64_t address)
         : ranks_(reinterpret_cast<const uint8_t*>(address)),
-          boundaries_(reinterpret_cast<const float*>(ranks_ + kRanks)), values_(boundaries_ + kLevels) {}
+          boundaries_(reinterpret_cast<const float*>(ranks_ + kRanks)),
+          values_(boundaries_ + kLevels) {}
 
     // Of x, not NaN.
     float nearest(float x) const {
@@ -25,9 +28,12 @@ public:
 #if defined(LSQ_WIDE)
     __m512 nearest(__m512 x) const {
         const __m512i upper = _mm512_srli_epi32(_mm512_castps_si512(x), 16);
-        const __m512i rank = _mm512_and_si512(_mm512_i32gather_epi32(upper, ranks_, 1), _mm512_set1_epi32(255));
-        const __mmask16 above = _mm512_cmp_ps_mask(x, _mm512_i32gather_ps(rank, boundaries_, 4), _CMP_GT_OQ);
-        return _mm512_i32gather_ps(_mm512_mask_add_epi32(rank, above, rank, _mm512_set1_epi32(1)), values_, 4);
+        const __m512i rank =
+            _mm512_and_si512(_mm512_i32gather_epi32(upper, ranks_, 1), _mm512_set1_epi32(255));
+        const __mmask16 above =
+            _mm512_cmp_ps_mask(x, _mm512_i32gather_ps(rank, boundaries_, 4), _CMP_GT_OQ);
+        return _mm512_i32gather_ps(_mm512_mask_add_epi32(rank, above, rank, _mm512_set1_epi32(1)),
+                                   values_, 4);
     }
 #endif
 
@@ -65,19 +71,22 @@ inline float stored_scale(float scale, int64_t stored) {
     return std::ldexp(1.0f, std::min(std::max(exponent - power, -127), 127));
 }
 
-// x [n] of one block -> values; NaN stays NaN. And, if CODED, values over the scale, times `whole`; of NaN any code.
+// x [n] of one block -> values; NaN stays NaN. And, if CODED, values over the scale, times `whole`;
+// of NaN any code.
 template <bool CODED>
-void decoded(const Levels& levels, const Clip& clip, float scale, int64_t n, const float* x, float* out, int8_t* codes,
-             float whole) {
+void decoded(const Levels& levels, const Clip& clip, float scale, int64_t n, const float* x,
+             float* out, int8_t* codes, float whole) {
 #if defined(LSQ_WIDE)
-    const __m512 most = _mm512_set1_ps(clip.most), least = _mm512_set1_ps(-clip.most), unit = _mm512_set1_ps(scale);
+    const __m512 most = _mm512_set1_ps(clip.most), least = _mm512_set1_ps(-clip.most),
+                 unit = _mm512_set1_ps(scale);
     const __mmask16 divides = scale == 0.0f ? 0 : kAllLanes;
     each_sixteen(n, [&](int64_t i, __mmask16 there) {
         const __m512 given = _mm512_maskz_loadu_ps(there, x + i);
         const __m512 bounded = _mm512_min_ps(most, _mm512_max_ps(least, given));  // NaN stays NaN
         const __m512 level = levels.nearest(_mm512_maskz_div_ps(divides, bounded, unit));
         const __mmask16 missing = _mm512_cmp_ps_mask(given, given, _CMP_UNORD_Q);
-        _mm512_mask_storeu_ps(out + i, there, _mm512_mask_mov_ps(_mm512_mul_ps(level, unit), missing, given));
+        _mm512_mask_storeu_ps(out + i, there,
+                              _mm512_mask_mov_ps(_mm512_mul_ps(level, unit), missing, given));
         if constexpr (CODED) {
             const __m512 code = _mm512_mul_ps(level, _mm512_set1_ps(whole));
             _mm_mask_storeu_epi8(codes + i, there, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(code)));

@@ -1,7 +1,8 @@
-// The dtypes that gradients and activations have, one value at a time, in forms that the auto-vectoriser takes.
+// The dtypes that gradients and activations have, one value at a time, in forms that the
+// auto-vectoriser takes.
 //
-// bfloat16 widens exactly and is rounded to nearest even, NaN to NaN. The numbers of the dtypes are those of
-// lsq/native/launch.py.
+// bfloat16 widens exactly and is rounded to nearest even, NaN to NaN. The numbers of the dtypes are
+// those of lsq/native/launch.py.
 #pragma once
 
 #include <type_traits>
@@ -17,7 +18,8 @@ struct bfloat16 {
 inline float widen(float x) { return x; }
 inline float widen(bfloat16 x) { return float_of(static_cast<uint32_t>(x.bits) << 16); }
 
-// The largest magnitude of x [n], where NaN counts as larger than infinity: magnitudes order like their bits.
+// The largest magnitude of x [n], where NaN counts as larger than infinity: magnitudes order like
+// their bits.
 inline float largest_magnitude(const float* x, int64_t n) {
     uint32_t largest = 0;
 #pragma omp simd reduction(max : largest)
@@ -81,7 +83,8 @@ private:
 };
 
 // Elements [first, first + n) as float32, which may stand in `scratch`.
-inline const float* read(const Border<const float>& from, int64_t first, int64_t n, float* scratch) {
+inline const float* read(const Border<const float>& from, int64_t first, int64_t n,
+                         float* scratch) {
     if (!from.is_narrow()) return from.wide(first);
     widen_row(from.narrow(first), n, scratch);
     return scratch;

@@ -28,7 +28,7 @@ void activate(Activation kind, int64_t n, const float* x, float* value, float* s
     });
 }
 
-constexpr int kCodes = 256;  // places of a table: codes as unsigned bytes
+constexpr int kCodes = 256;  // entries of a table: codes as unsigned bytes
 
 // Looks up n codes.
 #if defined(LSQ_WIDE)
@@ -37,11 +37,14 @@ void look_up(const float* table, const int8_t* codes, int64_t n, float* found) {
     for (int i = 0; i < kCodes / 16; ++i) part[i] = _mm512_loadu_ps(table + 16 * i);
     each_sixteen(n, [&](int64_t i, __mmask16 there) {
         const __m512i place = _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(there, codes + i));
-        __m512 among[8];  // the last five bits choose within 32 places, one bit after the other between those
-        for (int j = 0; j < 8; ++j) among[j] = _mm512_permutex2var_ps(part[2 * j], place, part[2 * j + 1]);
+        // The last five bits choose within 32 entries, one bit after the other between those.
+        __m512 among[8];
+        for (int j = 0; j < 8; ++j)
+            among[j] = _mm512_permutex2var_ps(part[2 * j], place, part[2 * j + 1]);
         for (int left = 4, bit = 32; left > 0; left /= 2, bit *= 2) {
             const __mmask16 upper = _mm512_test_epi32_mask(place, _mm512_set1_epi32(bit));
-            for (int j = 0; j < left; ++j) among[j] = _mm512_mask_mov_ps(among[2 * j], upper, among[2 * j + 1]);
+            for (int j = 0; j < left; ++j)
+                among[j] = _mm512_mask_mov_ps(among[2 * j], upper, among[2 * j + 1]);
         }
         _mm512_mask_storeu_ps(found + i, there, among[0]);
     });
@@ -52,14 +55,16 @@ void look_up(const float* table, const int8_t* codes, int64_t n, float* found) {
 }
 #endif
 
-// The activations of a gate. Codes have few values, so that a table is quicker than arithmetic; its bits are the same.
+// The activations of a gate. Codes have few values, so that a table is quicker than arithmetic; its
+// bits are the same.
 class Gate {
 public:
     Gate(const Rows& rows, Activation kind) : rows_(rows), kind_(kind) {
         if (!rows.coded.codes) return;
         const float scale = rows.coded.scale[0];
         float x[kCodes];
-        for (int byte = 0; byte < kCodes; ++byte) x[byte] = static_cast<float>(static_cast<int8_t>(byte)) * scale;
+        for (int byte = 0; byte < kCodes; ++byte)
+            x[byte] = static_cast<float>(static_cast<int8_t>(byte)) * scale;
         activate(kind, kCodes, x, values_, slopes_);
     }
 
@@ -81,15 +86,20 @@ private:
 class Side {
 public:
     Side(const Rows& of, const SummedGradient& end, const Blocks& blocks, int64_t n)
-        : of_(of.coded), end_(end), n_(n), clips_(blocks.count, 0.0), sink_(blocks, n, end.floats, end.rounded, end.sum) {}
+        : of_(of.coded), end_(end), n_(n), clips_(blocks.count, 0.0),
+          sink_(blocks, n, end.floats, end.rounded, end.sum) {}
 
     // Row `row` of the gradient before the mask is the product of a and b [n]; changes a.
     void add(int64_t block, int64_t row, float* a, const float* b) {
 #if defined(LSQ_WIDE)
         if (n_ % 8 == 0 && !of_.error) {
-            clips_[block] += sink_.add_straight_through(block, row, of_, [=](int64_t i, __mmask16 there) {
-                return _mm512_mul_ps(_mm512_maskz_loadu_ps(there, a + i), _mm512_maskz_loadu_ps(there, b + i));
-            }, a);
+            clips_[block] += sink_.add_straight_through(
+                block, row, of_,
+                [=](int64_t i, __mmask16 there) {
+                    return _mm512_mul_ps(_mm512_maskz_loadu_ps(there, a + i),
+                                         _mm512_maskz_loadu_ps(there, b + i));
+                },
+                a);
             return;
         }
 #endif
@@ -141,7 +151,8 @@ LSQ_OPERATION(GatedGradient, op) {
 #pragma omp for schedule(static)
         for (int64_t block = 0; block < blocks.count; ++block) {
             for (int64_t row = blocks.begin(block); row < blocks.end(block); ++row) {
-                float *slope = scratch.a.data(), *value = scratch.b.data(), *through = given.b.data();
+                float *slope = scratch.a.data(), *value = scratch.b.data(),
+                      *through = given.b.data();
                 const float* up = values_of(op.up, row, n, through);
                 const float* g = read(gradient, row * n, n, given.a.data());
                 if (op.dropout.threshold) {

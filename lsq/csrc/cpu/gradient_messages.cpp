@@ -1,7 +1,9 @@
-// Gradients as messages of 8 or 4 bits a value, sums of messages, and back; see lsq/ops/gradient_messages.py.
+// Gradients as messages of int8 codes, sums of messages, and back; see
+// lsq/ops/gradient_messages.py.
 //
-// A block of at most 1,024 values is worked on at a time, in the L1 cache; blocks are spread over the threads. v values,
-// S shards, L values of a shard, M bytes of a message, N messages, R rows or copies that are added up.
+// A block of at most 1,024 values is worked on at a time, in the L1 cache; blocks are spread over
+// the threads. v values, S shards, L values of a shard, M bytes of a message, N messages, R rows or
+// copies that are added up.
 #include "floats.h"
 #include "rows.h"
 
@@ -11,106 +13,55 @@ namespace {
 
 constexpr int64_t kLargestBlock = 1024;
 constexpr int64_t kScaleBytes = sizeof(bfloat16);
-constexpr int64_t kAhead = 8192;  // bytes: where a block ends, loads would wait for memory before the next one's begin
+constexpr float kLargestCode = 127.0f;
+// Bytes: where a block ends, loads would wait for memory before the next one's begin.
+constexpr int64_t kAhead = 8192;
 
 // Begins to load what lies kAhead bytes behind x [n].
 template <class T>
 void load_ahead(const T* x, int64_t n) {
     const char* from = reinterpret_cast<const char*>(x) + kAhead;
-    for (int64_t byte = 0; byte < n * static_cast<int64_t>(sizeof(T)); byte += 64) __builtin_prefetch(from + byte);
+    for (int64_t byte = 0; byte < n * static_cast<int64_t>(sizeof(T)); byte += 64)
+        __builtin_prefetch(from + byte);
 }
 
 // How a shard lies in its message; the arithmetic of MessageLayout in lsq/ops/gradient_layout.py.
 struct Shard {
-    int64_t length, block, bits;
+    int64_t length, block;
 
-    explicit Shard(const Messages& messages) : length(messages.length), block(messages.block), bits(messages.bits) {}
+    explicit Shard(const Messages& messages) : length(messages.length), block(messages.block) {}
     int64_t blocks() const { return (length + block - 1) / block; }
-    int64_t code_bytes() const { return length * bits / 8; }
-    int64_t scale_place(int64_t number) const { return code_bytes() + kScaleBytes * number; }
-    int64_t scales_end() const { return scale_place(blocks()); }
+    int64_t scale_offset(int64_t number) const { return length + kScaleBytes * number; }
+    int64_t scales_end() const { return scale_offset(blocks()); }
     int64_t bytes() const { return (scales_end() + 15) / 16 * 16; }
-    float largest_code() const { return static_cast<float>((1 << (bits - 1)) - 1); }
     int64_t size_of(int64_t number) const { return std::min(block, length - number * block); }
-    const uint8_t* codes(const uint8_t* message, int64_t number) const { return message + number * block * bits / 8; }
+    const int8_t* codes(const uint8_t* message, int64_t number) const {
+        return reinterpret_cast<const int8_t*>(message + number * block);
+    }
     float scale(const uint8_t* message, int64_t number) const {
         bfloat16 found;
-        std::memcpy(&found, message + scale_place(number), kScaleBytes);
+        std::memcpy(&found, message + scale_offset(number), kScaleBytes);
         return widen(found);
     }
 };
 
-// How values become codes: to the nearest, or at random where there is a key.
-struct Rounder {
-    const int64_t* key;
-    int64_t subsequence;
-
-    // x [n] becomes codes [n]; x[0] is that element of the subsequence.
-    template <class T>
-    void round(const T* x, int64_t n, float reciprocal, float q, int64_t element, int8_t* codes) const {
-        if (!key) {
-#pragma omp simd
-            for (int64_t i = 0; i < n; ++i) codes[i] = nearest_code(widen(x[i]) * reciprocal);
-            return;
-        }
-        uint32_t words[kLargestBlock];
-        philox(key[0], subsequence, element, n, words);
-#pragma omp simd
-        for (int64_t i = 0; i < n; ++i) codes[i] = round_at_random(widen(x[i]) * reciprocal, words[i], q);
-    }
-};
-
-// Pairs of neighbours in one byte. n is even.
-void pack_halves(const int8_t* codes, int64_t n, uint8_t* out) {
-#pragma omp simd
-    for (int64_t i = 0; i < n / 2; ++i) {
-        out[i] = static_cast<uint8_t>((codes[2 * i] & 0x0F) | codes[2 * i + 1] << 4);  // the first in the low half
-    }
-}
-
-void unpack_halves(const uint8_t* bytes, int64_t n, int8_t* codes) {
-#pragma omp simd
-    for (int64_t i = 0; i < n / 2; ++i) {
-        const uint16_t pair = static_cast<uint16_t>((bytes[i] & 0x0Fu) | (bytes[i] & 0xF0u) << 4);
-        std::memcpy(codes + 2 * i, &pair, 2);
-    }
-#pragma omp simd
-    for (int64_t i = 0; i < n; ++i) codes[i] = static_cast<int8_t>((codes[i] ^ 8) - 8);
-}
-
-// Block `number` of a message, whose values are x [n], and x - code * scale [n] unless null; `element` as above.
+// Writes block `number` of a message, whose values are x [n].
 template <class T>
-void encode(const Shard& shard, int64_t number, const T* x, const Rounder& rounder, int64_t element,
-            uint8_t* message, float* error) {
+void encode(const Shard& shard, int64_t number, const T* x, uint8_t* message) {
     const int64_t n = shard.size_of(number);
-    const float q = shard.largest_code();
-    const GradientScale s = message_scale(largest_magnitude(x, n), q);
+    const GradientScale s = message_scale(largest_magnitude(x, n), kLargestCode);
     const bfloat16 scale{static_cast<uint16_t>(bits_of(s.scale) >> 16)};
-    std::memcpy(message + shard.scale_place(number), &scale, kScaleBytes);
+    std::memcpy(message + shard.scale_offset(number), &scale, kScaleBytes);
     if (number + 1 == shard.blocks()) {
         std::memset(message + shard.scales_end(), 0, shard.bytes() - shard.scales_end());
     }
-    uint8_t* out = message + number * shard.block * shard.bits / 8;
+    int8_t* codes = reinterpret_cast<int8_t*>(message + number * shard.block);
     if (s.reciprocal == 0.0f) {
-        std::memset(out, 0, n * shard.bits / 8);
-        for (int64_t i = 0; error && i < n; ++i) error[i] = s.scale == 0.0f ? widen(x[i]) : 0.0f;
+        std::memset(codes, 0, n);
         return;
     }
-    int8_t rounded[kLargestBlock];
-    int8_t* codes = shard.bits == 8 ? reinterpret_cast<int8_t*>(out) : rounded;
-    rounder.round(x, n, s.reciprocal, q, element, codes);
-    if (shard.bits == 4) pack_halves(codes, n, out);
-    if (!error) return;
 #pragma omp simd
-    for (int64_t i = 0; i < n; ++i) error[i] = widen(x[i]) - static_cast<float>(codes[i]) * s.scale;
-}
-
-// The codes of a block, as they lie there or in `memory` [n].
-const int8_t* codes_of(const Shard& shard, int64_t number, const uint8_t* message, int8_t* memory) {
-    const uint8_t* bytes = shard.codes(message, number);
-    if (shard.bits == 8) return reinterpret_cast<const int8_t*>(bytes);
-    unpack_halves(bytes, shard.size_of(number), memory);
-    return memory;
+    for (int64_t i = 0; i < n; ++i) codes[i] = nearest_code(widen(x[i]) * s.reciprocal);
 }
 
 constexpr int kAtOnce = 4;  // messages that one pass over a sum adds
@@ -119,15 +70,15 @@ constexpr int kAtOnce = 4;  // messages that one pass over a sum adds
 struct Terms {
     const int8_t* codes[kAtOnce];
     float scale[kAtOnce];
-    int8_t memory[kAtOnce][kLargestBlock];
 
-    void load(const Shard& shard, int64_t number, const uint8_t* messages, int64_t count, int64_t stride) {
+    void load(const Shard& shard, int64_t number, const uint8_t* messages, int64_t count,
+              int64_t stride) {
         const int64_t n = shard.size_of(number);
         for (int64_t m = 0; m < count; ++m) {
             const uint8_t* message = messages + m * stride;
-            codes[m] = codes_of(shard, number, message, memory[m]);
+            codes[m] = shard.codes(message, number);
             scale[m] = shard.scale(message, number);
-            load_ahead(shard.codes(message, number), n * shard.bits / 8);
+            load_ahead(codes[m], n);
         }
     }
 
@@ -156,7 +107,8 @@ struct Terms {
 };
 
 // out [n] = the sum over `count` messages, `stride` bytes apart, of block `number`, in order.
-void add_up(const Shard& shard, int64_t number, const uint8_t* messages, int64_t count, int64_t stride, float* out) {
+void add_up(const Shard& shard, int64_t number, const uint8_t* messages, int64_t count,
+            int64_t stride, float* out) {
     const int64_t n = shard.size_of(number);
     Terms terms;
     for (int64_t first = 0; first < count; first += kAtOnce) {
@@ -169,19 +121,20 @@ void add_up(const Shard& shard, int64_t number, const uint8_t* messages, int64_t
 template <class T>
 void pack(const PackGradients& op, const T* x) {
     const Shard shard(op.messages);
-    const Rounder rounder{op.key, op.subsequence};
     const int64_t blocks = shard.blocks();
 #pragma omp parallel for schedule(static)
     for (int64_t block = 0; block < op.shards * blocks; ++block) {
-        const int64_t number = block % blocks, first = block / blocks * shard.length + number * shard.block;
-        const int64_t n = shard.size_of(number), valid = std::min(std::max<int64_t>(op.values - first, 0), n);
+        const int64_t number = block % blocks,
+                      first = block / blocks * shard.length + number * shard.block;
+        const int64_t n = shard.size_of(number),
+                      valid = std::min(std::max<int64_t>(op.values - first, 0), n);
         uint8_t* message = op.messages.data + block / blocks * shard.bytes();
         if (op.rows == 1 && valid == n) {
             load_ahead(x + first, n);
-            encode(shard, number, x + first, rounder, first, message, op.error ? op.error + first : nullptr);
+            encode(shard, number, x + first, message);
             continue;
         }
-        float sum[kLargestBlock], rest[kLargestBlock];
+        float sum[kLargestBlock];
         for (int64_t row = 0; row < op.rows; ++row) {
             const T* from = x + row * op.values + first;
             load_ahead(from, valid);
@@ -194,8 +147,7 @@ void pack(const PackGradients& op, const T* x) {
             }
         }
         std::fill(sum + valid, sum + n, 0.0f);
-        encode(shard, number, sum, rounder, first, message, op.error ? rest : nullptr);
-        if (op.error && valid) std::memcpy(op.error + first, rest, valid * sizeof(float));
+        encode(shard, number, sum, message);
     }
 }
 
@@ -206,7 +158,8 @@ void unpack(const UnpackGradients& op, T* x) {
     const float factor = op.factor;
 #pragma omp parallel for schedule(static)
     for (int64_t at = 0; at < op.shards * blocks; ++at) {
-        const int64_t number = at % blocks, first = at / blocks * shard.length + number * shard.block;
+        const int64_t number = at % blocks,
+                      first = at / blocks * shard.length + number * shard.block;
         const int64_t valid = std::min(op.values - first, shard.size_of(number));
         if (valid <= 0) continue;
         const uint8_t* message = op.messages.data + at / blocks * shard.bytes();
@@ -217,7 +170,8 @@ void unpack(const UnpackGradients& op, T* x) {
             const int8_t* codes = terms.codes[0];
             const float scale = terms.scale[0];
 #pragma omp simd
-            for (int64_t i = 0; i < valid; ++i) out[i] = narrow<T>(static_cast<float>(codes[i]) * scale * factor);
+            for (int64_t i = 0; i < valid; ++i)
+                out[i] = narrow<T>(static_cast<float>(codes[i]) * scale * factor);
             continue;
         }
         float sum[kLargestBlock];
@@ -230,12 +184,13 @@ void unpack(const UnpackGradients& op, T* x) {
 }  // namespace
 
 LSQ_OPERATION(PackGradients, op) {
-    for_dtype(op.dtype, [&](auto* dtype) { pack(op, static_cast<const std::remove_pointer_t<decltype(dtype)>*>(op.x)); });
+    for_dtype(op.dtype, [&](auto* dtype) {
+        pack(op, static_cast<const std::remove_pointer_t<decltype(dtype)>*>(op.x));
+    });
 }
 
 LSQ_OPERATION(SumMessages, op) {
     const Shard from(op.messages), to(op.sum);
-    const Rounder rounder{op.key, op.subsequence};
     const float factor = op.factor;
 #pragma omp parallel for schedule(static)
     for (int64_t number = 0; number < from.blocks(); ++number) {
@@ -244,7 +199,7 @@ LSQ_OPERATION(SumMessages, op) {
         const int64_t n = from.size_of(number);
 #pragma omp simd
         for (int64_t i = 0; i < n; ++i) sum[i] *= factor;
-        encode(to, number, sum, rounder, number * from.block, op.sum.data, nullptr);
+        encode(to, number, sum, op.sum.data);
     }
 }
 

@@ -9,7 +9,8 @@ namespace lsq {
 
 namespace {
 
-void multiply_plain(const GroupedRows& a, const int8_t* blocks, int64_t groups, int64_t group, float* sums) {
+void multiply_plain(const GroupedRows& a, const int8_t* blocks, int64_t groups, int64_t group,
+                    float* sums) {
     std::memset(sums, 0, a.rows * kTilePair * sizeof(float));
     for (int64_t g = 0; g < groups; ++g, blocks += grouped_block_bytes(group)) {
         const GroupedBlock block(blocks, group);
@@ -36,8 +37,10 @@ void multiply_plain(const GroupedRows& a, const int8_t* blocks, int64_t groups, 
 #if defined(__AVX2__) && defined(__x86_64__)
 #define LSQ_GROUPED_VNNI
 
-constexpr int64_t kWhole = kLanes == kTileSide;              // whether a vector holds a tile's columns, or half of them
-constexpr int kVnniRows = kWhole ? 6 : 3;                    // whose sums, of integers and of floats, registers hold
+// Whether a vector holds a tile's columns, or half of them.
+constexpr int64_t kWhole = kLanes == kTileSide;
+// Whose sums, of integers and of floats, registers hold.
+constexpr int kVnniRows = kWhole ? 6 : 3;
 constexpr int kPasses = kTilePair / (2 * kLanes);            // of two vectors of columns each
 constexpr Instructions kVnni = kWhole ? Instructions::avx512_vnni : Instructions::avx_vnni;
 
@@ -54,10 +57,12 @@ void add_products(LaneWords& sum, LaneWords bytes, LaneWords codes) {
 
 // ROWS rows from `row` on, and two vectors of columns.
 template <int ROWS>
-__attribute__((noinline)) void multiply_rows(const GroupedRows& a, int64_t row, const int8_t* blocks, int64_t groups,
-                                             int64_t group, int pass, float* sums) {
+__attribute__((noinline)) void multiply_rows(const GroupedRows& a, int64_t row,
+                                             const int8_t* blocks, int64_t groups, int64_t group,
+                                             int pass, float* sums) {
     const int64_t tile = group * kTileSide, column = pass * 2 * kLanes;
-    const int64_t first = pass * tile, second = kWhole ? tile : first + static_cast<int64_t>(sizeof(LaneWords));
+    const int64_t first = pass * tile,
+                  second = kWhole ? tile : first + static_cast<int64_t>(sizeof(LaneWords));
     const int8_t* codes = a.data + row * a.stride;
     const float* scale = a.scale + row * a.steps.row;
     Lanes total[ROWS][2] = {};
@@ -81,12 +86,15 @@ __attribute__((noinline)) void multiply_rows(const GroupedRows& a, int64_t row, 
                 add_products(sum[i][1], factor, high);
             }
         }
-        const Lanes low = lanes_at(block.scale + column), high = lanes_at(block.scale + column + kLanes);
+        const Lanes low = lanes_at(block.scale + column),
+                    high = lanes_at(block.scale + column + kLanes);
 #pragma GCC unroll 8
         for (int i = 0; i < ROWS; ++i) {
             const Lanes factor = all_lanes(scale[i * a.steps.row + g * a.steps.group]);
-            total[i][0] = multiply_add(__builtin_convertvector(sum[i][0], Lanes), factor * low, total[i][0]);
-            total[i][1] = multiply_add(__builtin_convertvector(sum[i][1], Lanes), factor * high, total[i][1]);
+            total[i][0] =
+                multiply_add(__builtin_convertvector(sum[i][0], Lanes), factor * low, total[i][0]);
+            total[i][1] =
+                multiply_add(__builtin_convertvector(sum[i][1], Lanes), factor * high, total[i][1]);
         }
     }
 #pragma GCC unroll 8
@@ -98,15 +106,17 @@ __attribute__((noinline)) void multiply_rows(const GroupedRows& a, int64_t row, 
 
 // The rows that are left when those before were taken kRows at a time.
 template <int ROWS>
-void multiply_rest(const GroupedRows& a, int64_t row, const int8_t* blocks, int64_t groups, int64_t group, int pass,
-                   float* sums) {
+void multiply_rest(const GroupedRows& a, int64_t row, const int8_t* blocks, int64_t groups,
+                   int64_t group, int pass, float* sums) {
     if constexpr (ROWS > 0) {
-        if (a.rows - row == ROWS) return multiply_rows<ROWS>(a, row, blocks, groups, group, pass, sums);
+        if (a.rows - row == ROWS)
+            return multiply_rows<ROWS>(a, row, blocks, groups, group, pass, sums);
         multiply_rest<ROWS - 1>(a, row, blocks, groups, group, pass, sums);
     }
 }
 
-void multiply_vnni(const GroupedRows& a, const int8_t* blocks, int64_t groups, int64_t group, float* sums) {
+void multiply_vnni(const GroupedRows& a, const int8_t* blocks, int64_t groups, int64_t group,
+                   float* sums) {
     for (int pass = 0; pass < kPasses; ++pass) {
         int64_t row = 0;
         for (; row + kVnniRows <= a.rows; row += kVnniRows) {
@@ -119,8 +129,10 @@ void multiply_vnni(const GroupedRows& a, const int8_t* blocks, int64_t groups, i
 #endif
 #if defined(LSQ_AMX)
 
-// Up to 32 rows; groups are whole tiles. Sixteen rows are read at a time, whatever stands beyond the last one.
-void multiply_amx(const GroupedRows& a, const int8_t* blocks, int64_t groups, int64_t group, float* sums) {
+// Up to 32 rows; groups are whole tiles. Sixteen rows are read at a time, whatever stands beyond
+// the last one.
+void multiply_amx(const GroupedRows& a, const int8_t* blocks, int64_t groups, int64_t group,
+                  float* sums) {
     alignas(64) int32_t tiles[kTilePair][kTilePair];
     constexpr int64_t kBytes = kTilePair * sizeof(int32_t);
     const bool both = a.rows > kTileSide;
@@ -129,7 +141,8 @@ void multiply_amx(const GroupedRows& a, const int8_t* blocks, int64_t groups, in
     for (int64_t g = 0; g < groups; ++g, blocks += grouped_block_bytes(group)) {
         const GroupedBlock block(blocks, group);
         zero_tile<0>(), zero_tile<1>(), zero_tile<2>(), zero_tile<3>();
-        for (int64_t at = 0; at < group; at += kTileInner, upper += kTileInner, lower += kTileInner) {
+        for (int64_t at = 0; at < group;
+             at += kTileInner, upper += kTileInner, lower += kTileInner) {
             const int8_t* left = blocks + at * kTileSide;
             load_tile<4>(upper, a.stride), load_tile<6>(left, kTileInner);
             multiply_int8<0, 4, 6>();
@@ -140,15 +153,19 @@ void multiply_amx(const GroupedRows& a, const int8_t* blocks, int64_t groups, in
             multiply_int8<2, 5, 6>(), multiply_int8<3, 5, 7>();
         }
         store_tile<0>(tiles[0], kBytes), store_tile<1>(tiles[0] + kTileSide, kBytes);
-        if (both) store_tile<2>(tiles[kTileSide], kBytes), store_tile<3>(tiles[kTileSide] + kTileSide, kBytes);
+        if (both)
+            store_tile<2>(tiles[kTileSide], kBytes),
+                store_tile<3>(tiles[kTileSide] + kTileSide, kBytes);
         const Lanes low = lanes_at(block.scale), high = lanes_at(block.scale + kTileSide);
         const float* scale = a.scale + g * a.steps.group;
         for (int64_t row = 0; row < a.rows; ++row, scale += a.steps.row) {
             float* out = sums + row * kTilePair;
             const Lanes factor = all_lanes(*scale);
             const auto add = [&](int64_t column, Lanes of_columns) {
-                const Lanes sum = __builtin_convertvector(*reinterpret_cast<LaneWords*>(tiles[row] + column), Lanes);
-                lanes_at(out + column) = multiply_add(sum, factor * of_columns, lanes_at(out + column));
+                const Lanes sum = __builtin_convertvector(
+                    *reinterpret_cast<LaneWords*>(tiles[row] + column), Lanes);
+                lanes_at(out + column) =
+                    multiply_add(sum, factor * of_columns, lanes_at(out + column));
             };
             add(0, low), add(kTileSide, high);
         }
@@ -159,8 +176,8 @@ void multiply_amx(const GroupedRows& a, const int8_t* blocks, int64_t groups, in
 
 }  // namespace
 
-GroupedKernel grouped_kernel_of([[maybe_unused]] Instructions instructions, [[maybe_unused]] int64_t group,
-                                [[maybe_unused]] bool few_rows) {
+GroupedKernel grouped_kernel_of([[maybe_unused]] Instructions instructions,
+                                [[maybe_unused]] int64_t group, [[maybe_unused]] bool few_rows) {
 #if defined(LSQ_AMX)
     const bool tiles = group % kTileInner == 0 && !(few_rows && usable(Instructions::avx512_vnni));
     if (instructions == Instructions::amx && tiles) return {multiply_amx, kTilePair, 0, true};

@@ -1,4 +1,5 @@
-// Kernels that multiply rows of codes with packed columns whose scales belong to groups; see grouped_product.cpp.
+// Kernels that multiply rows of codes with packed columns whose scales belong to groups; see
+// grouped_product.cpp.
 #pragma once
 
 #include <optional>
@@ -34,7 +35,8 @@ struct GroupedRows {
 
 struct GroupedKernel {
     // sums [rows, 32], 32 apart, of the groups of a pair of tiles of columns.
-    void (*multiply)(const GroupedRows& a, const int8_t* blocks, int64_t groups, int64_t group, float* sums);
+    void (*multiply)(const GroupedRows& a, const int8_t* blocks, int64_t groups, int64_t group,
+                     float* sums);
     int64_t rows;  // most at a time, at most 32
     uint8_t bias;  // that rows have added to their codes
     bool amx;

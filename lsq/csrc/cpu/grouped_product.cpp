@@ -1,8 +1,10 @@
-// Products of int8 codes whose scales belong to groups along K; lsq/ops/grouped_product.py is the reference.
+// Products of int8 codes whose scales belong to groups along K; lsq/ops/grouped_product.py is the
+// reference.
 //
-// b is packed by pairs of 16 columns and by groups: a block has the group's codes as tiles [group / 4][16][4], -128 times
-// the sum of each of its 32 columns, and their scales. Rows of a are copied, filled up to whole groups with zeros; VNNI
-// takes them with 128 added, so that sums begin at those of the block. All but plain C++ add up alike, bit by bit.
+// b is packed by pairs of 16 columns and by groups: a block has the group's codes as tiles [group /
+// 4][16][4], -128 times the sum of each of its 32 columns, and their scales. Rows of a are copied,
+// filled up to whole groups with zeros; VNNI takes them with 128 added, so that sums begin at those
+// of the block. All but plain C++ add up alike, bit by bit.
 #include <omp.h>
 
 #include <algorithm>
@@ -19,11 +21,12 @@ constexpr int64_t kChunkBytes = 512 << 10;  // of b, which stay in the second ca
 constexpr int64_t kFewRows = 8;             // fewer waste AMX's tiles
 
 struct Sizes {
-    int64_t groups, depth, block, pairs;  // depth: bytes of a row of a; block: of a group of 32 columns
+    // Depth: bytes of a row of a; block: of a group of 32 columns.
+    int64_t groups, depth, block, pairs;
 
     Sizes(int64_t columns, int64_t inner, int64_t group)
-        : groups((inner + group - 1) / group), depth(groups * group), block(grouped_block_bytes(group)),
-          pairs((columns + kTilePair - 1) / kTilePair) {}
+        : groups((inner + group - 1) / group), depth(groups * group),
+          block(grouped_block_bytes(group)), pairs((columns + kTilePair - 1) / kTilePair) {}
 
     // Of the scales of codes, by row and by group.
     static ScaleSteps steps(const GroupedCodes& codes) {
@@ -34,7 +37,8 @@ struct Sizes {
 // Columns [32 * pair, + 32).
 void pack_pair(const GroupedProduct& op, const Sizes& sizes, int64_t pair, int8_t* to) {
     const ScaleSteps steps = Sizes::steps(op.b);
-    const int64_t group = op.b.group, first = pair * kTilePair, count = std::min(kTilePair, op.columns - first);
+    const int64_t group = op.b.group, first = pair * kTilePair,
+                  count = std::min(kTilePair, op.columns - first);
     for (int64_t g = 0; g < sizes.groups; ++g, to += sizes.block) {
         int32_t* starts = reinterpret_cast<int32_t*>(to + kTilePair * group);
         float* scale = reinterpret_cast<float*>(starts + kTilePair);
@@ -54,7 +58,8 @@ void pack_pair(const GroupedProduct& op, const Sizes& sizes, int64_t pair, int8_
                 sum += code;
             }
             starts[column] = -128 * sum;
-            scale[column] = column < count ? op.b.scale[(first + column) * steps.row + g * steps.group] : 0.0f;
+            scale[column] =
+                column < count ? op.b.scale[(first + column) * steps.row + g * steps.group] : 0.0f;
         }
     }
 }
@@ -62,7 +67,8 @@ void pack_pair(const GroupedProduct& op, const Sizes& sizes, int64_t pair, int8_
 // A row of a, with `bias` added modulo 256.
 void copy_row(const int8_t* codes, int64_t inner, const Sizes& sizes, uint8_t bias, int8_t* to) {
 #pragma omp simd
-    for (int64_t i = 0; i < inner; ++i) to[i] = static_cast<int8_t>(static_cast<uint8_t>(codes[i]) ^ bias);
+    for (int64_t i = 0; i < inner; ++i)
+        to[i] = static_cast<int8_t>(static_cast<uint8_t>(codes[i]) ^ bias);
     std::memset(to + inner, bias, sizes.depth - inner);
 }
 
@@ -77,9 +83,11 @@ struct Factors {
 // `rows`: for the copies of a's rows, aligned to 64 bytes as the packed columns are.
 void multiply(const Factors& op, int8_t* rows, int64_t instructions) {
     const Sizes sizes(op.columns, op.inner, op.a.group);
-    const GroupedKernel kernel = grouped_kernel_of(static_cast<Instructions>(instructions), op.a.group, op.all <= kFewRows);
+    const GroupedKernel kernel =
+        grouped_kernel_of(static_cast<Instructions>(instructions), op.a.group, op.all <= kFewRows);
     const int64_t bytes = sizes.groups * sizes.block, threads = omp_get_max_threads();
-    const int64_t most = std::max<int64_t>(1, kChunkBytes / bytes), share = (sizes.pairs + threads - 1) / threads;
+    const int64_t most = std::max<int64_t>(1, kChunkBytes / bytes),
+                  share = (sizes.pairs + threads - 1) / threads;
     const int64_t chunk = std::min(most, share), chunks = (sizes.pairs + chunk - 1) / chunk;
     const int64_t strips = (op.all + kernel.rows - 1) / kernel.rows;
     const ScaleSteps steps = Sizes::steps(op.a);
@@ -89,18 +97,24 @@ void multiply(const Factors& op, int8_t* rows, int64_t instructions) {
         alignas(64) float sums[kTilePair][kTilePair];
 #pragma omp for schedule(static)
         for (int64_t row = 0; row < op.all; ++row) {
-            copy_row(op.a.codes + row * op.inner, op.inner, sizes, kernel.bias, rows + row * sizes.depth);
+            copy_row(op.a.codes + row * op.inner, op.inner, sizes, kernel.bias,
+                     rows + row * sizes.depth);
         }
 #pragma omp for collapse(2) schedule(static)
         for (int64_t part = 0; part < chunks; ++part) {
             for (int64_t strip = 0; strip < strips; ++strip) {
-                const int64_t first = strip * kernel.rows, count = std::min(kernel.rows, op.all - first);
-                const GroupedRows a{rows + first * sizes.depth, sizes.depth, count, op.a.scale + first * steps.row, steps};
-                for (int64_t pair = part * chunk; pair < std::min(sizes.pairs, (part + 1) * chunk); ++pair) {
+                const int64_t first = strip * kernel.rows,
+                              count = std::min(kernel.rows, op.all - first);
+                const GroupedRows a{rows + first * sizes.depth, sizes.depth, count,
+                                    op.a.scale + first * steps.row, steps};
+                for (int64_t pair = part * chunk; pair < std::min(sizes.pairs, (part + 1) * chunk);
+                     ++pair) {
                     kernel.multiply(a, op.packed + pair * bytes, sizes.groups, op.a.group, sums[0]);
-                    const int64_t column = pair * kTilePair, width = std::min(kTilePair, op.columns - column);
+                    const int64_t column = pair * kTilePair,
+                                  width = std::min(kTilePair, op.columns - column);
                     for (int64_t row = 0; row < count; ++row) {
-                        std::memcpy(op.out + (first + row) * op.columns + column, sums[row], width * sizeof(float));
+                        std::memcpy(op.out + (first + row) * op.columns + column, sums[row],
+                                    width * sizeof(float));
                     }
                 }
             }
@@ -114,15 +128,19 @@ LSQ_EXPORT void lsq_pack_grouped(const GroupedProduct& op, int8_t* packed) {
     const Sizes sizes(op.columns, op.inner, op.b.group);
     const int64_t bytes = sizes.groups * sizes.block;
 #pragma omp parallel for schedule(static)
-    for (int64_t pair = 0; pair < sizes.pairs; ++pair) pack_pair(op, sizes, pair, packed + pair * bytes);
+    for (int64_t pair = 0; pair < sizes.pairs; ++pair)
+        pack_pair(op, sizes, pair, packed + pair * bytes);
 }
 
 // `packed`: b.
-LSQ_EXPORT void lsq_multiply_grouped(const GroupedProduct& op, const int8_t* packed, int8_t* rows, int64_t instructions) {
+LSQ_EXPORT void lsq_multiply_grouped(const GroupedProduct& op, const int8_t* packed, int8_t* rows,
+                                     int64_t instructions) {
     multiply({op.a, op.rows, op.columns, op.inner, packed, op.out}, rows, instructions);
 }
 
-// Of a projection without its end.
-LSQ_EXPORT void lsq_multiply_groups(const Project& op, const int8_t* packed, int8_t* rows, int64_t instructions) {
-    multiply({op.groups, op.rows, op.columns, op.groups.columns, packed, op.out}, rows, instructions);
+// Of a projection without its epilogue.
+LSQ_EXPORT void lsq_multiply_groups(const Project& op, const int8_t* packed, int8_t* rows,
+                                    int64_t instructions) {
+    multiply({op.groups, op.rows, op.columns, op.groups.columns, packed, op.out}, rows,
+             instructions);
 }

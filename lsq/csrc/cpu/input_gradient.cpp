@@ -1,4 +1,5 @@
-// What follows the product for the gradient of an input; lsq/ops/input_gradient.py has the formulas.
+// What follows the product for the gradient of an input; lsq/ops/input_gradient.py has the
+// formulas.
 #include "floats.h"
 #include "loops.h"
 #include "nonlinearity.h"
@@ -11,12 +12,14 @@ namespace {
 
 constexpr int64_t kStripe = 256;   // columns that a thread adds up at a time
 
-// Ends rows of a product on one thread: dx or its codes, clip_sums [M], and partial [ceil(M / part_rows), K] where the sum
-// over rows is wanted. Rows come in order, and those of a part on one thread or one after the other.
+// Applies the epilogue to rows of a product on one thread: dx or its codes, clip_sums [M], and
+// partial [ceil(M / part_rows), K] where the sum over rows is wanted. Rows come in order, and those
+// of a part on one thread or one after the other.
 class Epilogue {
 public:
     Epilogue(const ProjectInputGradient& op, float* partial, float* clip_sums)
-        : op_(op), dx_(op.dx, op.dx_dtype), n_(op.columns), partial_(partial), clip_sums_(clip_sums), scratch_(n_) {}
+        : op_(op), dx_(op.dx, op.dx_dtype), n_(op.columns), partial_(partial),
+          clip_sums_(clip_sums), scratch_(n_) {}
 
     // Of codes: sums int32.
     int operator()(int64_t first, int64_t rows, const int32_t* sums, int64_t stride) {
@@ -61,7 +64,8 @@ private:
     void end_sums(int64_t row, const int32_t* sums) {
         const Dropout& dropout = op_.nonlinearity.dropout;
         const int64_t at = row * n_;
-        const bool is_relu = op_.nonlinearity.activation == Activation::relu, begins = row % op_.part_rows == 0;
+        const bool is_relu = op_.nonlinearity.activation == Activation::relu,
+                   begins = row % op_.part_rows == 0;
         const uint8_t *clipped = op_.x.clipped, *positive = op_.nonlinearity.positive;
         const float *accumulated = op_.accumulated, *added = op_.added;
         const float* weight_scale = op_.rounded.codes ? op_.rounded.weight_scale : nullptr;
@@ -70,12 +74,17 @@ private:
         if (dropout.threshold) philox(dropout.key[0], dropout.subsequence, at, n_, words);
         const __m512i limit = _mm512_set1_epi32(static_cast<int32_t>(dropout.threshold));
         const __m512i magnitude = _mm512_set1_epi32(0x7FFFFFFF);
-        const __m512 scale = _mm512_set1_ps(op_.gradient.scale[row]), keep = _mm512_set1_ps(dropout.keep);
+        const __m512 scale = _mm512_set1_ps(op_.gradient.scale[row]),
+                     keep = _mm512_set1_ps(dropout.keep);
         __m512 clip_sum = _mm512_setzero_ps();
-        __m512i largest = _mm512_setzero_si512();  // magnitudes order like their bits, and NaN is larger than infinity
+        // Magnitudes order like their bits, and NaN is larger than infinity.
+        __m512i largest = _mm512_setzero_si512();
         each_sixteen(n_, [&](int64_t i, __mmask16 there) {
-            const auto load = [&](const float* from) { return _mm512_maskz_loadu_ps(there, from + i); };
-            __m512 x = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_maskz_loadu_epi32(there, sums + i)), scale);
+            const auto load = [&](const float* from) {
+                return _mm512_maskz_loadu_ps(there, from + i);
+            };
+            __m512 x =
+                _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_maskz_loadu_epi32(there, sums + i)), scale);
             if (accumulated) x = _mm512_add_ps(x, load(accumulated + at));
             if (clipped) {
                 const __m128i codes = _mm_maskz_loadu_epi8(there, op_.x.codes + at + i);
@@ -87,17 +96,20 @@ private:
             }
             if (is_relu) x = _mm512_maskz_mov_ps(bits_at(positive, at + i, there), x);
             if (added) x = _mm512_add_ps(x, load(added + at));
-            if (op_.sum) _mm512_mask_storeu_ps(part + i, there, begins ? x : _mm512_add_ps(load(part), x));
+            if (op_.sum)
+                _mm512_mask_storeu_ps(part + i, there, begins ? x : _mm512_add_ps(load(part), x));
             if (weight_scale) {
                 x = _mm512_mul_ps(x, load(weight_scale));
-                largest = _mm512_max_epu32(largest, _mm512_and_si512(_mm512_castps_si512(x), magnitude));
+                largest =
+                    _mm512_max_epu32(largest, _mm512_and_si512(_mm512_castps_si512(x), magnitude));
                 _mm512_mask_storeu_ps(scaled + i, there, x);
             } else if (op_.dx) {
                 store_sixteen(dx_, at + i, there, x);
             }
         });
         clip_sums_[row] = _mm512_reduce_add_ps(clip_sum);
-        if (weight_scale) round_scaled(op_.rounded, row, n_, scaled, float_of(_mm512_reduce_max_epu32(largest)));
+        if (weight_scale)
+            round_scaled(op_.rounded, row, n_, scaled, float_of(_mm512_reduce_max_epu32(largest)));
     }
 
 #endif
@@ -154,14 +166,11 @@ LSQ_EXPORT void lsq_multiply_project_input_gradient(
     multiply_rows(product, [&] { return Epilogue(op, partial, clip_sums); });
 }
 
-// Rows [first, first + rows) of the product [rows, K], int32 sums or floats. Blocks come in order.
-LSQ_EXPORT void lsq_end_project_input_gradient(
-    const ProjectInputGradient& op, const int32_t* sums, int64_t first, int64_t rows, float* partial, float* clip_sums) {
-    read_rows(sums, first, rows, op.columns, [&] { return Epilogue(op, partial, clip_sums); });
-}
-
-LSQ_EXPORT void lsq_end_long_project_input_gradient(
-    const ProjectInputGradient& op, const LongSum* sums, int64_t first, int64_t rows, float* partial, float* clip_sums) {
+// Rows [first, first + rows) of the product [rows, K]. Blocks come in order.
+LSQ_EXPORT void lsq_end_long_project_input_gradient(const ProjectInputGradient& op,
+                                                    const LongSum* sums, int64_t first,
+                                                    int64_t rows, float* partial,
+                                                    float* clip_sums) {
     read_rows(sums, first, rows, op.columns, [&] { return Epilogue(op, partial, clip_sums); });
 }
 

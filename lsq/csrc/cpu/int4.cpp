@@ -17,7 +17,8 @@ int32_t squared_error(const float* x, float multiplier) {
     return error;
 }
 
-// The multiplier of least squared error for x [kGroup], in steps: the largest value gets code -8, or is clipped a little.
+// The multiplier of least squared error for x [kGroup], in steps: the largest value gets code -8,
+// or is clipped a little.
 float best_multiplier(const float* x) {
     float high = 0.0f, low = 0.0f;
 #pragma omp simd reduction(max : high) reduction(min : low)
@@ -50,7 +51,8 @@ Group rounded(const float* x) {
 }  // namespace
 
 LSQ_EXPORT void lsq_round_int4(const RoundWeight& op) {
-    round_weight(op, [q = op.weight.largest](const float* values, int64_t n, float, float step, int8_t* stored) {
+    round_weight(op, [q = op.weight.largest](const float* values, int64_t n, float, float step,
+                                             int8_t* stored) {
         Group* groups = reinterpret_cast<Group*>(stored);
         int missing = 0;
         for (int64_t first = 0; first < n; first += kGroup) {

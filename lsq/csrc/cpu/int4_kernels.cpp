@@ -1,7 +1,8 @@
 // Multiplies and unpacks blocks of 4-bit codes.
 //
-// VNNI multiplies unsigned with signed codes, as 4-bit codes are with 8 added: sums begin at -8 times that of a's codes.
-// The upper half of a byte needs no shift, since 16 times a code fits a byte as well.
+// VNNI multiplies unsigned with signed codes, as 4-bit codes are with 8 added: sums begin at -8
+// times that of a's codes. The upper half of a byte needs no shift, since 16 times a code fits a
+// byte as well.
 #include "int4_tiles.h"
 #include "lanes.h"
 
@@ -50,18 +51,23 @@ struct Multipliers {
 
 // Makes bytes of pairs of codes: a code times |m|, in which what a code of 0 counts is still.
 struct Unpacking {
-    LaneHalves lower_factor, upper_factor;  // |m| of one group, twice: products of bytes are below 256, and do not meet
-    LaneHalves zero;                        // what a code of 0 is stored as, times |m|, of both groups
+    // |m| of one group, twice: products of bytes are below 256, and do not meet.
+    LaneHalves lower_factor, upper_factor;
+    // What a code of 0 is stored as, times |m|, of both groups.
+    LaneHalves zero;
 
     Unpacking(const Int4Block& block, int64_t part) {
         const Multipliers multipliers(block, part);
-        const LaneBits both = (LaneBits)multipliers.magnitude, shifted = (LaneBits)(multipliers.magnitude << kUpperShift);
+        const LaneBits both = (LaneBits)multipliers.magnitude,
+                       shifted = (LaneBits)(multipliers.magnitude << kUpperShift);
         lower_factor = (LaneHalves)((both & 0xFFFFu) | both << 16);
         upper_factor = (LaneHalves)((shifted & 0xFFFF0000u) | shifted >> 16);
         zero = multipliers.zero();
     }
 
-    LaneBits lower(LaneBits pairs) const { return (LaneBits)((LaneHalves)(pairs & 0x0F0F0F0Fu) * lower_factor); }
+    LaneBits lower(LaneBits pairs) const {
+        return (LaneBits)((LaneHalves)(pairs & 0x0F0F0F0Fu) * lower_factor);
+    }
 
 #if defined(__AVX512F__) || defined(__AVX2__)
     // The upper 16 bits of a product: codes are 16 times as large, and factors 4096 times.
@@ -75,19 +81,22 @@ struct Unpacking {
     }
 #else
     static constexpr int kUpperShift = 0;
-    LaneBits upper(LaneBits pairs) const { return (LaneBits)(((LaneHalves)pairs >> 4 & 0x0F0F) * upper_factor); }
+    LaneBits upper(LaneBits pairs) const {
+        return (LaneBits)(((LaneHalves)pairs >> 4 & 0x0F0F) * upper_factor);
+    }
 #endif
 };
 
 void fetch_block(const Int4Block& block) {
     const char* lines = reinterpret_cast<const char*>(&block) + kFetched;
 #pragma GCC unroll 17
-    for (int64_t line = 0; line < static_cast<int64_t>(sizeof block); line += 64) __builtin_prefetch(lines + line, 0, 2);
+    for (int64_t line = 0; line < static_cast<int64_t>(sizeof block); line += 64)
+        __builtin_prefetch(lines + line, 0, 2);
 }
 
 // By 16-bit products, on any processor. Half-words hold bytes 0 and 1, or 2 and 3, of a column.
-void multiply_plain(const Int4Rows& a, int64_t rows, const Int4Block* blocks, int64_t depth, int32_t* sums,
-                    int64_t stride) {
+void multiply_plain(const Int4Rows& a, int64_t rows, const Int4Block* blocks, int64_t depth,
+                    int32_t* sums, int64_t stride) {
     for (int64_t row = 0; row < rows; ++row, sums += stride) {
         const int8_t* codes = a.data + row * a.stride;
         const Int4Start* starts = a.starts + row * depth;
@@ -105,12 +114,16 @@ void multiply_plain(const Int4Rows& a, int64_t rows, const Int4Block* blocks, in
                     const LaneHalves pairs = (LaneHalves)pairs_of(blocks[k], part, unit);
                     first += (pairs & 15) * (LaneHalves)(even[unit] + LaneBits{});
                     first += (pairs >> 8 & 15) * (LaneHalves)(odd[unit] + LaneBits{});
-                    second += (pairs >> 4 & 15) * (LaneHalves)(even[unit + kTileUnits / 2] + LaneBits{});
+                    second +=
+                        (pairs >> 4 & 15) * (LaneHalves)(even[unit + kTileUnits / 2] + LaneBits{});
                     second += (pairs >> 12) * (LaneHalves)(odd[unit + kTileUnits / 2] + LaneBits{});
                 }
                 const Multipliers multipliers(blocks[k], part);
-                const LaneBits magnitude = (LaneBits)multipliers.magnitude, zero = (LaneBits)multipliers.zero();
-                const auto added = [](LaneHalves both) { return ((LaneWords)both << 16 >> 16) + ((LaneWords)both >> 16); };
+                const LaneBits magnitude = (LaneBits)multipliers.magnitude,
+                               zero = (LaneBits)multipliers.zero();
+                const auto added = [](LaneHalves both) {
+                    return ((LaneWords)both << 16 >> 16) + ((LaneWords)both >> 16);
+                };
                 total[part] += added(first) * (LaneWords)(magnitude & 0xFFFFu);
                 total[part] += added(second) * (LaneWords)(magnitude >> 16);
                 total[part] -= starts[k].sums[0] * (LaneWords)(zero & 0xFFFFu);
@@ -130,8 +143,8 @@ constexpr int kVnniRows = 4;
 #endif
 constexpr int kSumRows = 4;  // up to which multiply_sums is faster than multiply_unpacking
 
-// Adds products of four unsigned bytes of each column with four codes. By hand: from intrinsics the compiler (GCC 12)
-// copies every sum before and after it.
+// Adds products of four unsigned bytes of each column with four codes. By hand: from intrinsics the
+// compiler (GCC 12) copies every sum before and after it.
 void add_bytes(LaneWords& sum, LaneBits bytes, LaneWords codes) {
 #if defined(__AVX512F__)
     asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(bytes), "v"(codes));
@@ -140,7 +153,9 @@ void add_bytes(LaneWords& sum, LaneBits bytes, LaneWords codes) {
 #endif
 }
 
-LaneWords four_of(const int8_t* codes) { return *reinterpret_cast<const Four*>(codes) + LaneWords{}; }
+LaneWords four_of(const int8_t* codes) {
+    return *reinterpret_cast<const Four*>(codes) + LaneWords{};
+}
 
 // Adds products of two signed half-words.
 void add_halves(LaneWords& sum, LaneBits a, LaneHalves b) {
@@ -153,7 +168,8 @@ void add_halves(LaneWords& sum, LaneBits a, LaneHalves b) {
 
 // Groups are multiplied as their sums: of few rows, that is less than unpacking their codes.
 template <int ROWS>
-void multiply_sums(const Int4Rows& a, const Int4Block* blocks, int64_t depth, int32_t* sums, int64_t stride) {
+void multiply_sums(const Int4Rows& a, const Int4Block* blocks, int64_t depth, int32_t* sums,
+                   int64_t stride) {
     const int8_t* codes = a.data;
     const Int4Start* starts = a.starts;
     LaneWords total[kParts][ROWS] = {};
@@ -174,7 +190,8 @@ void multiply_sums(const Int4Rows& a, const Int4Block* blocks, int64_t depth, in
 #pragma GCC unroll 8
                 for (int i = 0; i < ROWS; ++i) {
                     add_bytes(first[i], lower, four_of(codes + i * a.stride + 4 * unit));
-                    add_bytes(second[i], upper, four_of(codes + i * a.stride + kInt4Group + 4 * unit));
+                    add_bytes(second[i], upper,
+                              four_of(codes + i * a.stride + kInt4Group + 4 * unit));
                 }
             }
             const Multipliers multipliers(blocks[k], part);
@@ -182,7 +199,8 @@ void multiply_sums(const Int4Rows& a, const Int4Block* blocks, int64_t depth, in
             for (int i = 0; i < ROWS; ++i) {
                 const LaneBits both = ((LaneBits)first[i] & 0xFFFFu) | (LaneBits)second[i] << 12;
                 add_halves(total[part][i], both, multipliers.magnitude);
-                add_halves(total[part][i], starts[i * depth + k].both() + LaneBits{}, multipliers.negative);
+                add_halves(total[part][i], starts[i * depth + k].both() + LaneBits{},
+                           multipliers.negative);
             }
         }
     }
@@ -195,7 +213,8 @@ void multiply_sums(const Int4Rows& a, const Int4Block* blocks, int64_t depth, in
 
 // Codes are unpacked in registers, on their way to the products of all rows.
 template <int ROWS>
-void multiply_unpacking(const Int4Rows& a, const Int4Block* blocks, int64_t depth, int32_t* sums, int64_t stride) {
+void multiply_unpacking(const Int4Rows& a, const Int4Block* blocks, int64_t depth, int32_t* sums,
+                        int64_t stride) {
     const int8_t* codes = a.data;
     LaneWords total[kParts][ROWS] = {};
     for (int64_t k = 0; k < depth; ++k, codes += a.step) {
@@ -213,7 +232,8 @@ void multiply_unpacking(const Int4Rows& a, const Int4Block* blocks, int64_t dept
             };
 #pragma GCC unroll 8
             for (int64_t unit = 0; unit < kTileUnits / 2; ++unit) {
-                const LaneBits first = pairs_of(blocks[k], part, unit), second = pairs_of(blocks[k], part + 1, unit);
+                const LaneBits first = pairs_of(blocks[k], part, unit),
+                               second = pairs_of(blocks[k], part + 1, unit);
                 add(codes + 4 * unit, left.lower(first), right.lower(second));
                 add(codes + 4 * unit + kInt4Group, left.upper(first), right.upper(second));
             }
@@ -234,16 +254,17 @@ void multiply_unpacking(const Int4Rows& a, const Int4Block* blocks, int64_t dept
 }
 
 template <int... ROWS>
-void multiply_vnni(std::integer_sequence<int, ROWS...>, const Int4Rows& a, int64_t rows, const Int4Block* blocks,
-                   int64_t depth, int32_t* sums, int64_t stride) {
+void multiply_vnni(std::integer_sequence<int, ROWS...>, const Int4Rows& a, int64_t rows,
+                   const Int4Block* blocks, int64_t depth, int32_t* sums, int64_t stride) {
     static constexpr decltype(&multiply_sums<1>) kKernels[] = {
         ROWS < kSumRows ? multiply_sums<ROWS + 1> : multiply_unpacking<ROWS + 1>...};
     kKernels[rows - 1](a, blocks, depth, sums, stride);
 }
 
-void multiply_vnni(const Int4Rows& a, int64_t rows, const Int4Block* blocks, int64_t depth, int32_t* sums,
-                   int64_t stride) {
-    multiply_vnni(std::make_integer_sequence<int, kVnniRows>{}, a, rows, blocks, depth, sums, stride);
+void multiply_vnni(const Int4Rows& a, int64_t rows, const Int4Block* blocks, int64_t depth,
+                   int32_t* sums, int64_t stride) {
+    multiply_vnni(std::make_integer_sequence<int, kVnniRows>{}, a, rows, blocks, depth, sums,
+                  stride);
 }
 
 #endif
@@ -285,8 +306,8 @@ Int4Kernel int4_kernel_of([[maybe_unused]] Instructions instructions) {
 
 #if defined(LSQ_AMX)
 
-void multiply_unpacked(const TileRows& a, int64_t rows, const Int4Block* blocks, int64_t depth, const Int4Tiles& to,
-                       int32_t* sums, int64_t stride) {
+void multiply_unpacked(const TileRows& a, int64_t rows, const Int4Block* blocks, int64_t depth,
+                       const Int4Tiles& to, int32_t* sums, int64_t stride) {
     const bool both = rows > kTileSide;
     const int64_t bytes = stride * sizeof(int32_t), distance = to.depth * kTileBytes;
     int32_t* bottom = sums + kTileSide * stride;

@@ -1,4 +1,5 @@
-// Packs weights of 4 bits, and goes through their blocks; int4_kernels.cpp multiplies and unpacks these.
+// Packs weights of 4 bits, and goes through their blocks; int4_kernels.cpp multiplies and unpacks
+// these.
 #include "int4_tiles.h"
 
 #include <algorithm>
@@ -28,7 +29,8 @@ Strip& kept() {
 }
 
 // Inner elements [64 k, 64 k + 64) of 32 columns, those beyond the last one 0.
-void pack_block(const Int4Group* groups, int64_t stride, int64_t columns, int64_t count, Int4Block& block) {
+void pack_block(const Int4Group* groups, int64_t stride, int64_t columns, int64_t count,
+                Int4Block& block) {
     std::memset(&block, 0, sizeof block);
     std::memset(block.pairs, 0x88, sizeof block.pairs);  // zeros
     for (int64_t column = 0; column < columns; ++column, groups += stride) {
@@ -39,7 +41,8 @@ void pack_block(const Int4Group* groups, int64_t stride, int64_t columns, int64_
             const int shift = part ? 4 : 0;
             for (int64_t i = 0; i < kInt4Group; ++i) {
                 const int pair = group.pairs[i % (kInt4Group / 2)];
-                const int code = ((i < kInt4Group / 2 ? pair : pair >> 4) & 15) ^ (group.multiplier < 0 ? 7 : 8);
+                const int code =
+                    ((i < kInt4Group / 2 ? pair : pair >> 4) & 15) ^ (group.multiplier < 0 ? 7 : 8);
                 uint8_t& to = block.pairs[tile][i / 4][4 * place + i % 4];
                 to = static_cast<uint8_t>((to & ~(15 << shift)) | code << shift);
             }
@@ -55,8 +58,9 @@ int32_t* column_sums_of(Int4Block* blocks, int64_t columns, int64_t inner) {
 
 Int4Multiplier::Int4Multiplier(const TileProduct& product)
     : product_(product), blocks_(reinterpret_cast<const Int4Block*>(product.memory)),
-      columns_(column_sums_of(reinterpret_cast<Int4Block*>(product.memory), product.columns, product.inner)), a_{},
-      depth_(inner_tiles(product.inner)), rows_(0), height_(0), few_(true) {
+      columns_(column_sums_of(reinterpret_cast<Int4Block*>(product.memory), product.columns,
+                              product.inner)),
+      a_{}, depth_(inner_tiles(product.inner)), rows_(0), height_(0), few_(true) {
 #if defined(LSQ_AMX)
     if (product.instructions == Instructions::amx) tiles_.emplace();
 #endif
@@ -69,7 +73,8 @@ void Int4Multiplier::take(int64_t first, int64_t count) {
     height_ = few_ ? count : rounded_up(count, kTilePair);
     const int8_t flipped = !few_ && biased(product_.instructions) ? -128 : 0;
     if (!flipped && product_.inner % kTileInner == 0 && count == height_) {
-        a_ = {codes.data + first * codes.stride, codes.stride, kTileInner, kTileSide * codes.stride};
+        a_ = {codes.data + first * codes.stride, codes.stride, kTileInner,
+              kTileSide * codes.stride};
     } else {
         int8_t* tiles = kept().a.at_least(rounded_up(count, kTilePair) * depth_ * kTileInner);
         a_ = {tiles, depth_ * kTileInner, kTileInner, kTileSide * depth_ * kTileInner};
@@ -109,7 +114,8 @@ void Int4Multiplier::multiply(int64_t begin, int64_t end, int32_t* sums, int64_t
         return;
     }
     if (product_.instructions != Instructions::amx) {
-        multiply_expanded(product_, a_, rows_, blocks_, columns_, kept().tiles, begin, end, sums, stride);
+        multiply_expanded(product_, a_, rows_, blocks_, columns_, kept().tiles, begin, end, sums,
+                          stride);
         return;
     }
 #if defined(LSQ_AMX)
@@ -118,7 +124,8 @@ void Int4Multiplier::multiply(int64_t begin, int64_t end, int32_t* sums, int64_t
     const int64_t depth = rows_ <= kTilePair ? std::min(kRing, depth_) : depth_;
     const Int4Tiles tiles{kept().tiles.at_least(2 * depth * kTileBytes), depth};
     const PairOfColumns pair{tiles.data, depth * kTileBytes, depth, kNoSums, 0};
-    for (int64_t column = begin; column < end; column += kTilePair, blocks += depth_, sums += kTilePair) {
+    for (int64_t column = begin; column < end;
+         column += kTilePair, blocks += depth_, sums += kTilePair) {
         multiply_unpacked(a_, rows_, blocks, depth_, tiles, sums, stride);
         for (int64_t row = kTilePair; row < rows_; row += kTilePair) {
             const TileRows a{a_.data + row / kTileSide * a_.block, a_.stride, a_.step, a_.block};
@@ -132,8 +139,10 @@ void Int4Multiplier::multiply(int64_t begin, int64_t end, int32_t* sums, int64_t
 
 using namespace lsq;
 
-// Packs a weight of so many columns and inner elements, as the format stores it, into int4_blocks and their sums.
-LSQ_EXPORT void lsq_pack_int4(const int8_t* stored, int64_t columns, int64_t inner, Int4Block* blocks) {
+// Packs a weight of so many columns and inner elements, as the format stores it, into int4_blocks
+// and their sums.
+LSQ_EXPORT void lsq_pack_int4(const int8_t* stored, int64_t columns, int64_t inner,
+                              Int4Block* blocks) {
     const Int4Group* groups = reinterpret_cast<const Int4Group*>(stored);
     const int64_t stride = (inner + kInt4Group - 1) / kInt4Group, depth = inner_tiles(inner);
 #pragma omp parallel for schedule(static)
@@ -142,14 +151,18 @@ LSQ_EXPORT void lsq_pack_int4(const int8_t* stored, int64_t columns, int64_t inn
         std::fill(sums, sums + kTilePair, 0);
         for (int64_t k = 0; k < depth; ++k) {
             Int4Block& block = blocks[first / kTilePair * depth + k];
-            pack_block(groups + first * stride + 2 * k, stride, std::min(kTilePair, columns - first),
-                       std::min<int64_t>(2, stride - 2 * k), block);
+            pack_block(groups + first * stride + 2 * k, stride,
+                       std::min(kTilePair, columns - first), std::min<int64_t>(2, stride - 2 * k),
+                       block);
             alignas(64) int8_t tiles[2 * kTileBytes];
             unpack(block, tiles, kTileBytes);
-            for (int64_t tile = 0; tile < 2; ++tile) add_column_sums(tiles + tile * kTileBytes, sums + tile * kTileSide);
+            for (int64_t tile = 0; tile < 2; ++tile)
+                add_column_sums(tiles + tile * kTileBytes, sums + tile * kTileSide);
         }
     }
 }
 
 // For tests.
-LSQ_EXPORT int64_t lsq_int4_rows(int64_t instructions) { return int4_rows(static_cast<Instructions>(instructions)); }
+LSQ_EXPORT int64_t lsq_int4_rows(int64_t instructions) {
+    return int4_rows(static_cast<Instructions>(instructions));
+}

@@ -1,4 +1,5 @@
-// What the kept words add to both gradients of a vocabulary's loss; lsq/ops/kept_gradient.py has the formulas.
+// What the kept words add to both gradients of a vocabulary's loss; lsq/ops/kept_gradient.py has
+// the formulas.
 #include <numeric>
 
 #include "floats.h"
@@ -20,9 +21,11 @@ LSQ_OPERATION(KeptInputGradient, op) {
         const float factor = op.dloss[0], *scale = given.weight.scale;
         const float own = op.kept.gradient[row] * factor * scale[word];
         const float rest = op.kept.gradient[op.rows + row] * factor * scale[other];
-        const int8_t *codes = given.weight.codes + word * n, *others = given.weight.codes + other * n;
+        const int8_t *codes = given.weight.codes + word * n,
+                     *others = given.weight.codes + other * n;
 #pragma omp simd
-        for (int64_t i = 0; i < n; ++i) dx[i] = static_cast<float>(codes[i]) * own + static_cast<float>(others[i]) * rest;
+        for (int64_t i = 0; i < n; ++i)
+            dx[i] = static_cast<float>(codes[i]) * own + static_cast<float>(others[i]) * rest;
         return 0;
     });
 }
@@ -32,12 +35,14 @@ namespace {
 // The word of an occurrence: the targets of all rows come first, then their likeliest other words.
 int64_t word_of(const KeptWeightGradient& op, int64_t occurrence) {
     const Prediction& given = op.prediction;
-    return occurrence < given.rows ? given.target[occurrence] : op.kept.likeliest[occurrence - given.rows];
+    return occurrence < given.rows ? given.target[occurrence]
+                                   : op.kept.likeliest[occurrence - given.rows];
 }
 
 // Adds the occurrences of one word, those of `first` to `last`, to its row of the gradient.
 template <class T>
-void add_word(const KeptWeightGradient& op, const int64_t* first, const int64_t* last, float factor, float* sum, T*) {
+void add_word(const KeptWeightGradient& op, const int64_t* first, const int64_t* last, float factor,
+              float* sum, T*) {
     const int64_t n = op.columns, word = word_of(op, *first);
     std::fill(sum, sum + n, 0.0f);
     for (; first != last; ++first) {
@@ -52,7 +57,8 @@ void add_word(const KeptWeightGradient& op, const int64_t* first, const int64_t*
     const float clip = op.weight.absmax ? infinity() : op.weight.clip[op.clips == 1 ? 0 : word];
 #pragma omp simd
     for (int64_t i = 0; i < n; ++i) {
-        dweight[i] = narrow<T>(widen(others[i]) + (std::fabs(widen(values[i])) > clip ? 0.0f : sum[i]));
+        dweight[i] =
+            narrow<T>(widen(others[i]) + (std::fabs(widen(values[i])) > clip ? 0.0f : sum[i]));
     }
 }
 
@@ -67,7 +73,8 @@ LSQ_OPERATION(KeptWeightGradient, op) {
     for (int64_t i = 0; i < op.rows; ++i) {
         if (given.target[i % given.rows] != given.padding) order.push_back(i);
     }
-    std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return word_of(op, a) < word_of(op, b); });
+    std::stable_sort(order.begin(), order.end(),
+                     [&](int64_t a, int64_t b) { return word_of(op, a) < word_of(op, b); });
     const int64_t count = order.size();
     for (int64_t i = 0; i < count; ++i) {
         if (i == 0 || word_of(op, order[i]) != word_of(op, order[i - 1])) begins.push_back(i);
@@ -81,7 +88,8 @@ LSQ_OPERATION(KeptWeightGradient, op) {
 #pragma omp for schedule(dynamic, 16)
         for (int64_t word = 0; word < words; ++word) {
             for_dtype(op.dweight_dtype, [&](auto* kind) {
-                add_word(op, order.data() + begins[word], order.data() + begins[word + 1], factor, sum.data(), kind);
+                add_word(op, order.data() + begins[word], order.data() + begins[word + 1], factor,
+                         sum.data(), kind);
             });
         }
     }

@@ -61,7 +61,8 @@ inline int64_t first_equal(const float* x, int64_t n, float value) {
 #if defined(__AVX512F__)
         const uint32_t equal = _mm512_cmp_ps_mask(lanes_at(x + i), all_lanes(value), _CMP_EQ_OQ);
 #elif defined(__AVX2__)
-        const uint32_t equal = _mm256_movemask_ps(_mm256_cmp_ps(lanes_at(x + i), all_lanes(value), _CMP_EQ_OQ));
+        const uint32_t equal =
+            _mm256_movemask_ps(_mm256_cmp_ps(lanes_at(x + i), all_lanes(value), _CMP_EQ_OQ));
 #else
         uint32_t equal = 0;
         for (int j = 0; j < kLanes; ++j) equal |= static_cast<uint32_t>(x[i + j] == value) << j;
@@ -82,7 +83,9 @@ inline float sum_of_lanes(Lanes x) {
 }
 
 #if defined(__AVX512F__)
-inline __mmask16 first_bits(int64_t n) { return static_cast<__mmask16>((1u << (n < 0 ? 0 : n > 16 ? 16 : n)) - 1); }
+inline __mmask16 first_bits(int64_t n) {
+    return static_cast<__mmask16>((1u << (n < 0 ? 0 : n > 16 ? 16 : n)) - 1);
+}
 #endif
 
 // The first n of the numbers from `x` on, 0 in the rest; n may be anything.
@@ -134,7 +137,8 @@ inline Lanes lower_halves(Lanes a, Lanes b) {
 
 inline Lanes upper_halves(Lanes a, Lanes b) {
 #if defined(__AVX512F__)
-    return __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+    return __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15,
+                                   31);
 #elif defined(__AVX2__)
     return __builtin_shufflevector(a, b, 4, 12, 5, 13, 6, 14, 7, 15);
 #else
@@ -142,7 +146,8 @@ inline Lanes upper_halves(Lanes a, Lanes b) {
 #endif
 }
 
-// Transposes kLanes rows, vectors themselves: each pass rotates the bits of an element's place by one.
+// Transposes kLanes rows, vectors themselves: each pass rotates the bits of an element's index by
+// one.
 inline void transpose(Lanes* rows) {
     for (int64_t left = kLanes; left > 1; left /= 2) {
         Lanes next[kLanes];
@@ -161,8 +166,8 @@ inline Lanes first_lanes(Lanes x, int64_t n, float other) {
     return lane < static_cast<int32_t>(n) ? x : all_lanes(other);
 }
 
-// Calls body(i, seen) for each whole vector i .. i + kLanes - 1 of n numbers, the last of which may have fewer:
-// seen(lanes, other) is what it has of `lanes`, and `other` in the rest.
+// Calls body(i, seen) for each whole vector i .. i + kLanes - 1 of n numbers, the last of which may
+// have fewer: seen(lanes, other) is what it has of `lanes`, and `other` in the rest.
 template <class Body>
 inline void for_lanes(int64_t n, const Body& body) {
     int64_t i = 0;
@@ -170,16 +175,18 @@ inline void for_lanes(int64_t n, const Body& body) {
     if (i < n) body(i, [=](Lanes x, float other) { return first_lanes(x, n - i, other); });
 }
 
-// exp(x) of each lane for x <= 88, with a relative error up to 2e-7 + 2e-8 |x| (6e-8 |x| without fused multiply-adds);
-// 0 below -87, NaN for NaN. 2^k * 2^r with |r| <= 1/2.
+// exp(x) of each lane for x <= 88, with a relative error up to 2e-7 + 2e-8 |x| (6e-8 |x| without
+// fused multiply-adds); 0 below -87, NaN for NaN. 2^k * 2^r with |r| <= 1/2.
 inline Lanes bounded_exponential(Lanes x) {
     constexpr float kOctaves = 1.4426950408889634f;
     const Lanes bounded = larger_lanes(all_lanes(-87.0f), x);
-    const Lanes magic = all_lanes(12582912.0f + 127.0f);  // 1.5 * 2^23: rounds half to even; then the exponent's bias
+    // 1.5 * 2^23: rounds half to even; then the exponent's bias.
+    const Lanes magic = all_lanes(12582912.0f + 127.0f);
     const Lanes shifted = multiply_add(bounded, all_lanes(kOctaves), magic), k = shifted - magic;
     const Lanes r = multiply_add(bounded, all_lanes(kOctaves), -k);
     Lanes p = all_lanes(1.535336196e-4f);
-    for (float next : {1.339887502e-3f, 9.618436918e-3f, 5.550332367e-2f, 2.402264774e-1f, 6.931471825e-1f, 1.0f}) {
+    for (float next : {1.339887502e-3f, 9.618436918e-3f, 5.550332367e-2f, 2.402264774e-1f,
+                       6.931471825e-1f, 1.0f}) {
         p = multiply_add(p, r, all_lanes(next));
     }
     const Lanes result = p * (Lanes)((LaneWords)shifted << 23);

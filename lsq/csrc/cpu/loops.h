@@ -1,6 +1,7 @@
 // Loops over rows on all threads, what they sum up, and where their results go.
 //
-// Results do not depend on the number of threads: rows are summed in a fixed partition, partial sums in order.
+// Results do not depend on the number of threads: rows are summed in a fixed partition, partial
+// sums in order.
 #pragma once
 
 #include "aligned.h"
@@ -14,7 +15,8 @@ constexpr int kMaxBlocks = 64;  // partial sums per column
 struct Blocks {
     int64_t rows, count, size;
 
-    explicit Blocks(int64_t m) : rows(m), count(std::min<int64_t>(kMaxBlocks, m)), size(m ? (m + count - 1) / count : 0) {}
+    explicit Blocks(int64_t m)
+        : rows(m), count(std::min<int64_t>(kMaxBlocks, m)), size(m ? (m + count - 1) / count : 0) {}
     int64_t begin(int64_t block) const { return std::min(block * size, rows); }
     int64_t end(int64_t block) const { return std::min((block + 1) * size, rows); }
 };
@@ -40,7 +42,9 @@ public:
     }
 
     // The partial row of a block; null where nothing is wanted.
-    float* of_block(int64_t block) { return partial_.empty() ? nullptr : partial_.data() + block * n_; }
+    float* of_block(int64_t block) {
+        return partial_.empty() ? nullptr : partial_.data() + block * n_;
+    }
 
     void write(float* out) const {
         if (!out) return;
@@ -88,7 +92,8 @@ Magnitude for_rows(int64_t rows, int64_t n, const Body& body) {
     {
         Scratch scratch(n);
 #pragma omp for schedule(static)
-        for (int64_t row = 0; row < rows; ++row) found = std::max<Magnitude>(found, body(row, scratch));
+        for (int64_t row = 0; row < rows; ++row)
+            found = std::max<Magnitude>(found, body(row, scratch));
     }
     return found;
 }
@@ -101,17 +106,20 @@ void for_blocks(const Blocks& blocks, int64_t n, const Body& body) {
         Scratch scratch(n);
 #pragma omp for schedule(static)
         for (int64_t block = 0; block < blocks.count; ++block) {
-            for (int64_t row = blocks.begin(block); row < blocks.end(block); ++row) body(block, row, scratch);
+            for (int64_t row = blocks.begin(block); row < blocks.end(block); ++row)
+                body(block, row, scratch);
         }
     }
 }
 
-// The end of every backward loop that makes the gradient of a product [M, N]: sums for its bias, then the gradient as it is
-// (`floats`) or rounded (`rounded`); null what is not wanted.
+// The end of every backward loop that makes the gradient of a product [M, N]: sums for its bias,
+// then the gradient as it is (`floats`) or rounded (`rounded`); null what is not wanted.
 class GradientSink {
 public:
-    GradientSink(const Blocks& blocks, int64_t n, float* floats, const RoundedGradient& rounded, float* bias)
-        : n_(n), floats_(floats), rounded_(rounded), bias_(bias), bias_sums_(blocks.count, n, bias) {}
+    GradientSink(const Blocks& blocks, int64_t n, float* floats, const RoundedGradient& rounded,
+                 float* bias)
+        : n_(n), floats_(floats), rounded_(rounded), bias_(bias),
+          bias_sums_(blocks.count, n, bias) {}
 
     bool wanted() const { return floats_ || rounded_.codes || bias_; }
 
@@ -123,30 +131,36 @@ public:
     }
 
 #if defined(LSQ_WIDE)
-    // The same of a row that goes straight through its rounding first -> what its clip gets. Rows start at a byte of
-    // `clipped`; read(i, mask of the lanes that are there) makes 16 values.
+    // The same of a row that goes straight through its rounding first -> what its clip gets. Rows
+    // start at a byte of `clipped`; read(i, mask of the lanes that are there) makes 16 values.
     template <class Read>
-    float add_straight_through(int64_t block, int64_t row, const Coded& of, const Read& read, float* scratch) {
+    float add_straight_through(int64_t block, int64_t row, const Coded& of, const Read& read,
+                               float* scratch) {
         const int64_t first = row * n_;
         const float* weight_scale = rounded_.codes ? rounded_.weight_scale : nullptr;
         float* sum = bias_sums_.of_block(block);
         const __m512i magnitude = _mm512_set1_epi32(0x7FFFFFFF);
         __m512 clip = _mm512_setzero_ps();
-        __m512i largest = _mm512_setzero_si512();  // magnitudes order like their bits, and NaN is larger than infinity
+        // Magnitudes order like their bits, and NaN is larger than infinity.
+        __m512i largest = _mm512_setzero_si512();
         each_sixteen(n_, [&](int64_t i, __mmask16 there) {
             __m512 x = read(i, there);
             if (of.clipped) {
                 const __m128i codes = _mm_maskz_loadu_epi8(there, of.codes + first + i);
                 x = cut_clipped(x, bits_at(of.clipped, first + i, there), codes, clip);
             }
-            if (sum) _mm512_mask_storeu_ps(sum + i, there, _mm512_add_ps(_mm512_maskz_loadu_ps(there, sum + i), x));
+            if (sum)
+                _mm512_mask_storeu_ps(sum + i, there,
+                                      _mm512_add_ps(_mm512_maskz_loadu_ps(there, sum + i), x));
             if (floats_) _mm512_mask_storeu_ps(floats_ + first + i, there, x);
             if (!weight_scale) return;
             x = _mm512_mul_ps(x, _mm512_maskz_loadu_ps(there, weight_scale + i));
-            largest = _mm512_max_epu32(largest, _mm512_and_si512(_mm512_castps_si512(x), magnitude));
+            largest =
+                _mm512_max_epu32(largest, _mm512_and_si512(_mm512_castps_si512(x), magnitude));
             _mm512_mask_storeu_ps(scratch + i, there, x);
         });
-        if (weight_scale) round_scaled(rounded_, row, n_, scratch, float_of(_mm512_reduce_max_epu32(largest)));
+        if (weight_scale)
+            round_scaled(rounded_, row, n_, scratch, float_of(_mm512_reduce_max_epu32(largest)));
         return _mm512_reduce_add_ps(clip);
     }
 

@@ -1,6 +1,8 @@
-// The projection onto a vocabulary whose end keeps the best words of each row; lsq/ops/next_words.py is the reference.
+// The projection onto a vocabulary whose end keeps the best words of each row;
+// lsq/ops/next_words.py is the reference.
 //
-// Threads share blocks of words. What blocks add up is joined in their order, so results do not depend on threads.
+// Threads share blocks of words. What blocks add up is joined in their order, so results do not
+// depend on threads.
 #include <omp.h>
 
 #include "aligned.h"
@@ -39,17 +41,20 @@ struct Shared {
     std::vector<Candidate> candidates;  // [threads, R, K], best first
 
     explicit Shared(const NextWords& op)
-        : rows(op.rows), best(op.best), blocks((op.vocabulary + kBlock - 1) / kBlock), threads(omp_get_max_threads()),
-          largest(rows * blocks), sum(rows * blocks),
+        : rows(op.rows), best(op.best), blocks((op.vocabulary + kBlock - 1) / kBlock),
+          threads(omp_get_max_threads()), largest(rows * blocks), sum(rows * blocks),
           candidates(threads * rows * best, Candidate{-infinity(), 0}) {}
 
-    Candidate* of(int64_t thread, int64_t row) { return candidates.data() + (thread * rows + row) * best; }
+    Candidate* of(int64_t thread, int64_t row) {
+        return candidates.data() + (thread * rows + row) * best;
+    }
 
     float normaliser(int64_t row) const {
         const float *most = largest.data() + row * blocks, *sums = sum.data() + row * blocks;
         const float top = *std::max_element(most, most + blocks);
         float total = 0.0f;
-        for (int64_t block = 0; block < blocks; ++block) total += sums[block] * std::exp(most[block] - top);
+        for (int64_t block = 0; block < blocks; ++block)
+            total += sums[block] * std::exp(most[block] - top);
         return top + std::log(total);
     }
 };
@@ -61,7 +66,8 @@ public:
         : op_(op), shared_(shared), thread_(thread), alpha_(kBlock), logits_(kBlock) {}
 
     // Words [begin, begin + words) of rows [first, first + rows).
-    void operator()(int64_t begin, int64_t words, int64_t first, int64_t rows, const int32_t* sums, int64_t stride) {
+    void operator()(int64_t begin, int64_t words, int64_t first, int64_t rows, const int32_t* sums,
+                    int64_t stride) {
         const float input = op_.x.scale[0], *scale = op_.packed_weight.scale + begin;
         float *alpha = alpha_.data(), *y = logits_.data();
         for (int64_t i = 0; i < words; ++i) alpha[i] = input * scale[i];
@@ -88,7 +94,8 @@ private:
         for (int64_t i = 0; i < whole; i += kLanes) most = larger_lanes(lanes_at(y + i), most);
         const float largest = largest_lane(most);
         const Lanes base = all_lanes(largest == -infinity() ? 0.0f : largest);
-        for (int64_t i = 0; i < whole; i += kLanes) sum += bounded_exponential(lanes_at(y + i) - base);
+        for (int64_t i = 0; i < whole; i += kLanes)
+            sum += bounded_exponential(lanes_at(y + i) - base);
         shared_.largest[row * shared_.blocks + block] = largest;
         shared_.sum[row * shared_.blocks + block] = sum_of_lanes(sum);
         return largest;
@@ -107,7 +114,8 @@ private:
                 const Candidate found{y[i], begin + i};
                 if (!found.before(last)) continue;
                 int64_t place = op_.best - 1;
-                for (; place > 0 && found.before(kept[place - 1]); --place) kept[place] = kept[place - 1];
+                for (; place > 0 && found.before(kept[place - 1]); --place)
+                    kept[place] = kept[place - 1];
                 kept[place] = found;
             }
         }
@@ -126,7 +134,8 @@ void finish_row(const NextWords& op, Shared& shared, int64_t row, std::vector<in
     for (int64_t j = 0; j < op.best; ++j) {
         int64_t from = 0;
         for (int64_t thread = 1; thread < shared.threads; ++thread) {
-            if (shared.of(thread, row)[heads[thread]].before(shared.of(from, row)[heads[from]])) from = thread;
+            if (shared.of(thread, row)[heads[thread]].before(shared.of(from, row)[heads[from]]))
+                from = thread;
         }
         const Candidate& next = shared.of(from, row)[heads[from]++];
         op.words[row * op.best + j] = next.word;
@@ -153,7 +162,8 @@ LSQ_OPERATION(NextWords, op) {
             int64_t taken = -1;
 #pragma omp for schedule(dynamic)
             for (int64_t block = 0; block < shared.blocks; ++block) {
-                const int64_t begin = block * kBlock, words = std::min(kBlock, op.vocabulary - begin);
+                const int64_t begin = block * kBlock,
+                              words = std::min(kBlock, op.vocabulary - begin);
                 for (int64_t first = 0; first < op.rows; first += kStrip) {
                     const int64_t rows = std::min(kStrip, op.rows - first);
                     if (taken != first) multiplier.take(taken = first, rows);

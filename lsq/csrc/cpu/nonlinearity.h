@@ -1,4 +1,4 @@
-// The end of a product, undone in a row of the gradient.
+// The epilogue of a product, undone in a row of the gradient.
 #pragma once
 
 #include "activation_kinds.h"
@@ -25,7 +25,8 @@ inline void undo_activation(const Nonlinearity& end, int64_t row, int64_t n, flo
 }
 
 // The same after the dropout behind it; words: scratch for n + 4 numbers.
-inline void undo(const Nonlinearity& end, int64_t row, int64_t n, float* gradient, uint32_t* words) {
+inline void undo(const Nonlinearity& end, int64_t row, int64_t n, float* gradient,
+                 uint32_t* words) {
     apply(end.dropout, row * n, n, gradient, words);
     undo_activation(end, row, n, gradient);
 }

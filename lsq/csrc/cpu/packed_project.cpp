@@ -1,4 +1,5 @@
-// A product with a packed weight and its end: threads share the weight's outputs, and end the sums of theirs.
+// A product with a packed weight and its epilogue: threads share the weight's outputs, and each
+// applies the epilogue to its sums.
 #include <omp.h>
 
 #include "activation_kinds.h"
@@ -14,14 +15,16 @@ constexpr int64_t kStrip = 32;   // rows, whose sums stay in the first cache
 constexpr int64_t kSparseStrip = 256;  // rows for which a sparse weight is expanded
 constexpr int64_t kInt4Strip = 128;    // rows for which a weight of 4 bits is unpacked
 
-// Ends blocks of sums on one thread.
-class PackedEnd {
+// Applies the epilogue to blocks of sums on one thread.
+class PackedEpilogue {
 public:
-    explicit PackedEnd(const PackedProject& op) : op_(op), y_(kChunk), alpha_(kChunk), flags_(kChunk) {}
+    explicit PackedEpilogue(const PackedProject& op)
+        : op_(op), y_(kChunk), alpha_(kChunk), flags_(kChunk) {}
 
-    // Rows [first, first + rows) of outputs [begin, begin + n), `stride` apart. -> the largest magnitude of what
-    // was rounded
-    Magnitude operator()(int64_t first, int64_t rows, int64_t begin, int64_t n, const int32_t* sums, int64_t stride) {
+    // Rows [first, first + rows) of outputs [begin, begin + n), `stride` apart. -> the largest
+    // magnitude of what was rounded
+    Magnitude operator()(int64_t first, int64_t rows, int64_t begin, int64_t n, const int32_t* sums,
+                         int64_t stride) {
         const float* bias = op_.bias ? op_.bias + begin : nullptr;
         if (!op_.x.by_row) set_factors(op_.x.scale[0], begin, n);
 #if defined(LSQ_WIDE)
@@ -35,13 +38,15 @@ public:
             const float* alpha = alpha_.data();
             if (bias) {
 #pragma omp simd
-                for (int64_t i = 0; i < n; ++i) y[i] = static_cast<float>(sums[i]) * alpha[i] + bias[i];
+                for (int64_t i = 0; i < n; ++i)
+                    y[i] = static_cast<float>(sums[i]) * alpha[i] + bias[i];
             } else {
 #pragma omp simd
                 for (int64_t i = 0; i < n; ++i) y[i] = static_cast<float>(sums[i]) * alpha[i];
             }
             activate(y, n);
-            if (op_.rounded.codes) largest = std::max(largest, round_row(op_.rounded, place, n, y, flags_.data()));
+            if (op_.rounded.codes)
+                largest = std::max(largest, round_row(op_.rounded, place, n, y, flags_.data()));
         }
         return largest;
     }
@@ -55,8 +60,8 @@ private:
         return WideClip::fits(to.clip[0]);
     }
 
-    Magnitude round_sums(int64_t first, int64_t rows, int64_t begin, int64_t n, const int32_t* sums, int64_t stride,
-                   const float* bias) const {
+    Magnitude round_sums(int64_t first, int64_t rows, int64_t begin, int64_t n, const int32_t* sums,
+                         int64_t stride, const float* bias) const {
         const float *alpha = alpha_.data(), clip = op_.rounded.clip[0];
         const WideClip wide(clip, clip / op_.rounded.largest);
         const bool is_relu = op_.activation == Activation::relu;
@@ -103,12 +108,14 @@ LSQ_OPERATION(PackedProject, op) {
     const TileProduct product = packed_product(op.x, op.weight, op.rows);
     const int64_t n = op.weight.columns, threads = omp_get_max_threads();
     const int64_t chunk = std::min(kChunk, rounded_up((n + threads - 1) / threads, kTilePair));
-    const int64_t strip = op.weight.sparse ? kSparseStrip : op.weight.bits == 4 ? kInt4Strip : kStrip;
+    const int64_t strip = op.weight.sparse      ? kSparseStrip
+                          : op.weight.bits == 4 ? kInt4Strip
+                                                : kStrip;
     Magnitude largest = 0;
 #pragma omp parallel reduction(max : largest)
     {
         static thread_local Kept<int32_t> kept;
-        PackedEnd end(op);
+        PackedEpilogue end(op);
         with_multiplier(product, op.weight, [&](auto& multiplier) {
             for (int64_t first = 0; first < op.rows; first += strip) {
                 const int64_t rows = std::min(strip, op.rows - first), stride = chunk + kTileSide;

@@ -1,4 +1,5 @@
-// Philox4x32-7 (Salmon et al. 2011), many counters at a time; see lsq/quant/random.py for keys and counters.
+// Philox4x32-7 (Salmon et al. 2011), many counters at a time; see lsq/quant/random.py for keys and
+// counters.
 #pragma once
 
 #include <algorithm>
@@ -17,21 +18,25 @@ constexpr int64_t kPhiloxWords = 64;  // words that one call of philox_batch mak
 
 #if defined(__AVX512F__)
 
-// Counters group .. group + 7 and other .. other + 7. The 32-bit words stand in 64-bit lanes, whose upper halves may hold
-// anything: the multiplication reads the lower ones alone. What eight counters have alike in the first two rounds is scalar.
-inline void philox_batch(uint32_t key0, uint32_t key1, uint32_t subsequence, uint64_t group, uint64_t other,
-                         uint32_t* out) {
+// Counters group .. group + 7 and other .. other + 7. The 32-bit words stand in 64-bit lanes, whose
+// upper halves may hold anything: the multiplication reads the lower ones alone. What eight
+// counters have alike in the first two rounds is scalar.
+inline void philox_batch(uint32_t key0, uint32_t key1, uint32_t subsequence, uint64_t group,
+                         uint64_t other, uint32_t* out) {
     const uint64_t begins[2] = {group, other};
-    if (static_cast<uint32_t>(group) > 0xFFFFFFF8u || static_cast<uint32_t>(other) > 0xFFFFFFF8u) {  // upper words differ
+    // Upper words differ.
+    if (static_cast<uint32_t>(group) > 0xFFFFFFF8u || static_cast<uint32_t>(other) > 0xFFFFFFF8u) {
         const uint64_t key = static_cast<uint64_t>(key1) << 32 | key0;
         for (uint64_t i = 0; i < kPhiloxWords / 4; ++i) {
-            std::memcpy(out + 4 * i, philox_group(key, subsequence, begins[i / 8] + i % 8).word, 16);
+            std::memcpy(out + 4 * i, philox_group(key, subsequence, begins[i / 8] + i % 8).word,
+                        16);
         }
         return;
     }
     const __m512i multiplier0 = _mm512_set1_epi64(kPhiloxMultiplier0);
     const __m512i multiplier1 = _mm512_set1_epi64(kPhiloxMultiplier1);
-    const __m512i lanes = _mm512_set_epi64(7, 6, 5, 4, 3, 2, 1, 0), first_key = _mm512_set1_epi64(key1);
+    const __m512i lanes = _mm512_set_epi64(7, 6, 5, 4, 3, 2, 1, 0),
+                  first_key = _mm512_set1_epi64(key1);
     const uint64_t same1 = static_cast<uint64_t>(subsequence) * kPhiloxMultiplier1;
     const uint32_t upper_key = static_cast<uint32_t>(same1 >> 32) ^ key0;
     key0 += kPhiloxWeyl0;
@@ -41,12 +46,15 @@ inline void philox_batch(uint32_t key0, uint32_t key1, uint32_t subsequence, uin
     for (int half = 0; half < 2; ++half) {
         const uint32_t same = upper_key ^ static_cast<uint32_t>(begins[half] >> 32);
         const uint64_t same0 = static_cast<uint64_t>(same) * kPhiloxMultiplier0;
-        const __m512i counters = _mm512_add_epi64(_mm512_set1_epi64(static_cast<int64_t>(begins[half])), lanes);
+        const __m512i counters =
+            _mm512_add_epi64(_mm512_set1_epi64(static_cast<int64_t>(begins[half])), lanes);
         const __m512i p0 = _mm512_mul_epu32(counters, multiplier0);
-        const __m512i p1 = _mm512_mul_epu32(_mm512_xor_si512(_mm512_srli_epi64(p0, 32), first_key), multiplier1);
+        const __m512i p1 =
+            _mm512_mul_epu32(_mm512_xor_si512(_mm512_srli_epi64(p0, 32), first_key), multiplier1);
         c0[half] = _mm512_xor_si512(_mm512_srli_epi64(p1, 32), second_key0);
         c1[half] = p1;
-        c2[half] = _mm512_xor_si512(p0, _mm512_set1_epi64(key1 ^ static_cast<uint32_t>(same0 >> 32)));
+        c2[half] =
+            _mm512_xor_si512(p0, _mm512_set1_epi64(key1 ^ static_cast<uint32_t>(same0 >> 32)));
         c3[half] = _mm512_set1_epi64(static_cast<int64_t>(same0));
     }
     for (int round = 2; round < kPhiloxRounds; ++round) {
@@ -54,14 +62,17 @@ inline void philox_batch(uint32_t key0, uint32_t key1, uint32_t subsequence, uin
         key1 += kPhiloxWeyl1;
         const __m512i k0 = _mm512_set1_epi64(key0), k1 = _mm512_set1_epi64(key1);
         for (int half = 0; half < 2; ++half) {
-            const __m512i p0 = _mm512_mul_epu32(c0[half], multiplier0), p1 = _mm512_mul_epu32(c2[half], multiplier1);
-            c0[half] = _mm512_ternarylogic_epi64(_mm512_srli_epi64(p1, 32), c1[half], k0, 0x96);  // a ^ b ^ c
+            const __m512i p0 = _mm512_mul_epu32(c0[half], multiplier0),
+                          p1 = _mm512_mul_epu32(c2[half], multiplier1);
+            // A ^ b ^ c.
+            c0[half] = _mm512_ternarylogic_epi64(_mm512_srli_epi64(p1, 32), c1[half], k0, 0x96);
             c2[half] = _mm512_ternarylogic_epi64(_mm512_srli_epi64(p0, 32), c3[half], k1, 0x96);
             c1[half] = p1;
             c3[half] = p0;
         }
     }
-    const __m512i first = _mm512_set_epi64(11, 3, 10, 2, 9, 1, 8, 0), second = _mm512_set_epi64(15, 7, 14, 6, 13, 5, 12, 4);
+    const __m512i first = _mm512_set_epi64(11, 3, 10, 2, 9, 1, 8, 0),
+                  second = _mm512_set_epi64(15, 7, 14, 6, 13, 5, 12, 4);
     for (int half = 0; half < 2; ++half) {
         const __m512i low = _mm512_mask_shuffle_epi32(c0[half], 0xAAAA, c1[half], _MM_PERM_CCAA);
         const __m512i high = _mm512_mask_shuffle_epi32(c2[half], 0xAAAA, c3[half], _MM_PERM_CCAA);
@@ -72,8 +83,8 @@ inline void philox_batch(uint32_t key0, uint32_t key1, uint32_t subsequence, uin
 
 #else
 
-inline void philox_batch(uint32_t key0, uint32_t key1, uint32_t subsequence, uint64_t group, uint64_t other,
-                         uint32_t* out) {
+inline void philox_batch(uint32_t key0, uint32_t key1, uint32_t subsequence, uint64_t group,
+                         uint64_t other, uint32_t* out) {
     constexpr int kLanes = kPhiloxWords / 4;
     uint32_t c0[kLanes], c1[kLanes], c2[kLanes], c3[kLanes];
     for (int i = 0; i < kLanes; ++i) {
@@ -107,12 +118,14 @@ inline void philox_batch(uint32_t key0, uint32_t key1, uint32_t subsequence, uin
 
 // Words [first, first + n) of a subsequence; `first` must be a multiple of 4.
 inline void philox(int64_t key, int64_t subsequence, int64_t first, int64_t n, uint32_t* out) {
-    const uint32_t key0 = static_cast<uint32_t>(key), key1 = static_cast<uint32_t>(static_cast<uint64_t>(key) >> 32);
+    const uint32_t key0 = static_cast<uint32_t>(key),
+                   key1 = static_cast<uint32_t>(static_cast<uint64_t>(key) >> 32);
     int64_t done = 0;
     for (; done < n; done += kPhiloxWords) {
         const uint64_t group = static_cast<uint64_t>(first + done) / 4;
         if (n - done >= kPhiloxWords) {
-            philox_batch(key0, key1, static_cast<uint32_t>(subsequence), group, group + 8, out + done);
+            philox_batch(key0, key1, static_cast<uint32_t>(subsequence), group, group + 8,
+                         out + done);
             continue;
         }
         uint32_t words[kPhiloxWords];
@@ -122,8 +135,10 @@ inline void philox(int64_t key, int64_t subsequence, int64_t first, int64_t n, u
 }
 
 // Half of kPhiloxWords from `first` on, then as many from `other` on; both must be multiples of 4.
-inline void philox_pair(int64_t key, int64_t subsequence, int64_t first, int64_t other, uint32_t* out) {
-    philox_batch(static_cast<uint32_t>(key), static_cast<uint32_t>(static_cast<uint64_t>(key) >> 32),
+inline void philox_pair(int64_t key, int64_t subsequence, int64_t first, int64_t other,
+                        uint32_t* out) {
+    philox_batch(static_cast<uint32_t>(key),
+                 static_cast<uint32_t>(static_cast<uint64_t>(key) >> 32),
                  static_cast<uint32_t>(subsequence), static_cast<uint64_t>(first) / 4,
                  static_cast<uint64_t>(other) / 4, out);
 }

@@ -1,6 +1,6 @@
-// Best fit (Pisarchyk and Lee 2020, algorithm 3) for buffers in one or several segments; lsq/memory/placement.py says
-// what it does and holds the plain version. Every buffer is compared with all that lie in the segments: O(n^2) time,
-// O(n) memory.
+// Best fit (Pisarchyk and Lee 2020, algorithm 3) for buffers in one or several segments;
+// lsq/memory/placement.py says what it does and holds the plain version. Every buffer is compared
+// with all that lie in the segments: O(n^2) time, O(n) memory.
 #include "planner.h"
 #include "rows.h"
 
@@ -22,13 +22,15 @@ struct Candidate {
     bool operator<(const Candidate& other) const {
         if (growth != other.growth) return growth < other.growth;
         if (kind != other.kind) return kind < other.kind;
-        return waste < other.waste;  // candidates come by segment and offset: at a tie the first stays
+        // Candidates come by segment and offset: at a tie the first stays.
+        return waste < other.waste;
     }
 };
 
 class Segment {
 public:
-    explicit Segment(int64_t limit, int64_t granularity) : limit_(limit), granularity_(granularity) {}
+    explicit Segment(int64_t limit, int64_t granularity)
+        : limit_(limit), granularity_(granularity) {}
 
     void consider(const Buffer& buffer, int64_t number, Candidate& best) const {
         int64_t start = 0;
@@ -67,9 +69,11 @@ private:
 
 }  // namespace
 
-// buffers [n], order [n], limits [count] -> offsets [n], segments [n] (-1: fits nowhere), used [count].
-LSQ_EXPORT void lsq_place(const Buffer* buffers, const int64_t* order, int64_t n, const int64_t* limits, int64_t count,
-                          int64_t granularity, int64_t* offsets, int64_t* segments, int64_t* used) {
+// buffers [n], order [n], limits [count] -> offsets [n], segments [n] (-1: fits nowhere), used
+// [count].
+LSQ_EXPORT void lsq_place(const Buffer* buffers, const int64_t* order, int64_t n,
+                          const int64_t* limits, int64_t count, int64_t granularity,
+                          int64_t* offsets, int64_t* segments, int64_t* used) {
     std::vector<Segment> all;
     for (int64_t s = 0; s < count; ++s) all.emplace_back(limits[s], granularity);
     int64_t opened = 0;  // segments from here on are empty

@@ -1,9 +1,12 @@
-// Depth-first search for a plan of a given capacity, with ideas of Moffitt 2023 (MiniMalloc, ASPLOS): buffers are placed
-// in order of non-decreasing offset, each as low as it can be; what is left must fit over every section of time.
+// Depth-first search for a plan of a given capacity, with ideas of Moffitt 2023 (MiniMalloc,
+// ASPLOS): buffers are placed in order of non-decreasing offset, each as low as it can be; what is
+// left must fit over every section of time.
 //
-// Of all solutions the one with the smallest sum of offsets is looked for, which allows to leave out a buffer
-//   - above a place where another one would fit whole below it (it could be moved there);
-//   - that could lie lower than the search has come, until a later one lifts it: it would be moved down;
+// Of all solutions the one with the smallest sum of offsets is looked for, which allows to leave
+// out a buffer
+//   - above an offset where another one would fit whole below it (it could be moved there);
+//   - that could lie lower than the search has come, until a later one lifts it: it would be moved
+//     down;
 //   - at an offset at which it was tried before, with the same buffers below.
 // Where no buffer that is left crosses some time, the parts before and after it are solved apart.
 #include <atomic>
@@ -19,14 +22,17 @@ enum Outcome { kImpossible = 0, kFound = 1, kStopped = 2 };
 
 class Search {
 public:
-    Search(const Buffer* buffers, const int64_t* order, int64_t n, int64_t capacity, int64_t budget, int64_t* control)
-        : buffers_(buffers), n_(n), capacity_(capacity), budget_(budget), control_(control), rank_(n), low_(n, 0),
-          raised_(n), tabu_(n, -1), begin_(n), end_(n), overlapping_(n), offsets_(n, -1) {
+    Search(const Buffer* buffers, const int64_t* order, int64_t n, int64_t capacity, int64_t budget,
+           int64_t* control)
+        : buffers_(buffers), n_(n), capacity_(capacity), budget_(budget), control_(control),
+          rank_(n), low_(n, 0), raised_(n), tabu_(n, -1), begin_(n), end_(n), overlapping_(n),
+          offsets_(n, -1) {
         for (int64_t i = 0; i < n; ++i) rank_[order[i]] = static_cast<int>(i);
         make_sections();
         for (int64_t i = 0; i < n; ++i) {
             for (int64_t j = 0; j < n; ++j) {
-                if (i != j && begin_[i] < end_[j] && begin_[j] < end_[i]) overlapping_[i].push_back(static_cast<int>(j));
+                if (i != j && begin_[i] < end_[j] && begin_[j] < end_[i])
+                    overlapping_[i].push_back(static_cast<int>(j));
             }
         }
     }
@@ -57,7 +63,8 @@ private:
         std::sort(times.begin(), times.end());
         times.erase(std::unique(times.begin(), times.end()), times.end());
         const auto index = [&](int64_t time) {
-            return static_cast<int>(std::lower_bound(times.begin(), times.end(), time) - times.begin());
+            return static_cast<int>(std::lower_bound(times.begin(), times.end(), time) -
+                                    times.begin());
         };
         stacked_.resize(times.size());
         for (int64_t i = 0; i < n_; ++i) {
@@ -66,7 +73,7 @@ private:
         }
     }
 
-    // The lowest aligned place from `offset` on that no fixed buffer occupies.
+    // The lowest aligned offset from `offset` on that no fixed buffer occupies.
     int64_t lifted(int i, int64_t offset) const {
         const Buffer& buffer = buffers_[i];
         offset = round_up(offset, buffer.alignment);
@@ -74,7 +81,8 @@ private:
             again = false;
             for (int j : overlapping_[i]) {
                 const Buffer& other = buffers_[j];
-                if (other.fixed >= 0 && other.fixed < offset + buffer.size && offset < other.fixed + other.size) {
+                if (other.fixed >= 0 && other.fixed < offset + buffer.size &&
+                    offset < other.fixed + other.size) {
                     offset = round_up(other.fixed + other.size, buffer.alignment);
                     again = true;
                 }
@@ -85,7 +93,8 @@ private:
 
     // Solve the parts of `members` that share no time one after the other, small ones first.
     Outcome split(std::vector<int>& members, int64_t current) {
-        std::sort(members.begin(), members.end(), [&](int a, int b) { return begin_[a] < begin_[b]; });
+        std::sort(members.begin(), members.end(),
+                  [&](int a, int b) { return begin_[a] < begin_[b]; });
         std::vector<std::vector<int>> parts;
         int reach = -1;
         for (int i : members) {
@@ -94,8 +103,9 @@ private:
             reach = std::max(reach, end_[i]);
         }
         members.clear();
-        std::stable_sort(parts.begin(), parts.end(), [](const auto& a, const auto& b) { return a.size() < b.size(); });
-        std::vector<std::pair<int, int64_t>> placed;  // and their lowest places before
+        std::stable_sort(parts.begin(), parts.end(),
+                         [](const auto& a, const auto& b) { return a.size() < b.size(); });
+        std::vector<std::pair<int, int64_t>> placed;  // and their lowest offsets before
         for (const auto& part : parts) {
             const size_t solved = placed.size();
             for (int i : part) placed.emplace_back(i, low_[i]);
@@ -113,7 +123,8 @@ private:
 
     bool waits(int i, int64_t current) const { return low_[i] < current || tabu_[i] == low_[i]; }
 
-    // Raise what waits for a later buffer below it, then stack all that is left; false where that does not fit.
+    // Raise what waits for a later buffer below it, then stack all that is left; false where that
+    // does not fit.
     bool possible(const std::vector<int>& members, int64_t current) {
         int first = begin_[members[0]], last = 0;
         waiting_.clear();
@@ -137,7 +148,8 @@ private:
             }
         }
         sorted_ = members;
-        std::sort(sorted_.begin(), sorted_.end(), [&](int a, int b) { return raised_[a] > raised_[b]; });
+        std::sort(sorted_.begin(), sorted_.end(),
+                  [&](int a, int b) { return raised_[a] > raised_[b]; });
         // In every section, all that cannot lie below some offset must fit above it.
         std::fill(stacked_.begin() + first, stacked_.begin() + last, 0);
         for (int i : sorted_) {
@@ -212,8 +224,9 @@ private:
     int64_t* control_;
     int64_t nodes_ = 0;
     std::vector<int> rank_;        // position in the preferred order
-    std::vector<int64_t> low_;     // lowest place above all that is placed
-    std::vector<int64_t> raised_;  // the same, where it waits for support: above the lowest possible support
+    std::vector<int64_t> low_;     // lowest offset above all that is placed
+    // The same, where it waits for support: above the lowest possible support.
+    std::vector<int64_t> raised_;
     std::vector<int64_t> tabu_;    // an offset at which it was tried before
     std::vector<int> begin_, end_;  // sections of its life
     std::vector<std::vector<int>> overlapping_;
@@ -224,9 +237,10 @@ private:
 
 }  // namespace
 
-// buffers [n], order [n], at most `budget` positions; control [2]: stop flag (read), positions tried (added to).
-// -> offsets [n] where the outcome [1] is kFound.
-LSQ_EXPORT void lsq_search_plan(const Buffer* buffers, const int64_t* order, int64_t n, int64_t capacity, int64_t budget,
-                                int64_t* control, int64_t* offsets, int64_t* outcome) {
+// buffers [n], order [n], at most `budget` positions; control [2]: stop flag (read), positions
+// tried (added to). -> offsets [n] where the outcome [1] is kFound.
+LSQ_EXPORT void lsq_search_plan(const Buffer* buffers, const int64_t* order, int64_t n,
+                                int64_t capacity, int64_t budget, int64_t* control,
+                                int64_t* offsets, int64_t* outcome) {
     outcome[0] = Search(buffers, order, n, capacity, budget, control).run(offsets);
 }

@@ -1,7 +1,8 @@
 // Products of small float matrices that lie in a core's caches: out [M, N] (+)= a [M, K] b [K, N].
 //
-// All matrices are whole units of rows and columns, zero beyond those that count (rows of `out` may be anything there),
-// and rows are aligned to 64 bytes. Every element is summed in the order of k, whatever the other sizes are.
+// All matrices are whole units of rows and columns, zero beyond those that count (rows of `out` may
+// be anything there), and rows are aligned to 64 bytes. Every element is summed in the order of k,
+// whatever the other sizes are.
 #pragma once
 
 #include <cstdint>
@@ -28,7 +29,8 @@ inline int64_t panels(int64_t columns) { return (columns + kPanel - 1) / kPanel;
 // Memory that is aligned to 64 bytes and not cleared.
 class AlignedFloats {
 public:
-    explicit AlignedFloats(int64_t n) : data_(static_cast<float*>(::operator new[](4 * n, std::align_val_t{64}))) {}
+    explicit AlignedFloats(int64_t n)
+        : data_(static_cast<float*>(::operator new[](4 * n, std::align_val_t{64}))) {}
     float* get() const { return data_.get(); }
 
 private:
@@ -38,8 +40,8 @@ private:
     std::unique_ptr<float, Free> data_;
 };
 
-// Where a factor is read: rows of numbers `stride` apart, of which at(row, column) are the kLanes from there on.
-// Scratch is whole units, aligned, and read where it stands.
+// Where a factor is read: rows of numbers `stride` apart, of which at(row, column) are the kLanes
+// from there on. Scratch is whole units, aligned, and read where it stands.
 struct Whole {
     const float* first;
     int64_t stride;
@@ -64,8 +66,9 @@ struct Window {
 struct FloatProducts {
     struct Session {};  // what a thread holds while it multiplies
 
-    // The left factor: element (m, k) stands at data[m * stride + k], or at data[k * stride + m] if TRANSPOSED, and in
-    // what is read likewise. All factors are made for at most so many rows or columns, and inner indices.
+    // The left factor: element (m, k) stands at data[m * stride + k], or at data[k * stride + m] if
+    // TRANSPOSED, and in what is read likewise. All factors are made for at most so many rows or
+    // columns, and inner indices.
     template <bool TRANSPOSED>
     class Left {
     public:
@@ -80,8 +83,8 @@ struct FloatProducts {
             data = in_place(x, TRANSPOSED ? inner : outer, stride, copy_.get());
         }
 
-        // Element by element instead of take(): first how many inner indices, then row m, from inner index k on, two
-        // vectors a call.
+        // Element by element instead of take(): first how many inner indices, then row m, from
+        // inner index k on, two vectors a call.
         void start(int64_t inner) { data = copy_.get(), stride = whole_units(inner); }
         struct Row {
             float* to;
@@ -92,21 +95,24 @@ struct FloatProducts {
         };
         Row row(int64_t m) const { return {copy_.get() + m * stride}; }
 
-        int64_t place(int64_t m, int64_t k) const { return TRANSPOSED ? k * stride + m : m * stride + k; }
+        int64_t place(int64_t m, int64_t k) const {
+            return TRANSPOSED ? k * stride + m : m * stride + k;
+        }
 
     private:
         AlignedFloats copy_;
     };
 
-    // The right factor: element (k, n) stands at data[n / kPanel * panel + k * stride + n % kPanel]. It is read from
-    // row k, or, TRANSPOSED, from row n.
+    // The right factor: element (k, n) stands at data[n / kPanel * panel + k * stride + n %
+    // kPanel]. It is read from row k, or, TRANSPOSED, from row n.
     template <bool TRANSPOSED>
     class Right {
     public:
         const float* data = nullptr;
         int64_t stride = 0, panel = 0;
 
-        Right(int64_t columns, int64_t inner, bool) : copy_(whole_units(columns) * whole_units(inner)) {}
+        Right(int64_t columns, int64_t inner, bool)
+            : copy_(whole_units(columns) * whole_units(inner)) {}
 
         template <class Source>
         void take(const Source& x, int64_t columns, int64_t inner) {
@@ -136,18 +142,19 @@ struct FloatProducts {
         AlignedFloats copy_;
     };
 
-    // out [rows, columns], rows `stride` apart; added to what stands there if `add`. Of `b` inner indices from `first`
-    // on, a whole unit.
+    // out [rows, columns], rows `stride` apart; added to what stands there if `add`. Of `b` inner
+    // indices from `first` on, a whole unit.
     template <class A, class B>
-    static void multiply(const A& a, const B& b, int64_t rows, int64_t columns, int64_t inner, bool add, float* out,
-                         int64_t stride, int64_t first = 0) {
+    static void multiply(const A& a, const B& b, int64_t rows, int64_t columns, int64_t inner,
+                         bool add, float* out, int64_t stride, int64_t first = 0) {
         for (int64_t k = 0; k == 0 || k < inner; k += kDepth) {
             const int64_t depth = inner - k < kDepth ? inner - k : kDepth;
             for (int64_t panel = 0; panel < panels(columns); ++panel) {
                 const float* from = b.data + panel * b.panel + (first + k) * b.stride;
                 const auto tile = [&](auto count, int64_t m) {
                     float* to = out + m * stride + panel * kPanel;
-                    multiply_tile<count.value>(a, m, k, from, b.stride, depth, add || k, to, stride);
+                    multiply_tile<count.value>(a, m, k, from, b.stride, depth, add || k, to,
+                                               stride);
                     return m + count.value;
                 };
                 int64_t m = 0;
@@ -170,14 +177,16 @@ private:
     template <class Source>
     static const float* in_place(const Source& x, int64_t rows, int64_t& stride, float* copy) {
         for (int64_t row = 0; row < whole_units(rows); ++row) {
-            for (int64_t i = 0; i < stride; i += kLanes) lanes_at(copy + row * stride + i) = x.at(row, i);
+            for (int64_t i = 0; i < stride; i += kLanes)
+                lanes_at(copy + row * stride + i) = x.at(row, i);
         }
         return copy;
     }
 
     template <int ROWS, class A>
-    static void multiply_tile(const A& a, int64_t first, int64_t first_inner, const float* b, int64_t b_stride,
-                              int64_t depth, bool add, float* out, int64_t stride) {
+    static void multiply_tile(const A& a, int64_t first, int64_t first_inner, const float* b,
+                              int64_t b_stride, int64_t depth, bool add, float* out,
+                              int64_t stride) {
         const float* left = a.data + a.place(first, first_inner);
         Lanes sum[ROWS][2];
         for (int m = 0; m < ROWS; ++m) {

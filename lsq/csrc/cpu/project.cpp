@@ -1,4 +1,5 @@
-// The end of a product: scale, bias, activation, dropout, rounding, in one pass over each row of it.
+// The epilogue of a product: scale, bias, activation, dropout, rounding, in one pass over each row
+// of it.
 #include "activation_kinds.h"
 #include "floats.h"
 #include "loops.h"
@@ -20,8 +21,8 @@ void activate_with_slope(int64_t n, float* y, int8_t* slope) {
     }
 }
 
-// y -> activation(y), in place, and what the backward pass wants to know of y: row `row` of n values. `flags` is
-// n bytes, y > 0.
+// y -> activation(y), in place, and what the backward pass wants to know of y: row `row` of n
+// values. `flags` is n bytes, y > 0.
 void activate(const Nonlinearity& end, int64_t row, int64_t n, float* y, uint8_t* flags) {
     if (end.before) std::memcpy(end.before + row * n, y, n * sizeof(float));
     if (end.activation == Activation::relu) {
@@ -44,10 +45,11 @@ void activate(const Nonlinearity& end, int64_t row, int64_t n, float* y, uint8_t
     });
 }
 
-// Ends rows of n values on one thread: activation, dropout, rounding.
-class RowEnd {
+// Applies the epilogue to rows of n values on one thread: activation, dropout, rounding.
+class RowEpilogue {
 public:
-    RowEnd(const Nonlinearity& nonlinearity, const Coded& rounded, Border<float> out, int64_t n)
+    RowEpilogue(const Nonlinearity& nonlinearity, const Coded& rounded, Border<float> out,
+                int64_t n)
         : n_(n), out_(out), scratch_(n), nonlinearity_(nonlinearity), rounded_(rounded),
           flags_(unit() * n) {}
 
@@ -65,10 +67,12 @@ public:
                 apply(nonlinearity_.dropout, row * n_, n_, y, scratch_.words.data());
                 if (out_.is_narrow()) narrow_row(y, n_, out_.narrow(row * n_));
                 if (!rounded_.codes) continue;
-                largest = std::max(largest, round_row(rounded_, row * n_, n_, y, scratch_.flags.data()));
+                largest =
+                    std::max(largest, round_row(rounded_, row * n_, n_, y, scratch_.flags.data()));
             }
             uint8_t* positive = nonlinearity_.positive;
-            if (positive) pack_bits(flags_.data(), (past - begin) * n_, positive + (first + begin) * n_ / 8);
+            if (positive)
+                pack_bits(flags_.data(), (past - begin) * n_, positive + (first + begin) * n_ / 8);
         }
         return largest;
     }
@@ -86,11 +90,11 @@ private:
     Aligned<uint8_t> flags_;
 };
 
-// Ends rows of a product with a weight on one thread.
-class Epilogue : RowEnd {
+// Applies the epilogue to rows of a product with a weight on one thread.
+class Epilogue : RowEpilogue {
 public:
     explicit Epilogue(const Project& op)
-        : RowEnd(op.nonlinearity, op.rounded, {op.out, op.out_dtype}, op.columns), op_(op),
+        : RowEpilogue(op.nonlinearity, op.rounded, {op.out, op.out_dtype}, op.columns), op_(op),
           alpha_(op.x.coded.codes ? n_ : 0) {
         if (op.x.coded.codes && !op.x.coded.by_row) set_factors(op.x.coded.scale[0]);
     }
@@ -101,7 +105,8 @@ public:
         if (straight()) {
             Magnitude largest = 0;
             for (int64_t row = 0; row < rows; ++row) {
-                largest = std::max(largest, round_sums(first + row, sums + row * stride, factors(first + row)));
+                largest = std::max(
+                    largest, round_sums(first + row, sums + row * stride, factors(first + row)));
             }
             return largest;
         }
@@ -149,7 +154,8 @@ private:
             const float* factor = factors(first + row);
             if (bias) {
 #pragma omp simd
-                for (int64_t i = 0; i < n_; ++i) y[i] = static_cast<float>(sum[i]) * factor[i] + bias[i];
+                for (int64_t i = 0; i < n_; ++i)
+                    y[i] = static_cast<float>(sum[i]) * factor[i] + bias[i];
             } else {
 #pragma omp simd
                 for (int64_t i = 0; i < n_; ++i) y[i] = static_cast<float>(sum[i]) * factor[i];
@@ -162,14 +168,16 @@ private:
     bool straight() const {
         const Coded& to = op_.rounded;
         const Nonlinearity& end = op_.nonlinearity;
-        if (!to.codes || to.error || op_.out || end.before || !is_cut(end.activation) || n_ % 8) return false;
+        if (!to.codes || to.error || op_.out || end.before || !is_cut(end.activation) || n_ % 8)
+            return false;
         return WideClip::fits(to.clip[0]);
     }
 
     // Whether a row of sums becomes floats, and nothing else is done to it.
     bool plain() const {
         const Nonlinearity& end = op_.nonlinearity;
-        return !op_.rounded.codes && !end.before && end.activation == Activation::none && !end.dropout.threshold;
+        return !op_.rounded.codes && !end.before && end.activation == Activation::none &&
+               !end.dropout.threshold;
     }
 
     // sums [n] -> elements [at, at + n).
@@ -181,7 +189,8 @@ private:
     }
 
     // Sums from column i on, times their factors; with a bias, if there is one.
-    static __m512 scaled(const int32_t* sums, const float* factor, const float* bias, int64_t i, __mmask16 there) {
+    static __m512 scaled(const int32_t* sums, const float* factor, const float* bias, int64_t i,
+                         __mmask16 there) {
         const __m512 sum = _mm512_cvtepi32_ps(_mm512_maskz_loadu_epi32(there, sums + i));
         const __m512 y = _mm512_mul_ps(sum, _mm512_maskz_loadu_ps(there, factor + i));
         return bias ? _mm512_add_ps(y, _mm512_maskz_loadu_ps(there, bias + i)) : y;
@@ -193,7 +202,8 @@ private:
         const int64_t first = row * n_;
         const uint32_t* words = scratch_.words.data();
         const float *bias = op_.bias, clip = op_.rounded.clip[0];
-        const bool drops = dropout.threshold, is_relu = op_.nonlinearity.activation == Activation::relu;
+        const bool drops = dropout.threshold,
+                   is_relu = op_.nonlinearity.activation == Activation::relu;
         if (drops) philox(dropout.key[0], dropout.subsequence, first, n_, scratch_.words.data());
         const __m512i limit = _mm512_set1_epi32(static_cast<int32_t>(dropout.threshold));
         const __m512 keep = _mm512_set1_ps(dropout.keep), zero = _mm512_setzero_ps();
@@ -223,7 +233,8 @@ private:
     Aligned<float> alpha_;
 };
 
-// The scale is written with row 0 and poisoned by the others, because a product may come in blocks of rows.
+// The scale is written with row 0 and poisoned by the others, because a product may come in blocks
+// of rows.
 void write_scale(const Project& op, int64_t first, Magnitude largest) {
     if (!op.rounded.scale) return;
     const float before = first == 0 ? 0.0f : op.rounded.scale[0];
@@ -237,12 +248,9 @@ LSQ_EXPORT void lsq_multiply_project(const Project& op, const TileProduct& produ
     write_scale(op, 0, multiply_rows(product, [&] { return Epilogue(op); }));
 }
 
-// sums int32 [rows, P]: those of rows [first, first + rows) of codes.
-LSQ_EXPORT void lsq_end_project(const Project& op, const int32_t* sums, int64_t first, int64_t rows) {
-    write_scale(op, first, read_rows(sums, first, rows, op.columns, [&] { return Epilogue(op); }));
-}
-
-LSQ_EXPORT void lsq_end_long_project(const Project& op, const LongSum* sums, int64_t first, int64_t rows) {
+// sums [rows, P]: those of rows [first, first + rows) of codes. Of no rows, the scale alone.
+LSQ_EXPORT void lsq_end_long_project(const Project& op, const LongSum* sums, int64_t first,
+                                     int64_t rows) {
     write_scale(op, first, read_rows(sums, first, rows, op.columns, [&] { return Epilogue(op); }));
 }
 
@@ -251,10 +259,10 @@ LSQ_EXPORT void lsq_end_floats(const Project& op) {
     write_scale(op, 0, read_rows(op.out, 0, op.rows, op.columns, [&] { return Epilogue(op); }));
 }
 
-// `sums` [M, N] are a product with adapters; a result of floats takes their place.
+// `sums` [M, N] are a product with adapters; a result of floats replaces them.
 LSQ_EXPORT void lsq_end_adapted(const Adapt& op, float* sums) {
     const Magnitude largest = read_rows(sums, 0, op.rows, op.columns, [&] {
-        return [&, end = RowEnd(op.nonlinearity, op.rounded, {sums, 0}, op.columns)](
+        return [&, end = RowEpilogue(op.nonlinearity, op.rounded, {sums, 0}, op.columns)](
                    int64_t first, int64_t rows, const float*, int64_t) mutable {
             return end.end(first, rows, [](int64_t, float*) {});
         };

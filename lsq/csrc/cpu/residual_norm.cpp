@@ -5,8 +5,10 @@ using namespace lsq;
 
 namespace {
 
-// Row `row` as codes for the backward pass: centred [n], of which the largest magnitude has these bits, times rstd.
-void keep(const NormalisedRows& to, int64_t row, int64_t n, const float* centred, uint32_t largest, float rstd) {
+// Row `row` as codes for the backward pass: centred [n], of which the largest magnitude has these
+// bits, times rstd.
+void keep(const NormalisedRows& to, int64_t row, int64_t n, const float* centred, uint32_t largest,
+          float rstd) {
     to.scale[row] = round_nearest(centred, n, largest, to.largest, to.codes + row * n) * rstd;
 }
 
@@ -82,7 +84,8 @@ LSQ_OPERATION(ResidualNormGradient, op) {
         norm_bias_sums.add(block, upstream);
         const float average = op.centred ? total / static_cast<float>(n) : 0.0f;
         const float projection = along / static_cast<float>(n);
-        sink.add(block, row, scratch, [=](int64_t i) { return rstd * (g[i] - average - normalised[i] * projection); });
+        sink.add(block, row, scratch,
+                 [=](int64_t i) { return rstd * (g[i] - average - normalised[i] * projection); });
     });
     weight_sums.write(op.dweight);
     norm_bias_sums.write(op.dbias);

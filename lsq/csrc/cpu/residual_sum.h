@@ -32,7 +32,8 @@ public:
     ResidualSink(const Blocks& blocks, int64_t n, const ResidualSumGradient& sum)
         : n_(n), sum_(sum), update_(blocks, n, sum.dupdate, sum.rounded, sum.dupdate_sum) {}
 
-    // through(i) is what comes through the norm to element i of row `row`; it may stand in the first floats of `scratch`.
+    // through(i) is what comes through the norm to element i of row `row`; it may stand in the
+    // first floats of `scratch`.
     template <class Through>
     void add(int64_t block, int64_t row, Scratch& scratch, const Through& through) {
         float *g = scratch.a.data(), *residual = sum_.dresidual ? sum_.dresidual + row * n_ : g;
@@ -45,7 +46,8 @@ public:
             for (int64_t i = 0; i < n_; ++i) residual[i] = through(i);
         }
         if (!update_.wanted()) return;
-        dropped(sum_.dropout, row * n_, n_, residual, scratch.words.data(), [g](int64_t i, float y) { g[i] = y; });
+        dropped(sum_.dropout, row * n_, n_, residual, scratch.words.data(),
+                [g](int64_t i, float y) { g[i] = y; });
         update_.add(block, row, g, g);
     }
 

@@ -1,4 +1,5 @@
-// Rotary embeddings of queries and keys, norms of their heads before, and rounding; lsq/ops/rotation.py is the reference.
+// Rotary embeddings of queries and keys, norms of their heads before, and rounding;
+// lsq/ops/rotation.py is the reference.
 #include "loops.h"
 
 using namespace lsq;
@@ -8,7 +9,8 @@ namespace {
 // Rotates the heads of row `row` in place, forward or with `direction` -1 back.
 void rotate(const Rotation& rotation, int64_t row, float direction, float* x) {
     const int64_t half = rotation.rotated / 2;
-    const float *cosine = rotation.table + rotation.positions[row] * rotation.rotated, *sine = cosine + half;
+    const float *cosine = rotation.table + rotation.positions[row] * rotation.rotated,
+                *sine = cosine + half;
     for (int64_t head = 0; head < rotation.heads; ++head) {
         float *low = x + head * rotation.width, *high = low + half;
 #pragma omp simd
@@ -62,7 +64,8 @@ public:
             (head < rotation_.queries ? query_ : key_).add_product(block, g, scratch);
             const float projection = along / static_cast<float>(n);
 #pragma omp simd
-            for (int64_t i = 0; i < n; ++i) g[i] = rstd * (g[i] * weight[i] - scratch[i] * projection);
+            for (int64_t i = 0; i < n; ++i)
+                g[i] = rstd * (g[i] * weight[i] - scratch[i] * projection);
         }
     }
 

@@ -1,4 +1,5 @@
-// Rounding by itself: of activations, weights and the gradients of products; the sum of two gradients.
+// Rounding by itself: of activations, weights and the gradients of products; the sum of two
+// gradients.
 #include "floats.h"
 #include "loops.h"
 #include "weights.h"
@@ -17,8 +18,11 @@ Magnitude round_chunk(const Round& op, int64_t first, int64_t n) {
     const Coded& to = op.rounded;
     const float clip = to.clip[0];
     if (WideClip::fits(clip) && !to.error) {
-        const auto read = [&](int64_t i, __mmask16 there) { return load_sixteen(x, first + i, there); };
-        return round_read(read, n, clip, clip / to.largest, to.codes + first, to.clipped ? to.clipped + first / 8 : nullptr);
+        const auto read = [&](int64_t i, __mmask16 there) {
+            return load_sixteen(x, first + i, there);
+        };
+        return round_read(read, n, clip, clip / to.largest, to.codes + first,
+                          to.clipped ? to.clipped + first / 8 : nullptr);
     }
 #endif
     uint8_t outside[kChunk];
@@ -41,19 +45,22 @@ LSQ_OPERATION(Round, op) {
 
 LSQ_EXPORT void lsq_round_int8(const RoundWeight& op) {
     if (op.weight.in_out) return round_in_out(op);
-    round_weight(op, [q = op.weight.largest](const float* values, int64_t n, float clip, float step, int8_t* codes) -> int {
+    round_weight(op,
+                 [q = op.weight.largest](const float* values, int64_t n, float clip, float step,
+                                         int8_t* codes) -> int {
 #if defined(LSQ_WIDE)
-        if (WideClip::fits(clip)) return is_missing(round_under_clip(values, n, clip, step, codes, nullptr));
+                     if (WideClip::fits(clip))
+                         return is_missing(round_under_clip(values, n, clip, step, codes, nullptr));
 #endif
-        int missing = 0;
+                     int missing = 0;
 #pragma omp simd reduction(| : missing)
-        for (int64_t i = 0; i < n; ++i) {
-            const float ratio = values[i] / step;
-            missing |= ratio != ratio;
-            codes[i] = code_of(ratio, q);
-        }
-        return missing;
-    });
+                     for (int64_t i = 0; i < n; ++i) {
+                         const float ratio = values[i] / step;
+                         missing |= ratio != ratio;
+                         codes[i] = code_of(ratio, q);
+                     }
+                     return missing;
+                 });
 }
 
 LSQ_OPERATION(RoundGradient, op) {
@@ -64,7 +71,9 @@ LSQ_OPERATION(RoundGradient, op) {
         const Border<const float> gradient(op.gradient, op.gradient_dtype);
         float* scaled = scratch.a.data();
 #if defined(LSQ_WIDE)
-        const auto of_row = [&](int64_t i, __mmask16 there) { return load_sixteen(gradient, row * n + i, there); };
+        const auto of_row = [&](int64_t i, __mmask16 there) {
+            return load_sixteen(gradient, row * n + i, there);
+        };
         sink.add_straight_through(block, row, Coded{}, of_row, scaled);
 #else
         sink.add(block, row, read(gradient, row * n, n, scaled), scaled);
@@ -100,7 +109,8 @@ LSQ_EXPORT void lsq_checksum(const uint8_t* data, int64_t bytes, uint64_t* found
         for (int64_t i = 0; i < whole; i += 8 * kLanes) add(data + first + i, 8 * kLanes);
         if (whole < count) add(data + first + whole, count - whole);
         uint64_t mixed = run + 1;
-        for (int64_t j = 0; j < kLanes; ++j) mixed = ((mixed ^ sums[j]) * kFactor ^ order[j]) * kFactor;
+        for (int64_t j = 0; j < kLanes; ++j)
+            mixed = ((mixed ^ sums[j]) * kFactor ^ order[j]) * kFactor;
         total += mixed ^ mixed >> 32;
     }
     *found = total;

@@ -1,5 +1,5 @@
-// Expands blocks of 2:4 sparse weights: a unit of four elements gets its two values by a shuffle of bytes, whose control a
-// table holds for each pattern of four bits.
+// Expands blocks of 2:4 sparse weights: a unit of four elements gets its two values by a shuffle of
+// bytes, whose control a table holds for each pattern of four bits.
 #include "sparse_tiles.h"
 
 #include <cstring>
@@ -18,8 +18,8 @@ namespace {
 
 constexpr int64_t kAhead = sizeof(SparseBlock);  // bytes by which memory is read ahead
 
-// For each pattern, which value each of the four bytes takes, 0x80 for a zero. AVX2 looks at three of the four bits,
-// which tell patterns of two apart as well.
+// For each pattern, which value each of the four bytes takes, 0x80 for a zero. AVX2 looks at three
+// of the four bits, which tell patterns of two apart as well.
 struct Patterns {
     uint32_t controls[16] = {};
 
@@ -33,12 +33,14 @@ struct Patterns {
     }
 };
 
-// What a shuffle adds to controls: a value's place among the 16 bytes of four columns, of unit `unit` of a pair.
+// What a shuffle adds to controls: a value's index among the 16 bytes of four columns, of unit
+// `unit` of a pair.
 struct Places {
     uint32_t words[kTileSide] = {};
 
     constexpr explicit Places(uint32_t unit) {
-        for (uint32_t lane = 0; lane < kTileSide; ++lane) words[lane] = 0x01010101u * (4 * (lane % 4) + 2 * unit);
+        for (uint32_t lane = 0; lane < kTileSide; ++lane)
+            words[lane] = 0x01010101u * (4 * (lane % 4) + 2 * unit);
     }
 };
 
@@ -59,11 +61,15 @@ struct Pair {
     __m512i first, second;
 
     Pair(const SparseHalf& half, __m512i kept, int pair) {
-        const __m512i patterns = _mm512_load_si512(kPatterns.controls), values = _mm512_load_si512(half.values[pair]);
+        const __m512i patterns = _mm512_load_si512(kPatterns.controls),
+                      values = _mm512_load_si512(half.values[pair]);
         const __m512i even = _mm512_permutexvar_epi32(_mm512_srli_epi32(kept, 8 * pair), patterns);
-        const __m512i odd = _mm512_permutexvar_epi32(_mm512_srli_epi32(kept, 8 * pair + 4), patterns);
-        first = _mm512_shuffle_epi8(values, _mm512_add_epi8(even, _mm512_load_si512(kPlaces[0].words)));
-        second = _mm512_shuffle_epi8(values, _mm512_add_epi8(odd, _mm512_load_si512(kPlaces[1].words)));
+        const __m512i odd =
+            _mm512_permutexvar_epi32(_mm512_srli_epi32(kept, 8 * pair + 4), patterns);
+        first =
+            _mm512_shuffle_epi8(values, _mm512_add_epi8(even, _mm512_load_si512(kPlaces[0].words)));
+        second =
+            _mm512_shuffle_epi8(values, _mm512_add_epi8(odd, _mm512_load_si512(kPlaces[1].words)));
     }
 };
 
@@ -85,12 +91,14 @@ inline void add(__m512i& sum, const int8_t* four, __m512i codes) {
 }
 
 template <int ROWS>
-void multiply_rows(const TileRows& a, const SparseBlock* blocks, int64_t depth, const int32_t* columns, int32_t* sums,
-                   int64_t stride) {
+void multiply_rows(const TileRows& a, const SparseBlock* blocks, int64_t depth,
+                   const int32_t* columns, int32_t* sums, int64_t stride) {
     __m512i sum[2][ROWS][2];  // [tile][row][first or second of a pair]
     for (int tile = 0; tile < 2; ++tile) {
-        const __m512i start = _mm512_sub_epi32(__m512i{}, _mm512_loadu_si512(columns + tile * kTileSide));
-        for (int row = 0; row < ROWS; ++row) sum[tile][row][0] = start, sum[tile][row][1] = __m512i{};
+        const __m512i start =
+            _mm512_sub_epi32(__m512i{}, _mm512_loadu_si512(columns + tile * kTileSide));
+        for (int row = 0; row < ROWS; ++row)
+            sum[tile][row][0] = start, sum[tile][row][1] = __m512i{};
     }
     for (int64_t k = 0; k < depth; ++k) {
 #pragma GCC unroll 2
@@ -122,9 +130,11 @@ void multiply_rows(const TileRows& a, const SparseBlock* blocks, int64_t depth, 
     }
 }
 
-void multiply_few(const TileRows& a, int64_t rows, const SparseBlock* blocks, int64_t depth, const int32_t* columns,
-                  int32_t* sums, int64_t stride) {
-    const auto kernel = rows == 1 ? multiply_rows<1> : rows <= 4 ? multiply_rows<4> : multiply_rows<8>;
+void multiply_few(const TileRows& a, int64_t rows, const SparseBlock* blocks, int64_t depth,
+                  const int32_t* columns, int32_t* sums, int64_t stride) {
+    const auto kernel = rows == 1   ? multiply_rows<1>
+                        : rows <= 4 ? multiply_rows<4>
+                                    : multiply_rows<8>;
     kernel(a, blocks, depth, columns, sums, stride);
 }
 
@@ -134,15 +144,19 @@ alignas(32) constexpr Patterns kPatterns{3};
 alignas(32) constexpr Places kPlaces[2] = {Places(0), Places(1)};
 
 void expand_half(const SparseHalf& half, int8_t* to) {
-    const auto load = [](const void* from) { return _mm256_load_si256(static_cast<const __m256i*>(from)); };
+    const auto load = [](const void* from) {
+        return _mm256_load_si256(static_cast<const __m256i*>(from));
+    };
     const __m256i patterns = load(kPatterns.controls);
     for (int64_t first = 0; first < kTileSide; first += 8) {
         const __m256i kept = load(half.kept + first);
         for (int unit = 0; unit < 8; ++unit) {
-            const __m256i control = _mm256_permutevar8x32_epi32(patterns, _mm256_srli_epi32(kept, 4 * unit));
+            const __m256i control =
+                _mm256_permutevar8x32_epi32(patterns, _mm256_srli_epi32(kept, 4 * unit));
             const __m256i places = _mm256_add_epi8(control, load(kPlaces[unit % 2].words));
             const __m256i codes = _mm256_shuffle_epi8(load(half.values[unit / 2][first]), places);
-            _mm256_store_si256(reinterpret_cast<__m256i*>(to + unit * kTileInner + 4 * first), codes);
+            _mm256_store_si256(reinterpret_cast<__m256i*>(to + unit * kTileInner + 4 * first),
+                               codes);
         }
     }
 }
@@ -172,7 +186,8 @@ void unpack(const SparseBlock& block, int8_t* tiles, int64_t distance) {
     for (int tile = 0; tile < 2; ++tile) {
         for (int along = 0; along < 2; ++along) {
             fetch(block.halves[tile][along]);
-            expand_half(block.halves[tile][along], tiles + tile * distance + along * kTileBytes / 2);
+            expand_half(block.halves[tile][along],
+                        tiles + tile * distance + along * kTileBytes / 2);
         }
     }
 }

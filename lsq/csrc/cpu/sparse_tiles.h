@@ -1,22 +1,27 @@
-// Int8 products with weights that are 2:4 sparse and stay packed in memory, in 5/8 of the bytes of tiles.h.
+// Int8 products with weights that are 2:4 sparse and stay packed in memory, in 5/8 of the bytes of
+// tiles.h.
 //
-// Sums int32 [M, N] of a int8 [M, K] times b int8 [N, K] transposed: those of the dense product. No processor here skips
-// zeros; but few rows wait for memory, which has less to bring. Of few rows, tiles are expanded in registers on their way
-// to VNNI; of more, in the first cache, for the kernels of dense tiles.
+// Sums int32 [M, N] of a int8 [M, K] times b int8 [N, K] transposed: those of the dense product. No
+// processor here skips zeros; but few rows wait for memory, which has less to bring. Of few rows,
+// tiles are expanded in registers on their way to VNNI; of more, in the first cache, for the
+// kernels of dense tiles.
 #pragma once
 
 #include "tiles.h"
 
 namespace lsq {
 
-// 16 columns by 32 inner elements, half a tile: eight units of four elements, of which two are kept.
+// 16 columns by 32 inner elements, half a tile: eight units of four elements, of which two are
+// kept.
 struct alignas(64) SparseHalf {
-    uint32_t kept[kTileSide];                       // of a column, four bits a unit, the lowest ones of unit 0: two are set
-    int8_t values[kTileUnits / 4][kTileSide][2][2];  // [pair of units][column][unit of the pair]: the two that are kept
+    // Of a column, four bits a unit, the lowest ones of unit 0: two are set.
+    uint32_t kept[kTileSide];
+    // [pair of units][column][unit of the pair]: the two that are kept.
+    int8_t values[kTileUnits / 4][kTileSide][2][2];
 };
 
-// Two tiles side by side. Blocks that follow each other along K lie behind each other, and behind all of them those of the
-// next 32 columns; at the end, 128 times the sum of each column (int32).
+// Two tiles side by side. Blocks that follow each other along K lie behind each other, and behind
+// all of them those of the next 32 columns; at the end, 128 times the sum of each column (int32).
 struct SparseBlock {
     SparseHalf halves[2][2];  // [tile][along K]
 };
@@ -28,10 +33,10 @@ inline int64_t sparse_blocks(int64_t columns, int64_t inner) {
 // A block as two tiles, `distance` bytes apart.
 void unpack(const SparseBlock& block, int8_t* tiles, int64_t distance);
 
-// sums [rows, 32], `stride` apart, of `depth` blocks along K; a has 128 added to each code, and `columns` are 128 times
-// the sums of the 32 columns.
-using SparseKernel = void (*)(const TileRows& a, int64_t rows, const SparseBlock* blocks, int64_t depth,
-                              const int32_t* columns, int32_t* sums, int64_t stride);
+// sums [rows, 32], `stride` apart, of `depth` blocks along K; a has 128 added to each code, and
+// `columns` are 128 times the sums of the 32 columns.
+using SparseKernel = void (*)(const TileRows& a, int64_t rows, const SparseBlock* blocks,
+                              int64_t depth, const int32_t* columns, int32_t* sums, int64_t stride);
 
 // Of few rows in registers; null: this processor has none.
 SparseKernel sparse_kernel();

@@ -1,4 +1,5 @@
-// Stores that go past the caches, for what is not read again soon: a store into a cache reads the line first.
+// Stores that go past the caches, for what is not read again soon: a store into a cache reads the
+// line first.
 #pragma once
 
 #include <cstdint>

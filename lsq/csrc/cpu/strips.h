@@ -1,7 +1,9 @@
-// Products that end where their sums are: strips of whole rows of sums, on all threads, and what reads them.
+// Products whose epilogue is applied where their sums are: strips of whole rows of sums, on all
+// threads, and what reads them.
 //
-// A thread makes its own reader by make(), and calls it as reader(first row, rows, sums, elements between rows) -> a
-// magnitude; the largest of all calls is the result. Strips begin at multiples of kTilePair rows.
+// A thread makes its own reader by make(), and calls it as reader(first row, rows, sums, elements
+// between rows) -> a magnitude; the largest of all calls is the result. Strips begin at multiples
+// of kTilePair rows.
 #pragma once
 
 #include <omp.h>
@@ -11,13 +13,15 @@
 
 namespace lsq {
 
-// A sum over more products of codes than int32 has room for, as a float: readers take it where they take an int32.
+// A sum over more products of codes than int32 has room for, as a float: readers take it where they
+// take an int32.
 struct LongSum {
     float value;
     operator float() const { return value; }
 };
 
-// Multiplies by b as it is packed, and reads each strip while it is in the cache of the core that made it.
+// Multiplies by b as it is packed, and reads each strip while it is in the cache of the core that
+// made it.
 template <class Make>
 Magnitude multiply_packed(const TileProduct& product, const Make& make) {
     const int64_t strip = strip_rows(product, omp_get_max_threads());
@@ -30,7 +34,8 @@ Magnitude multiply_packed(const TileProduct& product, const Make& make) {
         for (int64_t first = 0; first < product.rows; first += strip) {
             const int64_t count = std::min(strip, product.rows - first);
             multiplier.take(first, count);
-            found = std::max<Magnitude>(found, reader(first, count, multiplier.sums(), multiplier.stride()));
+            found = std::max<Magnitude>(
+                found, reader(first, count, multiplier.sums(), multiplier.stride()));
         }
     }
     return found;
@@ -40,13 +45,16 @@ Magnitude multiply_packed(const TileProduct& product, const Make& make) {
 template <class Make>
 Magnitude multiply_rows(const TileProduct& product, const Make& make) {
 #pragma omp parallel for schedule(static)
-    for (int64_t group = 0; group < groups_of_columns(product); ++group) pack_columns(product, group);
+    for (int64_t group = 0; group < groups_of_columns(product); ++group)
+        pack_columns(product, group);
     return multiply_packed(product, make);
 }
 
-// Reads rows [first, first + rows) of a product that somebody else has made, `stride` elements apart.
+// Reads rows [first, first + rows) of a product that somebody else has made, `stride` elements
+// apart.
 template <class T, class Make>
-Magnitude read_rows(const T* product, int64_t first, int64_t rows, int64_t stride, const Make& make) {
+Magnitude read_rows(const T* product, int64_t first, int64_t rows, int64_t stride,
+                    const Make& make) {
     Magnitude found = 0;
 #pragma omp parallel reduction(max : found)
     {

@@ -1,7 +1,8 @@
-// Multiplies packed tiles: AMX, AVX-512 VNNI, AVX-VNNI, and for any other processor 16-bit products, which all others are
-// compared with.
+// Multiplies packed tiles: AMX, AVX-512 VNNI, AVX-VNNI, and for any other processor 16-bit
+// products, which all others are compared with.
 //
-// VNNI multiplies unsigned with signed codes: `a` comes with 128 added, so that a column starts at -128 times its sum.
+// VNNI multiplies unsigned with signed codes: `a` comes with 128 added, so that a column starts at
+// -128 times its sum.
 #include "tile_kernels.h"
 
 #include "amx.h"
@@ -49,13 +50,15 @@ struct Halves {
 };
 
 template <int ROWS>
-void multiply_plain_rows(const TileRows& a, const PairOfColumns& b, int32_t* sums, int64_t stride, int64_t row) {
+void multiply_plain_rows(const TileRows& a, const PairOfColumns& b, int32_t* sums, int64_t stride,
+                         int64_t row) {
     const int8_t* line = a.data + row / kTileSide * a.block + row % kTileSide * a.stride;
     for (int64_t part = 0; part < 2 * kHalf; part += kParts) {
         const int8_t* columns = b.data + part / kHalf * b.distance + part % kHalf * 4 * kLanes;
         int32_t* out = sums + row * stride + part * kLanes;
         LaneWords sum[ROWS][kParts] = {};
-        for (int i = 0; i < ROWS && !b.sums; ++i) std::memcpy(sum[i], out + i * stride, sizeof sum[i]);
+        for (int i = 0; i < ROWS && !b.sums; ++i)
+            std::memcpy(sum[i], out + i * stride, sizeof sum[i]);
         for (int64_t k = 0; k < b.depth; ++k) {
             int32_t even[ROWS][kTileUnits], odd[ROWS][kTileUnits];
             for (int i = 0; i < ROWS; ++i) {
@@ -72,8 +75,10 @@ void multiply_plain_rows(const TileRows& a, const PairOfColumns& b, int32_t* sum
                     const Halves codes(from + n * 4 * kLanes);
 #pragma GCC unroll 4
                     for (int i = 0; i < ROWS; ++i) {
-                        sum[i][n] += multiply_halves(codes.even, (LaneShorts)(even[i][unit] + LaneWords{}));
-                        sum[i][n] += multiply_halves(codes.odd, (LaneShorts)(odd[i][unit] + LaneWords{}));
+                        sum[i][n] +=
+                            multiply_halves(codes.even, (LaneShorts)(even[i][unit] + LaneWords{}));
+                        sum[i][n] +=
+                            multiply_halves(codes.odd, (LaneShorts)(odd[i][unit] + LaneWords{}));
                     }
                 }
             }
@@ -82,9 +87,11 @@ void multiply_plain_rows(const TileRows& a, const PairOfColumns& b, int32_t* sum
     }
 }
 
-void multiply_plain(const TileRows& a, const PairOfColumns& b, int32_t* sums, int64_t stride, int64_t rows) {
+void multiply_plain(const TileRows& a, const PairOfColumns& b, int32_t* sums, int64_t stride,
+                    int64_t rows) {
     int64_t row = 0;
-    for (; rows - row >= kPlainRows; row += kPlainRows) multiply_plain_rows<kPlainRows>(a, b, sums, stride, row);
+    for (; rows - row >= kPlainRows; row += kPlainRows)
+        multiply_plain_rows<kPlainRows>(a, b, sums, stride, row);
     if (rows - row >= 2) multiply_plain_rows<2>(a, b, sums, stride, row), row += 2;
     if (rows - row >= 1) multiply_plain_rows<1>(a, b, sums, stride, row);
 }
@@ -95,9 +102,11 @@ void multiply_plain(const TileRows& a, const PairOfColumns& b, int32_t* sums, in
 
 #define LSQ_VNNI __attribute__((target("avx512vnni")))
 
-constexpr int kVnniRows = 8;  // with two registers of columns: enough sums to hide an instruction's latency
+// With two registers of columns: enough sums to hide an instruction's latency.
+constexpr int kVnniRows = 8;
 
-LSQ_VNNI void multiply_vnni(const TileRows& a, const PairOfColumns& b, int32_t* sums, int64_t stride, int64_t rows) {
+LSQ_VNNI void multiply_vnni(const TileRows& a, const PairOfColumns& b, int32_t* sums,
+                            int64_t stride, int64_t rows) {
     for (int64_t row = 0; row < rows; row += kVnniRows) {
         const int8_t* line = a.data + row / kTileSide * a.block + row % kTileSide * a.stride;
         int32_t* out = sums + row * stride;
@@ -111,7 +120,8 @@ LSQ_VNNI void multiply_vnni(const TileRows& a, const PairOfColumns& b, int32_t* 
             high[i] = _mm512_sub_epi32(_mm512_setzero_si512(), high[i]);
         }
         for (int64_t k = 0; k < b.depth; ++k) {
-            const int8_t *left = b.data + k * kTileBytes, *right = left + b.distance, *codes = line + k * a.step;
+            const int8_t *left = b.data + k * kTileBytes, *right = left + b.distance,
+                         *codes = line + k * a.step;
             for (int64_t unit = 0; unit < kTileUnits; ++unit) {
                 const __m512i first = _mm512_load_si512(left + unit * kTileInner);
                 const __m512i second = _mm512_load_si512(right + unit * kTileInner);
@@ -138,10 +148,12 @@ LSQ_VNNI void multiply_vnni(const TileRows& a, const PairOfColumns& b, int32_t* 
 // A tile, into the second cache.
 void fetch(const int8_t* tile) {
 #pragma GCC unroll 16
-    for (int64_t line = 0; line < kTileSide; ++line) __builtin_prefetch(tile + line * kTileInner, 0, 2);
+    for (int64_t line = 0; line < kTileSide; ++line)
+        __builtin_prefetch(tile + line * kTileInner, 0, 2);
 }
 
-void multiply_amx(const TileRows& a, const PairOfColumns& b, int32_t* sums, int64_t stride, int64_t rows) {
+void multiply_amx(const TileRows& a, const PairOfColumns& b, int32_t* sums, int64_t stride,
+                  int64_t rows) {
     const bool both = rows > kTileSide;
     const int64_t bytes = stride * sizeof(int32_t);
     const int8_t *upper = a.data, *lower = upper + a.block;
@@ -189,7 +201,8 @@ void multiply_amx(const TileRows& a, const PairOfColumns& b, int32_t* sums, int6
 
 constexpr int kVnniRows = 4;  // with two registers for each tile of columns, one tile at a time
 
-LSQ_VNNI void multiply_vnni(const TileRows& a, const PairOfColumns& b, int32_t* sums, int64_t stride, int64_t rows) {
+LSQ_VNNI void multiply_vnni(const TileRows& a, const PairOfColumns& b, int32_t* sums,
+                            int64_t stride, int64_t rows) {
     constexpr int64_t kHalf = kTileSide / 2;
     for (int64_t row = 0; row < rows; row += kVnniRows) {
         const int8_t* line = a.data + row / kTileSide * a.block + row % kTileSide * a.stride;
@@ -205,10 +218,13 @@ LSQ_VNNI void multiply_vnni(const TileRows& a, const PairOfColumns& b, int32_t* 
                 high[i] = _mm256_sub_epi32(_mm256_setzero_si256(), high[i]);
             }
             for (int64_t k = 0; k < b.depth; ++k) {
-                const int8_t *columns = b.data + tile * b.distance + k * kTileBytes, *codes = line + k * a.step;
+                const int8_t *columns = b.data + tile * b.distance + k * kTileBytes,
+                             *codes = line + k * a.step;
                 for (int64_t unit = 0; unit < kTileUnits; ++unit) {
-                    const auto* from = reinterpret_cast<const __m256i*>(columns + unit * kTileInner);
-                    const __m256i first = _mm256_load_si256(from), second = _mm256_load_si256(from + 1);
+                    const auto* from =
+                        reinterpret_cast<const __m256i*>(columns + unit * kTileInner);
+                    const __m256i first = _mm256_load_si256(from),
+                                  second = _mm256_load_si256(from + 1);
 #pragma GCC unroll 4
                     for (int i = 0; i < kVnniRows; ++i) {
                         int32_t four;

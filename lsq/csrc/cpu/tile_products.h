@@ -1,8 +1,9 @@
-// Products of small float matrices on AMX, as exact as in float32: the same interface as FloatProducts.
+// Products of small float matrices on AMX, as exact as in float32: the same interface as
+// FloatProducts.
 //
-// A float is the sum of three bfloat16, each the upper half of what the others leave; of a whole number up to 256, one
-// is enough. A product of two floats is that of their parts, without what is below 2^-24 of it. So sums of whole
-// numbers are exact.
+// A float is the sum of three bfloat16, each the upper half of what the others leave; of a whole
+// number up to 256, one is enough. A product of two floats is that of their parts, without what is
+// below 2^-24 of it. So sums of whole numbers are exact.
 #pragma once
 
 #include "amx.h"
@@ -18,27 +19,32 @@ constexpr int kParts = 3;  // of a float
 
 typedef uint32_t TileRow __attribute__((vector_size(4 * kTile), may_alias));
 
-// A factor as registers want it: tiles of 16 rows (of a left factor) or columns (of a right one) by 32 inner indices.
-// Word r of a row holds the inner indices r and 16 + r; in right factors it is word r of a column.
+// A factor as registers want it: tiles of 16 rows (of a left factor) or columns (of a right one) by
+// 32 inner indices. Word r of a row holds the inner indices r and 16 + r; in right factors it is
+// word r of a column.
 class TileFactor {
 public:
     // `outer`, `inner`: at most so many; `whole`: all elements are whole numbers up to 256.
     TileFactor(int64_t outer, int64_t inner, bool whole)
-        : parts_(whole ? 1 : kParts), words_(whole_units(outer) * whole_units(inner) / 2 * parts_) {}
+        : parts_(whole ? 1 : kParts), words_(whole_units(outer) * whole_units(inner) / 2 * parts_) {
+    }
 
     int parts() const { return parts_; }
     // The tiles of 16 rows or columns from `outer` on: for each 32 inner indices, for each part.
     const float* tiles(int64_t outer) const { return words_.get() + outer * inner_ / 2 * parts_; }
 
-    // Element by element instead of take(): first how many inner indices, then row `o`, from inner index i on, two
-    // vectors a call.
+    // Element by element instead of take(): first how many inner indices, then row `o`, from inner
+    // index i on, two vectors a call.
     void start(int64_t inner) { inner_ = whole_units(inner); }
     struct Row {
         TileRow* to;
-        void put(int64_t i, Lanes low, Lanes high) const { split<kParts>(low, high, to + i / kUnit * kParts * kTile); }
+        void put(int64_t i, Lanes low, Lanes high) const {
+            split<kParts>(low, high, to + i / kUnit * kParts * kTile);
+        }
     };
     Row row(int64_t o) const {
-        return {reinterpret_cast<TileRow*>(words_.get()) + o / kTile * kTile * inner_ / kUnit * kParts + o % kTile};
+        return {reinterpret_cast<TileRow*>(words_.get()) +
+                o / kTile * kTile * inner_ / kUnit * kParts + o % kTile};
     }
 
 protected:
@@ -69,7 +75,8 @@ private:
                 if (!TRANSPOSED) continue;
                 for (int part = 0; part < PARTS; ++part) {
                     transpose(reinterpret_cast<Lanes*>(waiting + part * kTile));
-                    for (int r = 0; r < kTile; ++r) to[part * kTile + r] = waiting[part * kTile + r];
+                    for (int r = 0; r < kTile; ++r)
+                        to[part * kTile + r] = waiting[part * kTile + r];
                 }
             }
         }
@@ -112,14 +119,14 @@ struct TileProducts {
         }
     };
 
-    static void multiply(const TileFactor& a, const TileFactor& b, int64_t rows, int64_t columns, int64_t inner,
-                         bool add, float* out, int64_t stride, int64_t first = 0) {
+    static void multiply(const TileFactor& a, const TileFactor& b, int64_t rows, int64_t columns,
+                         int64_t inner, bool add, float* out, int64_t stride, int64_t first = 0) {
         const auto with = [&](auto a_parts, auto b_parts) {
             for (int64_t column = 0; column < columns; column += kUnit) {
                 for (int64_t row = 0; row < rows; row += kUnit) {
-                    multiply_unit<a_parts.value, b_parts.value>(a, b, row, column, whole_units(inner) / kUnit, add,
-                                                                rows - row > kTile, out + row * stride + column,
-                                                                stride, first);
+                    multiply_unit<a_parts.value, b_parts.value>(
+                        a, b, row, column, whole_units(inner) / kUnit, add, rows - row > kTile,
+                        out + row * stride + column, stride, first);
                 }
             }
         };
@@ -132,8 +139,9 @@ struct TileProducts {
 private:
     // 32 x 32 elements, or 16 rows of them.
     template <int A_PARTS, int B_PARTS>
-    static void multiply_unit(const TileFactor& a, const TileFactor& b, int64_t row, int64_t column, int64_t inner,
-                              bool add, bool both, float* out, int64_t stride, int64_t first) {
+    static void multiply_unit(const TileFactor& a, const TileFactor& b, int64_t row, int64_t column,
+                              int64_t inner, bool add, bool both, float* out, int64_t stride,
+                              int64_t first) {
         float* lower = out + kTile * stride;
         const int64_t bytes = 4 * stride;
         if (add) {
@@ -144,7 +152,8 @@ private:
         }
         const float *upper_a = a.tiles(row), *lower_a = a.tiles(row + kTile);
         const int64_t skipped = first / kUnit * B_PARTS * kTileWords;
-        const float *left_b = b.tiles(column) + skipped, *right_b = b.tiles(column + kTile) + skipped;
+        const float *left_b = b.tiles(column) + skipped,
+                    *right_b = b.tiles(column + kTile) + skipped;
         for (int64_t i = 0; i < inner; ++i) {
             for (int q = 0; q < B_PARTS; ++q, left_b += kTileWords, right_b += kTileWords) {
                 load_tile<6>(left_b, 64), load_tile<7>(right_b, 64);

@@ -1,4 +1,5 @@
-// How operands of int8 products are packed: the tiles of a matrix of codes, as it lies or transposed.
+// How operands of int8 products are packed: the tiles of a matrix of codes, as it lies or
+// transposed.
 #pragma once
 
 #include <algorithm>
@@ -25,15 +26,19 @@ inline void transpose_units(const int8_t* from, int64_t stride, int8_t* tile) {
             Lanes lines[kLanes];
             const int8_t* read = from + row * stride + 4 * column;
             int8_t* to = tile + column * kTileInner + 4 * row;
-            for (int64_t i = 0; i < kLanes; ++i) std::memcpy(&lines[i], read + i * stride, sizeof(Lanes));
+            for (int64_t i = 0; i < kLanes; ++i)
+                std::memcpy(&lines[i], read + i * stride, sizeof(Lanes));
             transpose(lines);
-            for (int64_t i = 0; i < kLanes; ++i) std::memcpy(to + i * kTileInner, &lines[i], sizeof(Lanes));
+            for (int64_t i = 0; i < kLanes; ++i)
+                std::memcpy(to + i * kTileInner, &lines[i], sizeof(Lanes));
         }
     }
 }
 
-// Reads 64 columns of a transposed matrix for 64 inner elements, fewer at its edges, as units [16][64].
-inline void read_units(const Codes& codes, int64_t first, int64_t rows, int64_t inner, int64_t count, UnitBlock& block) {
+// Reads 64 columns of a transposed matrix for 64 inner elements, fewer at its edges, as units
+// [16][64].
+inline void read_units(const Codes& codes, int64_t first, int64_t rows, int64_t inner,
+                       int64_t count, UnitBlock& block) {
     alignas(64) int8_t lines[4][kTileGroup] = {};
     for (int64_t unit = 0; unit < kTileUnits; ++unit) {
         const int8_t* four[4];
@@ -56,9 +61,10 @@ inline void read_units(const Codes& codes, int64_t first, int64_t rows, int64_t 
     }
 }
 
-// Tiles of rows [first, first + rows) of `codes` for all of K: `to` for the first 16, `distance` bytes for the next, and
-// done(number, tile) for each, to the end of the last pair. They are read 64 inner elements of all rows at a time, and
-// 64 rows together, because that is a cache line of a transposed matrix, and its rows may lie pages apart.
+// Tiles of rows [first, first + rows) of `codes` for all of K: `to` for the first 16, `distance`
+// bytes for the next, and done(number, tile) for each, to the end of the last pair. They are read
+// 64 inner elements of all rows at a time, and 64 rows together, because that is a cache line of a
+// transposed matrix, and its rows may lie pages apart.
 class TileReader {
 public:
     TileReader(const Codes& codes, int64_t inner) : codes_(codes), inner_(inner) {}
@@ -98,15 +104,18 @@ private:
         int64_t first, rows, inner, count;  // of a block that may be cut at the edges
     };
 
-    // make(place, number, tile) for each tile of blocks of 64 rows; of a transposed matrix, `block_` holds their units.
+    // make(place, number, tile) for each tile of blocks of 64 rows; of a transposed matrix,
+    // `block_` holds their units.
     template <class Done, class Make>
-    void each(int64_t first, int64_t rows, int8_t* to, int64_t distance, const Done& done, const Make& make) {
+    void each(int64_t first, int64_t rows, int8_t* to, int64_t distance, const Done& done,
+              const Make& make) {
         const int64_t height = rounded_up(rows, kTilePair);
         for (int64_t inner = 0; inner < inner_; inner += kTileInner, to += kTileBytes) {
             const int64_t count = std::min(kTileInner, inner_ - inner);
             for (int64_t row = 0; row < height; row += kTileGroup) {
                 const Place at{first + row, std::min(kTileGroup, rows - row), inner, count};
-                if (codes_.transposed) read_units(codes_, at.first, at.rows, at.inner, at.count, block_);
+                if (codes_.transposed)
+                    read_units(codes_, at.first, at.rows, at.inner, at.count, block_);
                 for (int64_t i = 0; i < std::min(kTileGroup, height - row) / kTileSide; ++i) {
                     const int64_t number = row / kTileSide + i;
                     int8_t* tile = to + number * distance;
@@ -122,7 +131,8 @@ private:
     }
 
     void read_rows(const Place& at, int64_t number, int8_t* tile) const {
-        const int64_t first = number * kTileSide, rows = std::clamp<int64_t>(at.rows - first, 0, kTileSide);
+        const int64_t first = number * kTileSide,
+                      rows = std::clamp<int64_t>(at.rows - first, 0, kTileSide);
         if (rows < kTileSide || at.count < kTileInner) std::memset(tile, 0, kTileBytes);
         for (int64_t row = 0; row < rows; ++row) {
             std::memcpy(tile + row * kTileInner, line(at, first + row), at.count);

@@ -1,4 +1,5 @@
-// Goes through the tiles of int8 products, which tile_reader.h packs and tile_kernels.cpp multiplies.
+// Goes through the tiles of int8 products, which tile_reader.h packs and tile_kernels.cpp
+// multiplies.
 #include "tiles.h"
 
 #include <algorithm>
@@ -12,33 +13,42 @@ namespace lsq {
 
 namespace {
 
-constexpr int64_t kDepth = 8;              // inner tiles of a pair of rows, which stay in the first cache
-constexpr int64_t kLong = 64;              // inner tiles from which on rows of a and b come from far away
+// Inner tiles of a pair of rows, which stay in the first cache.
+constexpr int64_t kDepth = 8;
+// Inner tiles from which on rows of a and b come from far away.
+constexpr int64_t kLong = 64;
 constexpr int64_t kWidth = 512;            // columns whose tiles and sums stay in the second cache
-constexpr int64_t kCachedBytes = 1 << 20;  // of b, up to which every strip finds it in the second cache
-constexpr int64_t kFewRows = 512;          // of a, up to which fetching b ahead is worth its instructions
-constexpr int64_t kFarBytes = 32 << 20;  // of a, from which on the rows of a transposed matrix are worth long visits
+// Of b, up to which every strip finds it in the second cache.
+constexpr int64_t kCachedBytes = 1 << 20;
+// Of a, up to which fetching b ahead is worth its instructions.
+constexpr int64_t kFewRows = 512;
+// Of a, from which on the rows of a transposed matrix are worth long visits.
+constexpr int64_t kFarBytes = 32 << 20;
 constexpr int64_t kShortStrip = 64, kLongStrip = 256;
 constexpr int64_t kColumns = 256;          // of a block of sums that a thread makes at a time
 
 // A pair of rows for `depth` tiles along K, packed; bits of `flipped` change.
 TileRows packed_pair(const TileRows& from, int64_t depth, int8_t flipped, int8_t* to) {
     for (int64_t row = 0; row < kTilePair; ++row) {
-        const int8_t* line = from.data + row / kTileSide * from.block + row % kTileSide * from.stride;
+        const int8_t* line =
+            from.data + row / kTileSide * from.block + row % kTileSide * from.stride;
         int8_t* first = to + (row / kTileSide * depth * kTileSide + row % kTileSide) * kTileInner;
         for (int64_t k = 0; k < depth; ++k) {
 #pragma omp simd
-            for (int64_t i = 0; i < kTileInner; ++i) first[k * kTileBytes + i] = line[k * kTileInner + i] ^ flipped;
+            for (int64_t i = 0; i < kTileInner; ++i)
+                first[k * kTileBytes + i] = line[k * kTileInner + i] ^ flipped;
         }
     }
     return {to, kTileInner, kTileBytes, depth * kTileBytes};
 }
 
-// Part `part` of `parts` of the tiles of a pair of columns that follow along K, into the second cache.
+// Part `part` of `parts` of the tiles of a pair of columns that follow along K, into the second
+// cache.
 void prefetch_next(const int8_t* b, int64_t depth, int64_t part, int64_t parts) {
     const int64_t lines = 2 * kDepth * kTileSide;
     for (int64_t line = part * lines / parts; line < (part + 1) * lines / parts; ++line) {
-        const int64_t tile = line / kTileSide, place = tile / kDepth * depth + kDepth + tile % kDepth;
+        const int64_t tile = line / kTileSide,
+                      place = tile / kDepth * depth + kDepth + tile % kDepth;
         __builtin_prefetch(b + place * kTileBytes + line % kTileSide * kTileInner, 0, 2);
     }
 }
@@ -56,11 +66,14 @@ Strip& kept() {
 
 }  // namespace
 
-int64_t groups_of_columns(const TileProduct& product) { return (product.columns + kTileGroup - 1) / kTileGroup; }
+int64_t groups_of_columns(const TileProduct& product) {
+    return (product.columns + kTileGroup - 1) / kTileGroup;
+}
 
 int32_t* column_sums(const TileProduct& product) {
     const int64_t columns = rounded_up(product.columns, kTilePair);
-    return reinterpret_cast<int32_t*>(product.memory + columns * inner_tiles(product.inner) * kTileInner);
+    return reinterpret_cast<int32_t*>(product.memory +
+                                      columns * inner_tiles(product.inner) * kTileInner);
 }
 
 void add_column_sums(const int8_t* tile, int32_t* sums) {
@@ -75,24 +88,30 @@ void add_column_sums(const int8_t* tile, int32_t* sums) {
 
 void pack_columns(const TileProduct& product, int64_t group) {
     const int64_t first = group * kTileGroup, rows = std::min(kTileGroup, product.columns - first);
-    const int64_t blocks = rounded_up(rows, kTilePair) / kTileSide, block = inner_tiles(product.inner) * kTileBytes;
+    const int64_t blocks = rounded_up(rows, kTilePair) / kTileSide,
+                  block = inner_tiles(product.inner) * kTileBytes;
     int32_t* sums = column_sums(product) + first;
     std::fill(sums, sums + blocks * kTileSide, 0);
     const bool wanted = biased(product.instructions);
     int8_t* to = product.memory + first / kTileSide * block;
-    TileReader(product.b, product.inner).units(first, rows, to, block, [&](int64_t i, const int8_t* tile) {
-        if (wanted) add_column_sums(tile, sums + i * kTileSide);
-    });
+    TileReader(product.b, product.inner)
+        .units(first, rows, to, block, [&](int64_t i, const int8_t* tile) {
+            if (wanted) add_column_sums(tile, sums + i * kTileSide);
+        });
 }
 
-StripMultiplier::StripMultiplier(const TileProduct& product) : product_(product), a_{}, rows_(0), height_(0) {
+StripMultiplier::StripMultiplier(const TileProduct& product)
+    : product_(product), a_{}, rows_(0), height_(0) {
 #if defined(LSQ_AMX)
     if (product.instructions == Instructions::amx) tiles_.emplace();
 #endif
 }
 
-// A line more than there are sums: rows that lie a power of two apart share too few sets of a cache.
-int64_t StripMultiplier::stride() const { return rounded_up(product_.columns, kTilePair) + kTileSide; }
+// A line more than there are sums: rows that lie a power of two apart share too few sets of a
+// cache.
+int64_t StripMultiplier::stride() const {
+    return rounded_up(product_.columns, kTilePair) + kTileSide;
+}
 
 void StripMultiplier::take(int64_t first, int64_t count) {
     const Codes& codes = product_.a;
@@ -102,16 +121,18 @@ void StripMultiplier::take(int64_t first, int64_t count) {
     height_ = rounded_up(count, kTilePair);
     const bool whole = !codes.transposed && count == height_ && product_.inner % kTileInner == 0;
     if (whole && (!is_biased || depth > kLong)) {
-        a_ = {codes.data + first * codes.stride, codes.stride, kTileInner, kTileSide * codes.stride};
+        a_ = {codes.data + first * codes.stride, codes.stride, kTileInner,
+              kTileSide * codes.stride};
         return;
     }
     int8_t* tiles = kept().a.at_least(height_ * depth * kTileInner);
     a_ = {tiles, kTileInner, kTileBytes, depth * kTileBytes};
-    TileReader(codes, product_.inner).rows(first, count, tiles, a_.block, [&](int64_t, int8_t* tile) {
-        if (!is_biased) return;
+    TileReader(codes, product_.inner)
+        .rows(first, count, tiles, a_.block, [&](int64_t, int8_t* tile) {
+            if (!is_biased) return;
 #pragma omp simd
-        for (int64_t i = 0; i < kTileBytes; ++i) tile[i] = static_cast<int8_t>(tile[i] ^ 0x80);
-    });
+            for (int64_t i = 0; i < kTileBytes; ++i) tile[i] = static_cast<int8_t>(tile[i] ^ 0x80);
+        });
 }
 
 void StripMultiplier::multiply(int64_t begin, int64_t end, int32_t* sums, int64_t stride) const {
@@ -119,7 +140,8 @@ void StripMultiplier::multiply(int64_t begin, int64_t end, int32_t* sums, int64_
     const int64_t depth = inner_tiles(product_.inner);
     const bool is_long = depth > kLong;
     // Of few rows, b is read once, in its order.
-    const bool in_order = height_ == kTilePair && (rows_ <= kTileSide || depth <= 2 * kDepth) && !is_long;
+    const bool in_order =
+        height_ == kTilePair && (rows_ <= kTileSide || depth <= 2 * kDepth) && !is_long;
     const bool fetches = product_.rows <= kFewRows && !is_long;
     const int64_t step = in_order ? depth : kDepth;
     const int8_t flipped = biased(product_.instructions) ? -128 : 0;
@@ -129,15 +151,21 @@ void StripMultiplier::multiply(int64_t begin, int64_t end, int32_t* sums, int64_
         for (int64_t k = 0; k < depth; k += step) {
             const int64_t deep = std::min(step, depth - k);
             for (int64_t row = 0; row < height_; row += kTilePair) {
-                TileRows a{a_.data + k * a_.step + row / kTileSide * a_.block, a_.stride, a_.step, a_.block};
-                if (is_long && a.step == kTileInner) a = packed_pair(a, deep, flipped, pair_of_rows);
+                TileRows a{a_.data + k * a_.step + row / kTileSide * a_.block, a_.stride, a_.step,
+                           a_.block};
+                if (is_long && a.step == kTileInner)
+                    a = packed_pair(a, deep, flipped, pair_of_rows);
                 for (int64_t column = first; column < past; column += kTilePair) {
-                    const int8_t* b = product_.memory + (column / kTileSide * depth + k) * kTileBytes;
+                    const int8_t* b =
+                        product_.memory + (column / kTileSide * depth + k) * kTileBytes;
                     const int32_t* start = k ? nullptr : column_sums(product_) + column;
-                    if (k + kDepth < depth && is_long) prefetch_next(b, depth, row / kTilePair, height_ / kTilePair);
+                    if (k + kDepth < depth && is_long)
+                        prefetch_next(b, depth, row / kTilePair, height_ / kTilePair);
                     const int64_t distance = depth * kTileBytes;
-                    const PairOfColumns pair{b, distance, deep, start, fetches && !row ? 2 * distance : 0};
-                    kernel(a, pair, sums + row * stride + column - begin, stride, std::min(kTilePair, rows_ - row));
+                    const PairOfColumns pair{b, distance, deep, start,
+                                             fetches && !row ? 2 * distance : 0};
+                    kernel(a, pair, sums + row * stride + column - begin, stride,
+                           std::min(kTilePair, rows_ - row));
                 }
             }
         }
@@ -153,7 +181,8 @@ const int32_t* StripMultiplier::sums() const {
 int64_t strip_rows(const TileProduct& product, int threads) {
     if (product.strip) return product.strip;
     const bool far = product.a.transposed && product.rows * product.inner > kFarBytes;
-    const int64_t most = far || product.columns * product.inner > kCachedBytes ? kLongStrip : kShortStrip;
+    const int64_t most =
+        far || product.columns * product.inner > kCachedBytes ? kLongStrip : kShortStrip;
     return std::min(most, rounded_up((product.rows + 2 * threads - 1) / (2 * threads), kTilePair));
 }
 
@@ -164,11 +193,13 @@ using namespace lsq;
 // Packs b, for lsq_multiply_block.
 LSQ_EXPORT void lsq_pack_columns(const TileProduct& product) {
 #pragma omp parallel for schedule(static)
-    for (int64_t group = 0; group < groups_of_columns(product); ++group) pack_columns(product, group);
+    for (int64_t group = 0; group < groups_of_columns(product); ++group)
+        pack_columns(product, group);
 }
 
 // Sums of rows [first, first + rows) to `out` [rows, columns]; all threads share their columns.
-LSQ_EXPORT void lsq_multiply_block(const TileProduct& product, int64_t first, int64_t rows, int32_t* out) {
+LSQ_EXPORT void lsq_multiply_block(const TileProduct& product, int64_t first, int64_t rows,
+                                   int32_t* out) {
     const int64_t stride = product.columns;
 #pragma omp parallel
     {
@@ -176,7 +207,8 @@ LSQ_EXPORT void lsq_multiply_block(const TileProduct& product, int64_t first, in
         multiplier.take(first, rows);
 #pragma omp for schedule(dynamic)
         for (int64_t begin = 0; begin < stride; begin += kColumns) {
-            const int64_t width = std::min(kColumns, stride - begin), whole = rounded_up(width, kTilePair);
+            const int64_t width = std::min(kColumns, stride - begin),
+                          whole = rounded_up(width, kTilePair);
             if (width == whole && rows == multiplier.height()) {
                 multiplier.multiply(begin, begin + whole, out + begin, stride);
                 continue;
@@ -184,7 +216,8 @@ LSQ_EXPORT void lsq_multiply_block(const TileProduct& product, int64_t first, in
             int32_t* sums = kept().sums.at_least(multiplier.height() * whole);
             multiplier.multiply(begin, begin + whole, sums, whole);
             for (int64_t row = 0; row < rows; ++row) {
-                std::memcpy(out + row * stride + begin, sums + row * whole, width * sizeof(int32_t));
+                std::memcpy(out + row * stride + begin, sums + row * whole,
+                            width * sizeof(int32_t));
             }
         }
     }

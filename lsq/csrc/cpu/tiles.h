@@ -1,8 +1,10 @@
-// Int8 products by tiles: what the units of a processor multiply at once, and how operands are packed for them.
+// Int8 products by tiles: what the units of a processor multiply at once, and how operands are
+// packed for them.
 //
-// Sums int32 [M, N] of a int8 [M, K] times b int8 [N, K] transposed. A tile of `a` has 16 rows of 64 inner elements, a
-// tile of `b` has 16 columns of the result for 64 inner elements, four of which lie together: [64 / 4][16][4]. Tiles that
-// follow each other along K lie behind each other; what lies beyond the edges is zero. Sums are exact.
+// Sums int32 [M, N] of a int8 [M, K] times b int8 [N, K] transposed. A tile of `a` has 16 rows of
+// 64 inner elements, a tile of `b` has 16 columns of the result for 64 inner elements, four of
+// which lie together: [64 / 4][16][4]. Tiles that follow each other along K lie behind each other;
+// what lies beyond the edges is zero. Sums are exact.
 #pragma once
 
 #include <cstdint>
@@ -24,7 +26,8 @@ enum class Instructions : int64_t { plain = 0, avx_vnni = 1, avx512_vnni = 2, am
 // Whether this processor has them, and the system lets them be used.
 bool usable(Instructions instructions);
 
-// Element (row, inner) of a matrix of codes stands at data[row * stride + inner], or at data[inner * stride + row].
+// Element (row, inner) of a matrix of codes stands at data[row * stride + inner], or at data[inner
+// * stride + row].
 struct Codes {
     const int8_t* data;
     int64_t stride, transposed;
@@ -35,14 +38,19 @@ struct TileProduct {
     Codes a, b;
     int64_t rows, columns, inner;
     Instructions instructions;
-    int64_t strip;    // rows of sums that a thread makes at a time, a multiple of kTilePair; 0: as many as fit its cache
+    // Rows of sums that a thread makes at a time, a multiple of kTilePair; 0: as many as fit its
+    // cache.
+    int64_t strip;
     int8_t* memory;   // for b as it is packed: packed_bytes(columns, inner), aligned to 64 bytes
 };
 
-inline int64_t rounded_up(int64_t number, int64_t unit) { return (number + unit - 1) / unit * unit; }
+inline int64_t rounded_up(int64_t number, int64_t unit) {
+    return (number + unit - 1) / unit * unit;
+}
 inline int64_t inner_tiles(int64_t inner) { return (inner + kTileInner - 1) / kTileInner; }
 
-// Of columns that are whole pairs of tiles, and behind them 128 times the sum of each column (int32).
+// Of columns that are whole pairs of tiles, and behind them 128 times the sum of each column
+// (int32).
 inline int64_t packed_bytes(int64_t columns, int64_t inner) {
     return rounded_up(columns, kTilePair) * (inner_tiles(inner) * kTileInner + 4);
 }
@@ -61,8 +69,8 @@ void pack_columns(const TileProduct& product, int64_t group);
 int32_t* column_sums(const TileProduct& product);
 void add_column_sums(const int8_t* tile, int32_t* sums);
 
-// Memory that is aligned to 64 bytes, grows, and is not cleared; a thread keeps its own from product to product, because
-// fresh memory costs the system's clearing of its pages.
+// Memory that is aligned to 64 bytes, grows, and is not cleared; a thread keeps its own from
+// product to product, because fresh memory costs the system's clearing of its pages.
 template <class T>
 class Kept {
 public:
@@ -96,10 +104,12 @@ public:
     // Rows that there must be room for: those beyond the last one may be made as well.
     int64_t height() const { return height_; }
 
-    // Sums of the rows that were taken, columns [begin, end) in whole pairs of tiles, rows `stride` apart.
+    // Sums of the rows that were taken, columns [begin, end) in whole pairs of tiles, rows `stride`
+    // apart.
     void multiply(int64_t begin, int64_t end, int32_t* sums, int64_t stride) const;
 
-    // All sums of the rows that were taken, stride() apart; they hold until the next call on this thread.
+    // All sums of the rows that were taken, stride() apart; they hold until the next call on this
+    // thread.
     const int32_t* sums() const;
     int64_t stride() const;
 

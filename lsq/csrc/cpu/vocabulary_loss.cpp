@@ -1,5 +1,6 @@
-// Log-softmax, label-smoothed cross-entropy and their gradient as ends of the product that makes the logits; see
-// lsq/ops/vocabulary_loss.py. Logits are int32 sums where the operation has codes, else float.
+// Log-softmax, label-smoothed cross-entropy and their gradient as epilogues of the product that
+// makes the logits; see lsq/ops/vocabulary_loss.py. Logits are int32 sums where the operation has
+// codes, else float.
 #include "column_blocks.h"
 #include "lanes.h"
 #include "loops.h"
@@ -13,12 +14,13 @@ float factor_of(const Prediction& given) {
     return given.target_weight + given.each * static_cast<float>(given.vocabulary);
 }
 
-// What a thread needs for a block of columns, a whole number of Lanes: what they are multiplied by, and a row of them.
+// What a thread needs for a block of columns, a whole number of Lanes: what they are multiplied by,
+// and a row of them.
 class Columns {
 public:
     explicit Columns(const Prediction& given)
-        : given_(given), alpha_(memory_.at_least(3 * given.block_columns)), scale_(alpha_ + given.block_columns),
-          row_(scale_ + given.block_columns) {
+        : given_(given), alpha_(memory_.at_least(3 * given.block_columns)),
+          scale_(alpha_ + given.block_columns), row_(scale_ + given.block_columns) {
         std::fill(alpha_, row_, 1.0f);
     }
 
@@ -44,18 +46,19 @@ private:
     float *alpha_, *scale_, *row_;
 };
 
-// What is known of each row's logits in each block of columns, [blocks, M] each: the largest logit, and of exp(logit -
-// largest) the sum, and without the target's the two largest multiples by the weight's scale with the word of the first;
-// and the sum of the logits.
+// What is known of each row's logits in each block of columns, [blocks, M] each: the largest logit,
+// and of exp(logit - largest) the sum, and without the target's the two largest multiples by the
+// weight's scale with the word of the first; and the sum of the logits.
 struct Parts {
     int64_t blocks, rows;
     float *largest, *sum, *scaled, *second, *total;
     int32_t* word;
 
     Parts(const Prediction& given, float* memory)
-        : blocks((given.columns + given.block_columns - 1) / given.block_columns), rows(given.rows), largest(memory),
-          sum(largest + blocks * rows), scaled(sum + blocks * rows), second(scaled + blocks * rows),
-          total(second + blocks * rows), word(reinterpret_cast<int32_t*>(total + blocks * rows)) {}
+        : blocks((given.columns + given.block_columns - 1) / given.block_columns), rows(given.rows),
+          largest(memory), sum(largest + blocks * rows), scaled(sum + blocks * rows),
+          second(scaled + blocks * rows), total(second + blocks * rows),
+          word(reinterpret_cast<int32_t*>(total + blocks * rows)) {}
 };
 
 // Nothing above minus infinity: any finite shift gives exp = 0.
@@ -97,7 +100,8 @@ private:
             target = lsq::bounded_exponential(x[word] - shift);
             x[word] = -infinity();
         }
-        Lanes sum = {}, scaled = {}, second = {};  // no NaN in the last two: then there is one in `sum`
+        // No NaN in the last two: then there is one in `sum`.
+        Lanes sum = {}, scaled = {}, second = {};
         for (int64_t v = 0; v < words; v += kLanes) {
             const Lanes exponential = bounded_exponential(lanes_at(x + v) - shift);
             sum += exponential;
@@ -124,7 +128,8 @@ private:
 constexpr int64_t kRows = 16;  // that are joined together
 
 struct Joined {
-    float largest[kRows], sum[kRows] = {}, scaled[kRows] = {}, second[kRows] = {}, total[kRows] = {};
+    float largest[kRows], sum[kRows] = {}, scaled[kRows] = {}, second[kRows] = {},
+                          total[kRows] = {};
     int32_t word[kRows] = {};
 
     // Of `count` rows from `first` on. Blocks come in order.
@@ -133,17 +138,20 @@ struct Joined {
         for (int64_t block = 0; block < parts.blocks; ++block) {
             const float* from = parts.largest + block * parts.rows + first;
 #pragma omp simd
-            for (int64_t i = 0; i < count; ++i) largest[i] = from[i] > largest[i] ? from[i] : largest[i];
+            for (int64_t i = 0; i < count; ++i)
+                largest[i] = from[i] > largest[i] ? from[i] : largest[i];
         }
         for (int64_t block = 0; block < parts.blocks; ++block) {
             const int64_t at = block * parts.rows + first;
 #pragma omp simd
             for (int64_t i = 0; i < count; ++i) {
                 const float factor = bounded_exponential(parts.largest[at + i] - largest[i]);
-                const float most = parts.scaled[at + i] * factor, next = parts.second[at + i] * factor;
+                const float most = parts.scaled[at + i] * factor,
+                            next = parts.second[at + i] * factor;
                 const float before = scaled[i], behind = second[i];
                 const int32_t its = parts.word[at + i], mine = word[i];
-                const float smaller = most > before ? before : most, other = most > before ? next : behind;
+                const float smaller = most > before ? before : most,
+                            other = most > before ? next : behind;
                 sum[i] += parts.sum[at + i] * factor;
                 total[i] += parts.total[at + i];
                 second[i] = smaller > other ? smaller : other;
@@ -207,7 +215,8 @@ private:
 #pragma omp simd
         for (int64_t v = 0; v < wanted; ++v) x[v] *= scale[v];
         const uint32_t word = philox_word(rounded.key[0], rounded.subsequence, row);
-        round_at_random(x, wanted, s.reciprocal, word + static_cast<uint32_t>(column) * kWordStep, rounded.largest, codes);
+        round_at_random(x, wanted, s.reciprocal, word + static_cast<uint32_t>(column) * kWordStep,
+                        rounded.largest, codes);
         if (!op_.kept.likeliest) return;
         for (const int64_t kept : {given_.target[row] - column, op_.kept.likeliest[row] - column}) {
             if (kept >= 0 && kept < words) codes[kept] = 0;
@@ -219,38 +228,33 @@ private:
     Columns columns_;
 };
 
-// The readers of a block of rows [first, first + rows) of logits, sums int32 or floats.
-template <class Make>
-void read_logits(const Prediction& given, const void* logits, int64_t first, int64_t rows, const Make& make) {
-    const int64_t columns = given.columns, width = given.block_columns;
-    if (given.x.coded.codes) {
-        read_columns(static_cast<const int32_t*>(logits), first, rows, columns, width, make);
-    } else {
-        read_columns(static_cast<const float*>(logits), first, rows, columns, width, make);
-    }
-}
-
 }  // namespace
 
 LSQ_EXPORT void lsq_multiply_vocabulary_loss(
     const VocabularyLoss& op, const TileProduct& product, float* parts, float* chosen) {
-    multiply_columns(product, op.prediction.block_columns, [&] { return Adder(op, parts, chosen); });
+    multiply_columns(product, op.prediction.block_columns,
+                     [&] { return Adder(op, parts, chosen); });
 }
 
-// Rows [first, first + rows) of logits [rows, P].
-LSQ_EXPORT void lsq_end_vocabulary_loss(
-    const VocabularyLoss& op, const void* logits, int64_t first, int64_t rows, float* parts, float* chosen) {
-    read_logits(op.prediction, logits, first, rows, [&] { return Adder(op, parts, chosen); });
+// Rows [first, first + rows) of float logits [rows, P].
+LSQ_EXPORT void lsq_end_vocabulary_loss(const VocabularyLoss& op, const float* logits,
+                                        int64_t first, int64_t rows, float* parts, float* chosen) {
+    read_columns(logits, first, rows, op.prediction, [&] { return Adder(op, parts, chosen); });
 }
 
 // Joins what the blocks of columns have left: normalisers, bounds, and both losses.
-LSQ_EXPORT void lsq_finish_vocabulary_loss(const VocabularyLoss& op, float* memory, const float* chosen) {
+LSQ_EXPORT void lsq_finish_vocabulary_loss(const VocabularyLoss& op, float* memory,
+                                           const float* chosen) {
     const Prediction& given = op.prediction;
     const Parts parts(given, memory);
     const float factor = factor_of(given), each = given.each, target_weight = given.target_weight;
     const float* scale = given.weight.scale;
-    const float most = op.bound ? float_of(magnitude_of(*std::max_element(scale, scale + given.vocabulary,
-        [](float one, float other) { return magnitude_of(one) < magnitude_of(other); }))) : 0.0f;
+    const float most =
+        op.bound
+            ? float_of(magnitude_of(*std::max_element(
+                  scale, scale + given.vocabulary,
+                  [](float one, float other) { return magnitude_of(one) < magnitude_of(other); })))
+            : 0.0f;
     const int64_t groups = (given.rows + kRows - 1) / kRows;
     std::vector<double> losses(groups), nlls(groups);
 #pragma omp parallel for schedule(static)
@@ -262,7 +266,8 @@ LSQ_EXPORT void lsq_finish_vocabulary_loss(const VocabularyLoss& op, float* memo
             const bool counted = word != given.padding;
             const float normaliser = joined.largest[i] + std::log(joined.sum[i]);
             const float nll = counted ? normaliser - chosen[row] : 0.0f;
-            const float smooth = static_cast<float>(given.vocabulary) * normaliser - joined.total[i];
+            const float smooth =
+                static_cast<float>(given.vocabulary) * normaliser - joined.total[i];
             nlls[group] += nll;
             losses[group] += counted ? target_weight * nll + each * smooth : 0.0f;
             if (op.normaliser) op.normaliser[row] = normaliser;
@@ -274,7 +279,8 @@ LSQ_EXPORT void lsq_finish_vocabulary_loss(const VocabularyLoss& op, float* memo
                 own = bounded_exponential(chosen[row] - normaliser) * factor - each - target_weight;
                 if (likeliest != word) other = joined.scaled[i] * share / scale[likeliest] - each;
                 const float multiple = op.kept.gradient ? joined.second[i] : joined.scaled[i];
-                Magnitude largest = std::max(magnitude_of(multiple * share), magnitude_of(each * most));
+                Magnitude largest =
+                    std::max(magnitude_of(multiple * share), magnitude_of(each * most));
                 if (!op.kept.gradient) largest = std::max(largest, magnitude_of(own * scale[word]));
                 bound = float_of(largest);
             }
@@ -289,11 +295,12 @@ LSQ_EXPORT void lsq_finish_vocabulary_loss(const VocabularyLoss& op, float* memo
     write_sum(nlls, 1.0f, op.nll);
 }
 
-LSQ_EXPORT void lsq_multiply_vocabulary_loss_gradient(const VocabularyLossGradient& op, const TileProduct& product) {
+LSQ_EXPORT void lsq_multiply_vocabulary_loss_gradient(const VocabularyLossGradient& op,
+                                                      const TileProduct& product) {
     multiply_columns(product, op.prediction.block_columns, [&] { return Differentiator(op); });
 }
 
 LSQ_EXPORT void lsq_end_vocabulary_loss_gradient(
-    const VocabularyLossGradient& op, const void* logits, int64_t first, int64_t rows) {
-    read_logits(op.prediction, logits, first, rows, [&] { return Differentiator(op); });
+    const VocabularyLossGradient& op, const float* logits, int64_t first, int64_t rows) {
+    read_columns(logits, first, rows, op.prediction, [&] { return Differentiator(op); });
 }

@@ -1,4 +1,5 @@
-// What stands around the product for the gradient of a weight; lsq/ops/weight_gradient.py has the formulas.
+// What stands around the product for the gradient of a weight; lsq/ops/weight_gradient.py has the
+// formulas.
 #include "column_rounding.h"
 #include "floats.h"
 #include "loops.h"
@@ -10,20 +11,24 @@
 using namespace lsq;
 
 // For products that are not made by tiles: codes [M, K] and column_scale [K].
-LSQ_EXPORT void lsq_round_columns(const ProjectWeightGradient& op, int8_t* rounded, float* column_scale) {
+LSQ_EXPORT void lsq_round_columns(const ProjectWeightGradient& op, int8_t* rounded,
+                                  float* column_scale) {
     ColumnRounding(op, column_scale).to_rows(rounded);
 }
 
 namespace {
 
-// Ends rows of the product on one thread: dweight, and clip_sums [N]: what each row adds to the gradient of its clip.
+// Applies the epilogue to rows of the product on one thread: dweight, and clip_sums [N]: what each
+// row adds to the gradient of its clip.
 class Epilogue {
 public:
     Epilogue(const ProjectWeightGradient& op, const float* column_scale, float* clip_sums)
-        : op_(op), values_(op.weight.values, op.weight.values_dtype), dweight_(op.dweight, op.weight.values_dtype),
-          n_(op.columns), column_scale_(column_scale), clip_sums_(clip_sums) {}
+        : op_(op), values_(op.weight.values, op.weight.values_dtype),
+          dweight_(op.dweight, op.weight.values_dtype), n_(op.columns), column_scale_(column_scale),
+          clip_sums_(clip_sums) {}
 
-    // Of codes: sums int32, whose columns have scales. Rows that pad the weight are no rows of its gradient.
+    // Of codes: sums int32, whose columns have scales. Rows that pad the weight are no rows of its
+    // gradient.
     int operator()(int64_t first, int64_t rows, const int32_t* sums, int64_t stride) {
         if (op_.weight.in_out) return end_in_out(first, rows, sums, stride);
 #if defined(LSQ_WIDE)
@@ -40,7 +45,9 @@ public:
     // Of floats.
     int operator()(int64_t first, int64_t rows, const float* product, int64_t stride) {
         if (op_.weight.in_out) return end_in_out(first, rows, product, stride);
-        return end(first, rows, [&](int64_t row) { return [line = product + row * stride](int64_t i) { return line[i]; }; });
+        return end(first, rows, [&](int64_t row) {
+            return [line = product + row * stride](int64_t i) { return line[i]; };
+        });
     }
 
 private:
@@ -48,8 +55,10 @@ private:
     int scale(int64_t first, int64_t rows, const Sum* sums, int64_t stride) {
         return end(first, rows, [&](int64_t row) {
             const Sum* line = sums + row * stride;
-            const float *column_scale = column_scale_, inverse = 1.0f / op_.weight.scale[first + row];
-            return [=](int64_t i) { return static_cast<float>(line[i]) * column_scale[i] * inverse; };
+            const float *column_scale = column_scale_,
+                        inverse = 1.0f / op_.weight.scale[first + row];
+            return
+                [=](int64_t i) { return static_cast<float>(line[i]) * column_scale[i] * inverse; };
         });
     }
 
@@ -57,20 +66,26 @@ private:
     // Each row in one pass.
     int end_sums(int64_t first, int64_t rows, const int32_t* sums, int64_t stride) {
         const __m512 zero = _mm512_setzero_ps(), sign = _mm512_set1_ps(-0.0f);
-        for (int64_t row = first; row < std::min(first + rows, op_.weight_rows); ++row, sums += stride) {
-            const __m512 most = _mm512_set1_ps(limit(row)), inverse = _mm512_set1_ps(1.0f / op_.weight.scale[row]);
+        for (int64_t row = first; row < std::min(first + rows, op_.weight_rows);
+             ++row, sums += stride) {
+            const __m512 most = _mm512_set1_ps(limit(row)),
+                         inverse = _mm512_set1_ps(1.0f / op_.weight.scale[row]);
             const int64_t at = row * n_;
             __m512 clip_sum = zero;
             const bool clips = !op_.weight.absmax;
             each_sixteen(n_, [&](int64_t i, __mmask16 there) {
                 const __m512 sum = _mm512_cvtepi32_ps(_mm512_maskz_loadu_epi32(there, sums + i));
-                const __m512 scaled = _mm512_mul_ps(sum, _mm512_maskz_loadu_ps(there, column_scale_ + i));
+                const __m512 scaled =
+                    _mm512_mul_ps(sum, _mm512_maskz_loadu_ps(there, column_scale_ + i));
                 const __m512 x = _mm512_mul_ps(scaled, inverse);
                 if (!clips) return store_past(dweight_, at + i, there, x);
                 const __m512 w = load_sixteen(values_, at + i, there);
-                const __mmask16 outside = _mm512_cmp_ps_mask(_mm512_andnot_ps(sign, w), most, _CMP_GT_OQ);
-                const __mmask16 below = static_cast<__mmask16>(~_mm512_cmp_ps_mask(w, zero, _CMP_GT_OQ));
-                clip_sum = _mm512_mask_add_ps(clip_sum, outside, clip_sum, _mm512_mask_xor_ps(x, below, x, sign));
+                const __mmask16 outside =
+                    _mm512_cmp_ps_mask(_mm512_andnot_ps(sign, w), most, _CMP_GT_OQ);
+                const __mmask16 below =
+                    static_cast<__mmask16>(~_mm512_cmp_ps_mask(w, zero, _CMP_GT_OQ));
+                clip_sum = _mm512_mask_add_ps(clip_sum, outside, clip_sum,
+                                              _mm512_mask_xor_ps(x, below, x, sign));
                 store_past(dweight_, at + i, there, _mm512_mask_mov_ps(x, outside, zero));
             });
             clip_sums_[row] = _mm512_reduce_add_ps(clip_sum);
@@ -80,7 +95,8 @@ private:
     }
 
 #endif
-    // line_of(i)(column) is the gradient of row first + i. The result is not read again soon: it goes past the caches.
+    // line_of(i)(column) is the gradient of row first + i. The result is not read again soon: it
+    // goes past the caches.
     template <class Lines>
     int end(int64_t first, int64_t rows, const Lines& line_of) {
         float *g = row_.at_least(2 * n_), *scratch = g + n_;
@@ -110,8 +126,8 @@ private:
                 const T* from = product + (row - first) * stride + begin;
                 alignas(64) T block[kTileSide][kTileSide] = {};
                 if (count == kTileSide && columns == kTileSide) {
-                    transpose_units(
-                        reinterpret_cast<const int8_t*>(from), stride * sizeof(T), reinterpret_cast<int8_t*>(block));
+                    transpose_units(reinterpret_cast<const int8_t*>(from), stride * sizeof(T),
+                                    reinterpret_cast<int8_t*>(block));
                 } else {
                     for (int64_t j = 0; j < count; ++j) {
                         for (int64_t i = 0; i < columns; ++i) block[i][j] = from[j * stride + i];
@@ -122,7 +138,8 @@ private:
                     const float scale = column_scale_ ? column_scale_[begin + i] : 1.0f;
                     alignas(64) float wide[kTileSide] = {}, g[kTileSide];
                     const float* w = read(values_, at, count, wide);
-                    if (w != wide) w = static_cast<float*>(std::memcpy(wide, w, count * sizeof(float)));
+                    if (w != wide)
+                        w = static_cast<float*>(std::memcpy(wide, w, count * sizeof(float)));
 #pragma omp simd
                     for (int64_t j = 0; j < kTileSide; ++j) {
                         const float x = static_cast<float>(block[i][j]) * scale * inverse[j];
@@ -141,16 +158,22 @@ private:
         return 0;
     }
 
-    // What the weights w of rows [row, row + count) in a column add to the clips' gradients, by LSQ; g is 0 outside.
-    void add_learned_step(int64_t row, int64_t count, int64_t column, const float* w, const float* g, float* sums) const {
+    // What the weights w of rows [row, row + count) in a column add to the clips' gradients, by
+    // LSQ; g is 0 outside.
+    void add_learned_step(int64_t row, int64_t count, int64_t column, const float* w,
+                          const float* g, float* sums) const {
         for (int64_t j = 0; j < count; ++j) {
             const float step = op_.weight.scale[row + j];
-            const float decoded = static_cast<float>(op_.weight.codes[(row + j) * n_ + column]) * step;
-            if (std::fabs(w[j]) <= limit(row + j)) sums[j] += g[j] * (decoded - w[j]) / limit(row + j);
+            const float decoded =
+                static_cast<float>(op_.weight.codes[(row + j) * n_ + column]) * step;
+            if (std::fabs(w[j]) <= limit(row + j))
+                sums[j] += g[j] * (decoded - w[j]) / limit(row + j);
         }
     }
 
-    float limit(int64_t row) const { return op_.weight.absmax ? infinity() : op_.weight.clip[op_.clips > 1 ? row : 0]; }
+    float limit(int64_t row) const {
+        return op_.weight.absmax ? infinity() : op_.weight.clip[op_.clips > 1 ? row : 0];
+    }
 
     void write(const float* g, int64_t n, int64_t first) const {
         if (dweight_.is_narrow()) {
@@ -174,7 +197,8 @@ private:
         return sum;
     }
 
-    // Straight-through: the gradients of weights w [n], zero of those that are clipped -> what these add to the clip's.
+    // Straight-through: the gradients of weights w [n], zero of those that are clipped -> what
+    // these add to the clip's.
     template <class Line>
     float cut(int64_t row, const float* w, const Line& line, float* g) const {
         const float most = limit(row);
@@ -203,28 +227,25 @@ private:
 }  // namespace
 
 // Rounds x itself: of b the product says the shape alone. Leaves column_scale [K].
-LSQ_EXPORT void lsq_multiply_project_weight_gradient(
-    const ProjectWeightGradient& op, const TileProduct& product, float* column_scale, float* clip_sums) {
+LSQ_EXPORT void lsq_multiply_project_weight_gradient(const ProjectWeightGradient& op,
+                                                     const TileProduct& product,
+                                                     float* column_scale, float* clip_sums) {
     ColumnRounding(op, column_scale).to_tiles(product);
     multiply_packed(product, [&] { return Epilogue(op, column_scale, clip_sums); });
 }
 
-// Rows [first, first + rows) of the product [rows, K]: int32 sums with column_scale [K].
-LSQ_EXPORT void lsq_end_project_weight_gradient(
-    const ProjectWeightGradient& op, const int32_t* sums, int64_t first, int64_t rows, const float* column_scale,
-    float* clip_sums) {
-    read_rows(sums, first, rows, op.columns, [&] { return Epilogue(op, column_scale, clip_sums); });
-}
-
-LSQ_EXPORT void lsq_end_long_project_weight_gradient(
-    const ProjectWeightGradient& op, const LongSum* sums, int64_t first, int64_t rows, const float* column_scale,
-    float* clip_sums) {
+// Rows [first, first + rows) of the product [rows, K], whose columns have scales column_scale [K].
+LSQ_EXPORT void lsq_end_long_project_weight_gradient(const ProjectWeightGradient& op,
+                                                     const LongSum* sums, int64_t first,
+                                                     int64_t rows, const float* column_scale,
+                                                     float* clip_sums) {
     read_rows(sums, first, rows, op.columns, [&] { return Epilogue(op, column_scale, clip_sums); });
 }
 
 LSQ_EXPORT void lsq_end_float_weight_gradient(
     const ProjectWeightGradient& op, const float* product, float* clip_sums) {
-    read_rows(product, 0, op.weight_rows, op.columns, [&] { return Epilogue(op, nullptr, clip_sums); });
+    read_rows(product, 0, op.weight_rows, op.columns,
+              [&] { return Epilogue(op, nullptr, clip_sums); });
 }
 
 // sums [N] -> dclip.

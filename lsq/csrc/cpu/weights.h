@@ -1,5 +1,5 @@
-// Weights as their formats store them; lsq/quant/formats.py has the references. A format exports lsq_round_<name>, and
-// where products cannot read what it stores, lsq_unpack_<name>.
+// Weights as their formats store them; lsq/quant/formats.py has the references. A format exports
+// lsq_round_<name>, and where products cannot read what it stores, lsq_unpack_<name>.
 #pragma once
 
 #include "aligned.h"
@@ -16,7 +16,8 @@ inline float clip_of_row(const RoundWeight& op, int64_t row, const float* line) 
     return op.new_clip[row] = clip_of(bits_of(largest_magnitude(line, op.columns)), before);
 }
 
-// Calls round(values, n, clip, step, stored) -> whether a value was NaN, for each row; rows from `valid` on become zeros.
+// Calls round(values, n, clip, step, stored) -> whether a value was NaN, for each row; rows from
+// `valid` on become zeros.
 template <class Round>
 void round_weight(const RoundWeight& op, const Round& round) {
     const Weight& weight = op.weight;
@@ -40,7 +41,8 @@ void round_weight(const RoundWeight& op, const Round& round) {
             missing_anywhere |= missing;
         }
     }
-    if (op.clips == 1 && missing_anywhere) std::fill(weight.scale, weight.scale + op.valid, not_a_number());
+    if (op.clips == 1 && missing_anywhere)
+        std::fill(weight.scale, weight.scale + op.valid, not_a_number());
 }
 
 // The codes of values [K, N], in blocks of so many rows and columns.
@@ -63,7 +65,8 @@ inline void round_in_out(const RoundWeight& op) {
                 const float* values = read(from, i * n + first, rows, wide);
 #pragma omp simd
                 for (int64_t j = 0; j < rows; ++j) {
-                    largest[j] = magnitude_of(values[j]) > largest[j] ? magnitude_of(values[j]) : largest[j];
+                    largest[j] =
+                        magnitude_of(values[j]) > largest[j] ? magnitude_of(values[j]) : largest[j];
                 }
             }
             for (int64_t j = 0; j < rows; ++j) {
@@ -88,9 +91,11 @@ inline void round_in_out(const RoundWeight& op) {
             read_units({block[0], kSide, true}, 0, rows, 0, columns, turned);
             for (int64_t j = 0; j < rows; ++j) {
                 if (j % kTileSide == 0) {
-                    transpose_units(turned.bytes() + j / kTileSide * kTileInner, 4 * kTileGroup, tile[0]);
+                    transpose_units(turned.bytes() + j / kTileSide * kTileInner, 4 * kTileGroup,
+                                    tile[0]);
                 }
-                std::memcpy(weight.codes + (first + j) * op.stored + begin, tile[j % kTileSide], columns);
+                std::memcpy(weight.codes + (first + j) * op.stored + begin, tile[j % kTileSide],
+                            columns);
             }
         }
         for (int64_t j = 0; j < rows; ++j) {
@@ -100,7 +105,8 @@ inline void round_in_out(const RoundWeight& op) {
     }
     std::memset(weight.codes + n * op.stored, 0, (op.rows - n) * op.stored);
     std::fill(weight.scale + n, weight.scale + op.rows, 1.0f);
-    if (op.clips == 1 && missing_anywhere) std::fill(weight.scale, weight.scale + n, not_a_number());
+    if (op.clips == 1 && missing_anywhere)
+        std::fill(weight.scale, weight.scale + n, not_a_number());
 }
 
 // Calls unpack(stored, n, codes) for each row.

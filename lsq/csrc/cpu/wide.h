@@ -1,4 +1,5 @@
-// What rounds to codes under a clip and undoes it, 16 values at a time, with masks of AVX-512 as they are.
+// What rounds to codes under a clip and undoes it, 16 values at a time, with masks of AVX-512 as
+// they are.
 #pragma once
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
@@ -28,7 +29,8 @@ class WideBits {
 public:
     void add(int64_t place, __mmask16 mask) { bits_ |= static_cast<uint64_t>(mask) << place; }
 
-    // In one store, because what lies around is often written by other threads just then; nowhere if `out` is null.
+    // In one store, because what lies around is often written by other threads just then; nowhere
+    // if `out` is null.
     void store(uint8_t* out, int64_t first, int64_t count) {
         if (out && count == 64) std::memcpy(out + first / 8, &bits_, 8);
         if (out && count < 64) std::memcpy(out + first / 8, &bits_, (count + 7) / 8);
@@ -39,7 +41,8 @@ private:
     uint64_t bits_ = 0;
 };
 
-// Calls use(i, i % 64, mask of the lanes that are there) for each 16 of n values, store(first, count) after each 64.
+// Calls use(i, i % 64, mask of the lanes that are there) for each 16 of n values, store(first,
+// count) after each 64.
 template <class Use, class Store>
 void each_sixty_four(int64_t n, const Use& use, const Store& store) {
     int64_t i = 0;
@@ -53,9 +56,9 @@ void each_sixty_four(int64_t n, const Use& use, const Store& store) {
     store(i, n - i);
 }
 
-// A clip, of which `scale` is the q-th part. Instead of x / scale, which takes ten times as long, x times the
-// reciprocal is set right by what it leaves (Markstein 1990): the same number, unless it is so small that its code is 0
-// in any case.
+// A clip, of which `scale` is the q-th part. Instead of x / scale, which takes ten times as long, x
+// times the reciprocal is set right by what it leaves (Markstein 1990): the same number, unless it
+// is so small that its code is 0 in any case.
 struct WideClip {
     __m512 limit, least, divisor, reciprocal;
 
@@ -65,22 +68,27 @@ struct WideClip {
         : limit(_mm512_set1_ps(clip)), least(_mm512_set1_ps(-clip)), divisor(_mm512_set1_ps(scale)),
           reciprocal(_mm512_set1_ps(1.0f / scale)) {}
 
-    // Codes of x where a lane is there -> those that lie outside. The code of NaN is 0; `largest` keeps magnitudes.
+    // Codes of x where a lane is there -> those that lie outside. The code of NaN is 0; `largest`
+    // keeps magnitudes.
     __mmask16 round(__m512 x, __mmask16 there, int8_t* codes, __m512i& largest) const {
         const __m512 bounded = _mm512_min_ps(limit, _mm512_max_ps(least, x));  // NaN stays NaN
         const __m512 near = _mm512_mul_ps(bounded, reciprocal);
-        const __m512 ratio = _mm512_fmadd_ps(_mm512_fnmadd_ps(near, divisor, bounded), reciprocal, near);
-        _mm512_mask_cvtepi32_storeu_epi8(codes, there, _mm512_cvtps_epi32(ratio));  // NaN: -2^31, whose last byte is 0
-        const __m512i magnitude = _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(0x7FFFFFFF));
+        const __m512 ratio =
+            _mm512_fmadd_ps(_mm512_fnmadd_ps(near, divisor, bounded), reciprocal, near);
+        // NaN: -2^31, whose last byte is 0.
+        _mm512_mask_cvtepi32_storeu_epi8(codes, there, _mm512_cvtps_epi32(ratio));
+        const __m512i magnitude =
+            _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(0x7FFFFFFF));
         largest = _mm512_max_epu32(largest, magnitude);
         return _mm512_cmp_ps_mask(x, bounded, _CMP_NEQ_OQ);
     }
 };
 
-// Codes of n values and, if wanted, bits of those outside -> the largest magnitude. read(i, lanes that are there) makes
-// sixteen of them.
+// Codes of n values and, if wanted, bits of those outside -> the largest magnitude. read(i, lanes
+// that are there) makes sixteen of them.
 template <class Read>
-Magnitude round_read(const Read& read, int64_t n, float clip, float scale, int8_t* codes, uint8_t* clipped) {
+Magnitude round_read(const Read& read, int64_t n, float clip, float scale, int8_t* codes,
+                     uint8_t* clipped) {
     const WideClip wide(clip, scale);
     __m512i largest = _mm512_setzero_si512();
     WideBits outside;
@@ -91,9 +99,11 @@ Magnitude round_read(const Read& read, int64_t n, float clip, float scale, int8_
 }
 
 // The same of x [n].
-inline Magnitude round_under_clip(const float* x, int64_t n, float clip, float scale, int8_t* codes, uint8_t* clipped) {
-    return round_read([=](int64_t i, __mmask16 there) { return _mm512_maskz_loadu_ps(there, x + i); }, n, clip, scale,
-                      codes, clipped);
+inline Magnitude round_under_clip(const float* x, int64_t n, float clip, float scale, int8_t* codes,
+                                  uint8_t* clipped) {
+    return round_read(
+        [=](int64_t i, __mmask16 there) { return _mm512_maskz_loadu_ps(there, x + i); }, n, clip,
+        scale, codes, clipped);
 }
 
 // Bits [i, i + 16) of a row, i a multiple of 8, of lanes that are there.
@@ -106,7 +116,8 @@ inline __mmask16 bits_at(const uint8_t* bits, int64_t i, __mmask16 there) {
 // Gradients of which those outside become 0 and are added to `sum`, negative where the code is.
 inline __m512 cut_clipped(__m512 gradient, __mmask16 outside, __m128i codes, __m512& sum) {
     const __mmask16 above = _mm_cmpgt_epi8_mask(codes, _mm_setzero_si128());
-    const __m512 given = _mm512_mask_xor_ps(gradient, static_cast<__mmask16>(~above), gradient, _mm512_set1_ps(-0.0f));
+    const __m512 given = _mm512_mask_xor_ps(gradient, static_cast<__mmask16>(~above), gradient,
+                                            _mm512_set1_ps(-0.0f));
     sum = _mm512_mask_add_ps(sum, outside, sum, given);
     return _mm512_mask_mov_ps(gradient, outside, _mm512_setzero_ps());
 }
@@ -117,7 +128,8 @@ inline float cut_clipped(const uint8_t* clipped, const int8_t* codes, int64_t n,
     each_sixteen(n, [&](int64_t i, __mmask16 there) {
         const __m512 value = _mm512_maskz_loadu_ps(there, gradient + i);
         const __m128i sixteen = _mm_maskz_loadu_epi8(there, codes + i);
-        _mm512_mask_storeu_ps(gradient + i, there, cut_clipped(value, bits_at(clipped, i, there), sixteen, sum));
+        _mm512_mask_storeu_ps(gradient + i, there,
+                              cut_clipped(value, bits_at(clipped, i, there), sixteen, sum));
     });
     return _mm512_reduce_add_ps(sum);
 }

@@ -1,4 +1,5 @@
-// Sixteen values at a time of a tensor that crosses the border of a program, in either dtype, beside what is done to them.
+// Sixteen values at a time of a tensor that crosses the border of a program, in either dtype,
+// beside what is done to them.
 #pragma once
 
 #include "floats.h"
@@ -23,7 +24,8 @@ inline __m256i narrow_sixteen(__m512 x) {
     const __m512i half = _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF));
     const __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(bits, half), 16);
     const __mmask16 missing = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
-    return _mm512_cvtepi32_epi16(_mm512_mask_mov_epi32(rounded, missing, _mm512_set1_epi32(0x7FC0)));
+    return _mm512_cvtepi32_epi16(
+        _mm512_mask_mov_epi32(rounded, missing, _mm512_set1_epi32(0x7FC0)));
 }
 
 // x from element i on, where a lane is.
@@ -35,7 +37,8 @@ inline void store_sixteen(const Border<float>& to, int64_t i, __mmask16 there, _
     }
 }
 
-// The same past the caches where that can be, for what is not read again soon; other threads see it after finish_stream().
+// The same past the caches where that can be, for what is not read again soon; other threads see it
+// after finish_stream().
 inline void store_past(const Border<float>& to, int64_t i, __mmask16 there, __m512 x) {
     float* place = to.is_narrow() ? nullptr : to.wide(i);
     if (place && there == kAllLanes && reinterpret_cast<uintptr_t>(place) % 64 == 0) {

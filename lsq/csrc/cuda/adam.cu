@@ -1,7 +1,9 @@
-// Adam on float32 master parameters, one read and one write of everything; new weights leave as int8 codes as well.
+// Adam on float32 master parameters, one read and one write of everything; new weights leave as
+// int8 codes as well.
 //
-// Kingma & Ba 2015 with decoupled decay (Loshchilov & Hutter 2019), in the form of fairseq: bias correction is part of
-// the step size, and epsilon is added to the plain square root. N rows, K columns. lsq/ops/adam.py is the reference.
+// Kingma & Ba 2015 with decoupled decay (Loshchilov & Hutter 2019), in the form of fairseq: bias
+// correction is part of the step size, and epsilon is added to the plain square root. N rows, K
+// columns. lsq/ops/adam.py is the reference.
 #include "reduce.cuh"
 #include "transpose.cuh"
 
@@ -11,13 +13,15 @@ constexpr int kThreads = 256, kWarps = kThreads / kWarp;
 constexpr int64_t kNormRun = 8192;  // values of a gradient that a block squares
 
 struct Step {
-    float size, first, second, epsilon, decay, factor, lowest, highest;  // first, second: 1 - beta1, 1 - beta2
+    // First, second: 1 - beta1, 1 - beta2.
+    float size, first, second, epsilon, decay, factor, lowest, highest;
     bool limited;
 
     explicit __device__ __forceinline__ Step(const Adam& op)
         : lowest(op.lowest), highest(op.highest), limited(op.limited) {
         const float *numbers = op.numbers, *gradient_factor = op.gradient_factor;
-        size = numbers[0], first = numbers[1], second = numbers[2], epsilon = numbers[3], decay = numbers[4];
+        size = numbers[0], first = numbers[1], second = numbers[2], epsilon = numbers[3],
+        decay = numbers[4];
         factor = gradient_factor[0];
     }
 
@@ -54,7 +58,8 @@ __device__ __forceinline__ uint32_t codes_of(const float4& x, float scale, float
     uint32_t word = 0;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        word |= static_cast<uint32_t>(static_cast<uint8_t>(code_of(values[i] / scale, largest))) << (8 * i);
+        word |= static_cast<uint32_t>(static_cast<uint8_t>(code_of(values[i] / scale, largest)))
+                << (8 * i);
     }
     return word;
 }
@@ -65,14 +70,17 @@ __device__ __forceinline__ float4 load_gradient(const float* from) {
     return {from[0], from[1], from[2], from[3]};
 }
 
-constexpr int kRun = 4 * kThreads;                                 // values of a block of what is not rounded
+// Values of a block of what is not rounded.
+constexpr int kRun = 4 * kThreads;
 constexpr int kTileRows = 4 * kWarps, kTileColumns = 4 * kWarp;  // of a block; a thread takes 4 x 4
-constexpr int kAtOnce = 2;                                       // rows of a thread that are on their way together
+// Rows of a thread that are on their way together.
+constexpr int kAtOnce = 2;
 
 // Values [tile * kRun, ...) of a step without codes.
 __device__ __forceinline__ void update(const Adam& op, int64_t tile) {
     const int64_t element = tile * kRun + threadIdx.x * 4, numel = op.numel;
-    const float *weight = op.weight, *gradient = op.gradient, *first = op.first, *second = op.second;
+    const float *weight = op.weight, *gradient = op.gradient, *first = op.first,
+                *second = op.second;
     float *new_weight = op.new_weight, *new_first = op.new_first, *new_second = op.new_second;
     const Step step(op);
     if (element + 4 <= numel) {
@@ -91,10 +99,12 @@ __device__ __forceinline__ void update(const Adam& op, int64_t tile) {
     }
 }
 
-// Rows [tile * kTileRows, ...) of a step with codes; rows from `valid` on are padding with codes 0 and scale 1. Under a new
-// clip, which is that of the new weights, a second pass over them makes the codes.
+// Rows [tile * kTileRows, ...) of a step with codes; rows from `valid` on are padding with codes 0
+// and scale 1. Under a new clip, which is that of the new weights, a second pass over them makes
+// the codes.
 __device__ __forceinline__ void update_rows(const Adam& op, int64_t tile) {
-    // Column 4 * lane + i lies at place 32 * i + lane, 9 words apart, so that a warp writes to 32 banks.
+    // Column 4 * lane + i lies at word 32 * i + lane, 9 words apart, so that a warp writes to 32
+    // banks.
     __shared__ uint32_t turned[kTileColumns * (kWarps + 1)];
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
     const int64_t row = tile * kTileRows + 4 * warp;
@@ -102,7 +112,8 @@ __device__ __forceinline__ void update_rows(const Adam& op, int64_t tile) {
     const float *weights = op.weight, *gradients = op.gradient, *ms = op.first, *vs = op.second;
     const float* limits = op.rounded.clip;
     float* new_clip = op.new_clip;
-    float *updated = op.new_weight, *new_ms = op.new_first, *new_vs = op.new_second, *scales = op.rounded.scale;
+    float *updated = op.new_weight, *new_ms = op.new_first, *new_vs = op.new_second,
+          *scales = op.rounded.scale;
     int8_t *out = op.rounded.codes, *transposed = op.rounded.transposed;
     const float largest = op.rounded.largest;
     const Step step(op);
@@ -115,15 +126,17 @@ __device__ __forceinline__ void update_rows(const Adam& op, int64_t tile) {
             for (int r = 0; r < 4; ++r) {
                 if (row + r >= valid) continue;
                 const int64_t element = (row + r) * columns + column;
-                Moments value{load_words<float4>(weights + element), load_gradient(gradients + element),
-                              load_words<float4>(ms + element), load_words<float4>(vs + element)};
+                Moments value{load_words<float4>(weights + element),
+                              load_gradient(gradients + element), load_words<float4>(ms + element),
+                              load_words<float4>(vs + element)};
                 value.apply(step);
                 store_words(updated + element, value.weight);
                 store_words(new_ms + element, value.m);
                 store_words(new_vs + element, value.v);
                 const float4& w = value.weight;
-                most[r] = Largest::join(most[r], Largest::join(Largest::join(magnitude_of(w.x), magnitude_of(w.y)),
-                                                               Largest::join(magnitude_of(w.z), magnitude_of(w.w))));
+                most[r] = Largest::join(
+                    most[r], Largest::join(Largest::join(magnitude_of(w.x), magnitude_of(w.y)),
+                                           Largest::join(magnitude_of(w.z), magnitude_of(w.w))));
             }
         }
 #pragma unroll
@@ -136,7 +149,8 @@ __device__ __forceinline__ void update_rows(const Adam& op, int64_t tile) {
         }
     } else {
 #pragma unroll
-        for (int r = 0; r < 4; ++r) scale[r] = row + r < valid ? limits[op.clips > 1 ? row + r : 0] / largest : 1.0f;
+        for (int r = 0; r < 4; ++r)
+            scale[r] = row + r < valid ? limits[op.clips > 1 ? row + r : 0] / largest : 1.0f;
     }
     for (int64_t start = 0; start < columns; start += kTileColumns) {
         const int64_t column = start + 4 * lane;
@@ -151,8 +165,9 @@ __device__ __forceinline__ void update_rows(const Adam& op, int64_t tile) {
                 if (new_clip) {
                     values[r - first].weight = load_words<float4>(updated + element);
                 } else {
-                    values[r - first] = {load_words<float4>(weights + element), load_gradient(gradients + element),
-                                         load_words<float4>(ms + element), load_words<float4>(vs + element)};
+                    values[r - first] = {
+                        load_words<float4>(weights + element), load_gradient(gradients + element),
+                        load_words<float4>(ms + element), load_words<float4>(vs + element)};
                 }
             }
 #pragma unroll
@@ -184,7 +199,8 @@ __device__ __forceinline__ void update_rows(const Adam& op, int64_t tile) {
         const int64_t out_column = tile * kTileRows + 16 * half;
         if (out_row < columns && out_column < rows) {
             const uint32_t* from = turned + place * (kWarps + 1) + 4 * half;
-            store_words(transposed + (out_row * rows + out_column), make_uint4(from[0], from[1], from[2], from[3]));
+            store_words(transposed + (out_row * rows + out_column),
+                        make_uint4(from[0], from[1], from[2], from[3]));
         }
     }
 #pragma unroll
@@ -199,7 +215,8 @@ __device__ __forceinline__ void poison(const Adam& op) {
     float* scales = op.rounded.scale;
     const int64_t valid = op.valid;
     bool missing = false;
-    for (int64_t row = threadIdx.x; row < valid; row += kThreads) missing |= scales[row] != scales[row];
+    for (int64_t row = threadIdx.x; row < valid; row += kThreads)
+        missing |= scales[row] != scales[row];
     if (!block_any<kThreads>(missing)) return;
     for (int64_t row = threadIdx.x; row < valid; row += kThreads) scales[row] = not_a_number();
 }
@@ -208,7 +225,9 @@ __device__ __forceinline__ void poison(const Adam& op) {
 __device__ __forceinline__ Adam step_of(const Adam* table, const int32_t* tiles) {
     return table[tiles[2 * blockIdx.x]];
 }
-__device__ __forceinline__ int64_t tile_of(const int32_t* tiles) { return tiles[2 * blockIdx.x + 1]; }
+__device__ __forceinline__ int64_t tile_of(const int32_t* tiles) {
+    return tiles[2 * blockIdx.x + 1];
+}
 
 }  // namespace
 
@@ -220,7 +239,9 @@ LSQ_KERNEL __launch_bounds__(kThreads, 3) lsq_adam_table(In<Adam> table, In<int3
 }
 LSQ_EXPORT(lsq_adam_table)
 
-LSQ_KERNEL __launch_bounds__(kThreads, 2) lsq_adam_codes(const Adam op) { update_rows(op, blockIdx.x); }
+LSQ_KERNEL __launch_bounds__(kThreads, 2) lsq_adam_codes(const Adam op) {
+    update_rows(op, blockIdx.x);
+}
 LSQ_EXPORT(lsq_adam_codes)
 LSQ_KERNEL __launch_bounds__(kThreads, 2) lsq_adam_codes_table(In<Adam> table, In<int32_t> tiles) {
     update_rows(step_of(table, tiles), tile_of(tiles));
@@ -234,8 +255,8 @@ LSQ_KERNEL __launch_bounds__(kThreads) lsq_adam_poison_table(In<Adam> table, In<
 }
 LSQ_EXPORT(lsq_adam_poison_table)
 
-// norm [1]: of all gradients of the steps. The blocks' sums of squares, partial float32 [gridDim.x], are added up in order
-// in double precision by the last block.
+// norm [1]: of all gradients of the steps. The blocks' sums of squares, partial float32
+// [gridDim.x], are added up in order in double precision by the last block.
 LSQ_KERNEL __launch_bounds__(kThreads) lsq_gradient_norm(
     In<Adam> table, In<int32_t> tiles, Out<uint32_t> ticket, Out<float> partial, Out<float> norm) {
     const Adam& op = step_of(table, tiles);

@@ -1,5 +1,5 @@
 // What adapters read of a product's input, and what goes back to it: 8 values a thread.
-#include "project_end.cuh"
+#include "project_epilogue.cuh"
 
 // -DCODES=1: the input is codes, else floats.
 #ifndef CODES

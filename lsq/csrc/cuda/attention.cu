@@ -1,7 +1,8 @@
-// Attention over packed rows; lsq/ops/attention.py is the reference, attention_gradient.cu the backward pass.
+// Attention over packed rows; lsq/ops/attention.py is the reference, attention_gradient.cu the
+// backward pass.
 //
-// A block has one head and one tile of queries, and goes over the tiles of the keys that they see with a running maximum
-// and sum (FlashAttention-2, Dao 2023). Scores of codes are exact.
+// A block has one head and one tile of queries, and goes over the tiles of the keys that they see
+// with a running maximum and sum (FlashAttention-2, Dao 2023). Scores of codes are exact.
 #include "attention.cuh"
 
 #if CODED
@@ -23,7 +24,7 @@ struct Tiles {
 constexpr int kHeld = WIDTH > 64 ? 320 : 512;
 constexpr int kContextStride = WIDTH + 8;
 
-// The context takes the tiles' place in the end.
+// The context reuses the tiles' memory.
 union Shared {
     Tiles tiles;
     alignas(16) float context[TILE * kContextStride];
@@ -31,7 +32,8 @@ union Shared {
 
 }  // namespace
 
-LSQ_KERNEL __launch_bounds__(kThreads, kHeld / kThreads) lsq_attention(const Attention op, Out<uint32_t> ticket) {
+LSQ_KERNEL __launch_bounds__(kThreads, kHeld / kThreads)
+    lsq_attention(const Attention op, Out<uint32_t> ticket) {
     __shared__ Shared shared;
     __shared__ Biases biases;
     Tiles& tiles = shared.tiles;
@@ -73,9 +75,10 @@ LSQ_KERNEL __launch_bounds__(kThreads, kHeld / kThreads) lsq_attention(const Att
         for (int eight = 0; eight < TILE / 8; ++eight) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                const int distance =
-                    sentence.distance(place.first + lane_row(i / 2), begin + lane_column(eight) + i % 2);
-                const float score = biases.add(static_cast<float>(products[eight][i]) * factor, distance);
+                const int distance = sentence.distance(place.first + lane_row(i / 2),
+                                                       begin + lane_column(eight) + i % 2);
+                const float score =
+                    biases.add(static_cast<float>(products[eight][i]) * factor, distance);
                 p[eight][i] = sight.sees(eight, i) ? score : -infinity();
                 highest[i / 2] = Maximum::join(p[eight][i], highest[i / 2]);
             }
@@ -122,11 +125,13 @@ LSQ_KERNEL __launch_bounds__(kThreads, kHeld / kThreads) lsq_attention(const Att
 #pragma unroll
         for (int eight = 0; eight < WIDTH / 8; ++eight) {
             const float* two = sums[eight] + 2 * half;
-            const float2 context = blind ? make_float2(0.0f, 0.0f) : make_float2(two[0] * share, two[1] * share);
+            const float2 context =
+                blind ? make_float2(0.0f, 0.0f) : make_float2(two[0] * share, two[1] * share);
             store_words(shared.context + (mine * kContextStride + lane_column(eight)), context);
         }
         if (log_sum && lane() % 4 == 0) {
-            log_sum[(row + mine) * op.heads.count + head] = blind ? -infinity() : largest[half] + logf(total[half]);
+            log_sum[(row + mine) * op.heads.count + head] =
+                blind ? -infinity() : largest[half] + logf(total[half]);
         }
     }
     __syncthreads();

@@ -1,6 +1,8 @@
-// Biases of scores by the distance of key and query, and their gradient; see PositionBias in lsq/ops/heads.py.
+// Biases of scores by the distance of key and query, and their gradient; see PositionBias in
+// lsq/ops/heads.py.
 //
-// -DDISTANCES, if there are biases: how many distances have one of their own, from -DBUCKETS rows of a table.
+// -DDISTANCES, if there are biases: how many distances have one of their own, from -DBUCKETS rows
+// of a table.
 #pragma once
 
 #include "attention_tiles.cuh"
@@ -27,8 +29,12 @@ struct Biases {
         }
     }
 
-    __device__ __forceinline__ static int place(int distance) { return max(-kLimit, min(distance, kLimit)) + kLimit; }
-    __device__ __forceinline__ float add(float score, int distance) const { return score + line[place(distance)]; }
+    __device__ __forceinline__ static int place(int distance) {
+        return max(-kLimit, min(distance, kLimit)) + kLimit;
+    }
+    __device__ __forceinline__ float add(float score, int distance) const {
+        return score + line[place(distance)];
+    }
 #else
     __device__ __forceinline__ void load(const Heads&, int) {}
     __device__ __forceinline__ float add(float score, int) const { return score; }
@@ -44,10 +50,11 @@ struct BiasSums {
         for (int bucket = threadIdx.x; bucket < BUCKETS; bucket += kThreads) sum[bucket] = 0.0f;
     }
 
-    // Adds the gradients of scores [queries, keys]; distance: of the first key from the first query. A thread adds up
-    // diagonals, then buckets, each in order. All threads of the block must call this.
-    __device__ __forceinline__ void add(const PositionBias& bias, const PairTile& slopes, int queries, int keys,
-                                        int distance) {
+    // Adds the gradients of scores [queries, keys]; distance: of the first key from the first
+    // query. A thread adds up diagonals, then buckets, each in order. All threads of the block must
+    // call this.
+    __device__ __forceinline__ void add(const PositionBias& bias, const PairTile& slopes,
+                                        int queries, int keys, int distance) {
         for (int i = threadIdx.x; i < 2 * TILE - 1; i += kThreads) {
             float total = 0.0f;
             for (int query = 0; query < queries; ++query) {
@@ -55,7 +62,8 @@ struct BiasSums {
                 if (key < 0 || key >= keys) continue;
 #pragma unroll
                 for (int part = 0; part < kParts; ++part) {
-                    total += widen(*reinterpret_cast<const bfloat16*>(slopes.at(part, query, 2 * key)));
+                    total +=
+                        widen(*reinterpret_cast<const bfloat16*>(slopes.at(part, query, 2 * key)));
                 }
             }
             diagonal[i] = total;

@@ -1,20 +1,23 @@
 // The gradients of attention over packed rows; lsq/ops/attention.py is the reference.
 //
-// Probabilities are made again from the log of their sum. A block has one head and one tile of queries, or of keys, and
-// goes over the sentence's other tiles; nothing is added by atomics. Where all keys of a sentence stand in one tile, the
-// block of that tile has all that its queries' gradients need, and makes them, too: short sentences are looked at once.
+// Probabilities are made again from the log of their sum. A block has one head and one tile of
+// queries, or of keys, and goes over the sentence's other tiles; nothing is added by atomics. Where
+// all keys of a sentence stand in one tile, the block of that tile has all that its queries'
+// gradients need, and makes them, too: short sentences are looked at once.
 #include "attention.cuh"
 
 namespace {
 
-// Threads of these kernels that a multiprocessor holds at once, at least, by the registers that they need.
+// Threads of these kernels that a multiprocessor holds at once, at least, by the registers that
+// they need.
 constexpr bool kLarge = WIDTH > 64 || kSingle || kBiased;
 constexpr int kFewThreads = 256, kManyThreads = 384;
 
 struct Tiles {
     FloatTile<kOperandParts> queries, keys, values;
     FloatTile<kFloatParts> upstream;
-    PairTile dropped, slopes;  // what dv and dk are products with, which wait for all warps' queries
+    // What dv and dk are products with, which wait for all warps' queries.
+    PairTile dropped, slopes;
 };
 
 static_assert(sizeof(Tiles) == SHARED, "bytes of shared memory that launches ask for");
@@ -29,19 +32,23 @@ struct Backward {
 
     __device__ __forceinline__ Backward(const AttentionGradient& op, Biases& biases)
         : q(op.heads.q), k(op.heads.k), v(op.heads.v),
-          upstream(Projected{Coded{}, op.dcontext, 0, op.heads.count * WIDTH}), mask(op.heads), log_sum(op.log_sum),
-          share(score_share(op.heads)), factor(q.scale * k.scale * share), biases(biases) {}
+          upstream(Projected{Coded{}, op.dcontext, 0, op.heads.count * WIDTH}), mask(op.heads),
+          log_sum(op.log_sum), share(score_share(op.heads)), factor(q.scale * k.scale * share),
+          biases(biases) {}
 
     __device__ __forceinline__ bool one_tile(const Sentence& sentence) const {
         return sentence.keys > 0 && sentence.keys <= TILE;
     }
 
-    // A tile of queries, and one of keys. All threads of the block must call these, and have left the tiles.
-    __device__ __forceinline__ void load_queries(int64_t row, int count, int head, Tiles& tiles) const {
+    // A tile of queries, and one of keys. All threads of the block must call these, and have left
+    // the tiles.
+    __device__ __forceinline__ void load_queries(int64_t row, int count, int head,
+                                                 Tiles& tiles) const {
         load_tile(q, row, count, head, tiles.queries);
         load_tile(upstream, row, count, head, tiles.upstream);
     }
-    __device__ __forceinline__ void load_keys(int64_t row, int count, int head, Tiles& tiles) const {
+    __device__ __forceinline__ void load_keys(int64_t row, int count, int head,
+                                              Tiles& tiles) const {
         load_tile(k, row, count, head, tiles.keys);
         load_tile(v, row, count, head, tiles.values);
     }
@@ -52,11 +59,12 @@ struct Meeting {
     int query, key, queries, keys, head;
 };
 
-// The warp's rows of p, probabilities, and g, the gradients of those; 0 where a key is not seen. dropped(eight, four):
-// gets what the forward pass multiplied values by.
+// The warp's rows of p, probabilities, and g, the gradients of those; 0 where a key is not seen.
+// dropped(eight, four): gets what the forward pass multiplied values by.
 template <class Dropped>
-__device__ __forceinline__ void probabilities(const Backward& given, const Tiles& tiles, const Sentence& sentence,
-                                              const Meeting& at, Pairs& p, Pairs& g, const Dropped& dropped) {
+__device__ __forceinline__ void probabilities(const Backward& given, const Tiles& tiles,
+                                              const Sentence& sentence, const Meeting& at, Pairs& p,
+                                              Pairs& g, const Dropped& dropped) {
     multiply_rows(tiles.queries, tiles.keys, at.keys, p);
     multiply_rows(tiles.upstream, tiles.values, at.keys, g);
     const int row = sentence.query + at.query;
@@ -67,7 +75,8 @@ __device__ __forceinline__ void probabilities(const Backward& given, const Tiles
         const bool inside = lane_row(half) < at.queries;
         sight.first[half] = sentence.before(at.query + lane_row(half)) - at.key;
         sight.last[half] = inside ? sentence.seen(at.query + lane_row(half), at.key) : 0;
-        log_sum[half] = inside ? given.log_sum[(row + lane_row(half)) * given.mask.heads + at.head] : 0.0f;
+        log_sum[half] =
+            inside ? given.log_sum[(row + lane_row(half)) * given.mask.heads + at.head] : 0.0f;
     }
 #pragma unroll
     for (int eight = 0; eight < TILE / 8; ++eight) {
@@ -99,8 +108,8 @@ __device__ __forceinline__ void add_up(const Pairs& p, const Pairs& g, float (&t
 
 // sums * factor to `count` rows of a float32 matrix; columns from 16 * first on of a head.
 template <int EIGHTS>
-__device__ __forceinline__ void store_sums(const float (&sums)[EIGHTS][4], float factor, int count, int first, float* out,
-                                           int64_t columns) {
+__device__ __forceinline__ void store_sums(const float (&sums)[EIGHTS][4], float factor, int count,
+                                           int first, float* out, int64_t columns) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
 #pragma unroll
@@ -108,15 +117,16 @@ __device__ __forceinline__ void store_sums(const float (&sums)[EIGHTS][4], float
             const int column = 16 * first + lane_column(eight);
             if (lane_row(half) >= count || column >= WIDTH) continue;
             const float* two = sums[eight] + 2 * half;
-            store_words(out + lane_row(half) * columns + column, make_float2(two[0] * factor, two[1] * factor));
+            store_words(out + lane_row(half) * columns + column,
+                        make_float2(two[0] * factor, two[1] * factor));
         }
     }
 }
 
 }  // namespace
 
-// dq: float32 [M, q_columns], of sentences whose keys take several tiles, or that have none. sums [M, heads]: of each
-// query's probabilities times their gradients.
+// dq: float32 [M, q_columns], of sentences whose keys take several tiles, or that have none. sums
+// [M, heads]: of each query's probabilities times their gradients.
 LSQ_KERNEL __launch_bounds__(kThreads, kFewThreads / kThreads)
     lsq_attention_query_gradient(const AttentionGradient op, Out<float> sums, Out<float> dq) {
     extern __shared__ __align__(16) unsigned char shared[];
@@ -130,8 +140,8 @@ LSQ_KERNEL __launch_bounds__(kThreads, kFewThreads / kThreads)
     const int row = place.begin + place.first;
     given.load_queries(row, place.count, head, tiles);
     biases.load(op.heads, head);
-    // The gradient of a score is p * (g - total) with the total of p * g over all keys: what p * g and p add up to with
-    // the keys is kept apart until the total is known.
+    // The gradient of a score is p * (g - total) with the total of p * g over all keys: what p * g
+    // and p add up to with the keys is kept apart until the total is known.
     float total[2] = {};
     Sums of_weighted = {}, of_plain = {};
     const int last = sentence.seen(place.first + place.count - 1);
@@ -171,11 +181,11 @@ LSQ_KERNEL __launch_bounds__(kThreads, kFewThreads / kThreads)
 }
 LSQ_EXPORT(lsq_attention_query_gradient)
 
-// dkv: float32 [S, k_columns], gradients of keys and values; sums and dq as above, dq of the other sentences. of_biases:
-// the block's sums for the table of biases.
+// dkv: float32 [S, k_columns], gradients of keys and values; sums and dq as above, dq of the other
+// sentences. of_biases: the block's sums for the table of biases.
 LSQ_KERNEL __launch_bounds__(kThreads, (kLarge ? kFewThreads : kManyThreads) / kThreads)
-    lsq_attention_key_gradient(const AttentionGradient op, In<float> sums, Out<float> dq, Out<float> dkv,
-                               Out<float> of_biases) {
+    lsq_attention_key_gradient(const AttentionGradient op, In<float> sums, Out<float> dq,
+                               Out<float> dkv, Out<float> of_biases) {
     extern __shared__ __align__(16) unsigned char shared[];
     Tiles& tiles = *reinterpret_cast<Tiles*>(shared);
     __shared__ Biases biases;
@@ -186,17 +196,20 @@ LSQ_KERNEL __launch_bounds__(kThreads, (kLarge ? kFewThreads : kManyThreads) / k
     const int key_head = blockIdx.y;
     if (place.count == 0) {
         bias_sums.clear();
-        for (int i = 0; i < SHARING; ++i) bias_sums.write(op.heads, key_head * SHARING + i, of_biases);
+        for (int i = 0; i < SHARING; ++i)
+            bias_sums.write(op.heads, key_head * SHARING + i, of_biases);
         return;
     }
     const bool alone = given.one_tile(sentence);
     const int row = place.begin + place.first;
     given.load_keys(row, place.count, key_head, tiles);
     Sums dk = {}, dv = {};
-    // Under a causal mask, queries before this one see none of the keys, nor do those to whom a window hides all; without
-    // any, their own gradients are zeros.
-    const int earliest = sentence.causal && !alone ? max(place.first + sentence.queries - sentence.keys, 0) : 0;
-    const int latest = alone ? sentence.queries : sentence.queries_of(place.first + place.count - 1);
+    // Under a causal mask, queries before this one see none of the keys, nor do those to whom a
+    // window hides all; without any, their own gradients are zeros.
+    const int earliest =
+        sentence.causal && !alone ? max(place.first + sentence.queries - sentence.keys, 0) : 0;
+    const int latest =
+        alone ? sentence.queries : sentence.queries_of(place.first + place.count - 1);
     for (int head = key_head * SHARING; head < (key_head + 1) * SHARING; ++head) {
         biases.load(op.heads, head);
         bias_sums.clear();
@@ -208,8 +221,11 @@ LSQ_KERNEL __launch_bounds__(kThreads, (kLarge ? kFewThreads : kManyThreads) / k
             __syncthreads();
             if (warp_row() < count) {
                 Pairs p, g;
-                probabilities(given, tiles, sentence, {begin, place.first, count, place.count, head}, p, g,
-                              [&](int eight, const float (&four)[4]) { store_pairs(four, eight, tiles.dropped); });
+                probabilities(given, tiles, sentence,
+                              {begin, place.first, count, place.count, head}, p, g,
+                              [&](int eight, const float(&four)[4]) {
+                                  store_pairs(four, eight, tiles.dropped);
+                              });
                 float total[2] = {};
                 if (alone) add_up(p, g, total);
 #pragma unroll
@@ -233,11 +249,13 @@ LSQ_KERNEL __launch_bounds__(kThreads, (kLarge ? kFewThreads : kManyThreads) / k
                     float mine[2 * kSteps][4] = {};
                     add_products(OfRows{p}, tiles.keys, place.count, first, mine);
                     store_sums(mine, given.k.scale * given.share, count, first,
-                               dq + (query * given.q.columns + given.q.column + head * WIDTH), given.q.columns);
+                               dq + (query * given.q.columns + given.q.column + head * WIDTH),
+                               given.q.columns);
                 }
             }
             __syncthreads();
-            bias_sums.add(op.heads.bias, tiles.slopes, count, place.count, sentence.distance(begin, place.first));
+            bias_sums.add(op.heads.bias, tiles.slopes, count, place.count,
+                          sentence.distance(begin, place.first));
             if (warp_row() < place.count) {
                 add_products(OfColumns{tiles.dropped}, tiles.upstream, count, 0, dv);
                 add_products(OfColumns{tiles.slopes}, tiles.queries, count, 0, dk);

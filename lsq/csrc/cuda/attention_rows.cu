@@ -1,11 +1,15 @@
-// The end of attention's backward pass: whole rows of the gradient of queries, or of keys and values with -DKEYS=1.
+// The end of attention's backward pass: whole rows of the gradient of queries, or of keys and
+// values with -DKEYS=1.
 //
-// Straight through the rounding of what they are the gradient of, then sums over rows, then as it is or rounded.
+// Straight through the rounding of what they are the gradient of, then sums over rows, then as it
+// is or rounded.
 #include "gradient.cuh"
 
-// gradient: float32 [rows, COLUMNS]. partial: the block's sums of columns and, after them, what clips get.
+// gradient: float32 [rows, COLUMNS]. partial: the block's sums of columns and, after them, what
+// clips get.
 LSQ_KERNEL __launch_bounds__(kThreads, kSumming)
-    lsq_attention_gradient_rows(const AttentionGradient op, In<float> gradient, Out<float> partial) {
+    lsq_attention_gradient_rows(const AttentionGradient op, In<float> gradient,
+                                Out<float> partial) {
 #if KEYS
     const int64_t rows = op.heads.key_rows;
     const StraightThrough mask{op.heads.k.rows.coded};

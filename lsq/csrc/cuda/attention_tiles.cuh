@@ -1,9 +1,11 @@
-// Tiles of queries and keys of one head of one sentence in shared memory, and their products on tensor cores.
+// Tiles of queries and keys of one head of one sentence in shared memory, and their products on
+// tensor cores.
 //
-// -DWIDTH: columns of a head, a multiple of 8 up to 128; -DTILE: queries or keys of a tile, a multiple of 16; -DCODED=1:
-// queries, keys and values are codes, 0: Float; -DSHARING: heads of queries that share keys, 1 unless given. A warp has
-// 16 rows of a tile. Codes are exact in bfloat16; of a float32, two bfloat16 leave at most 2^-18, and three 2^-27, which
-// of all that is multiplied here is exact enough for float32.
+// -DWIDTH: columns of a head, a multiple of 8 up to 128; -DTILE: queries or keys of a tile, a
+// multiple of 16; -DCODED=1: queries, keys and values are codes, 0: Float; -DSHARING: heads of
+// queries that share keys, 1 unless given. A warp has 16 rows of a tile. Codes are exact in
+// bfloat16; of a float32, two bfloat16 leave at most 2^-18, and three 2^-27, which of all that is
+// multiplied here is exact enough for float32.
 #pragma once
 
 #include "rounding.cuh"
@@ -15,20 +17,22 @@
 
 namespace lsq {
 
-constexpr int kRows = 16, kGroups = TILE / kRows;  // of a fragment; such groups of a tile's rows, one for each warp
+// Of a fragment; such groups of a tile's rows, one for each warp.
+constexpr int kRows = 16, kGroups = TILE / kRows;
 constexpr int kThreads = kGroups * kWarp;
 constexpr int kColumns = (WIDTH + 15) / 16 * 16;   // of a head, with zeros behind it
 // bfloat16 that stand for a float32 made here; for a Float; for one of queries, keys and values.
 constexpr bool kSingle = sizeof(Float) == 4;
-constexpr int kParts = kSingle ? 3 : 2, kFloatParts = kSingle ? 3 : 1, kOperandParts = CODED ? 1 : kFloatParts;
+constexpr int kParts = kSingle ? 3 : 2, kFloatParts = kSingle ? 3 : 1,
+              kOperandParts = CODED ? 1 : kFloatParts;
 
 static_assert(TILE % kRows == 0, "warps have whole fragments");
 
 using Pairs = float[TILE / 8][4];    // what a lane holds of [16, TILE], queries by keys
 using Sums = float[kColumns / 8][4];  // what a lane holds of [16, kColumns]
 
-// Of the block's warp, the first of its rows in a tile; of a lane, its row of each half of them, and its first column of
-// each eight.
+// Of the block's warp, the first of its rows in a tile; of a lane, its row of each half of them,
+// and its first column of each eight.
 __device__ __forceinline__ int warp_row() { return threadIdx.x / kWarp * kRows; }
 __device__ __forceinline__ int lane() { return threadIdx.x % kWarp; }
 __device__ __forceinline__ int lane_row(int half) { return warp_row() + lane() / 4 + 8 * half; }
@@ -36,13 +40,16 @@ __device__ __forceinline__ int lane_column(int eight) { return 8 * eight + lane(
 
 // What a score has of a product.
 __device__ __forceinline__ float score_share(const Heads& heads) {
-    return heads.softmax_scale != 0.0f ? heads.softmax_scale : static_cast<float>(1.0 / sqrt(static_cast<double>(WIDTH)));
+    return heads.softmax_scale != 0.0f ? heads.softmax_scale
+                                       : static_cast<float>(1.0 / sqrt(static_cast<double>(WIDTH)));
 }
 
-// PARTS times TILE rows of COLUMNS elements, of 32 bytes at a time. Eight neighbouring rows lie in different banks.
+// PARTS times TILE rows of COLUMNS elements, of 32 bytes at a time. Eight neighbouring rows lie in
+// different banks.
 template <class Element, int COLUMNS, int PARTS>
 struct alignas(16) SharedRows {
-    static constexpr int kBytes = (COLUMNS * static_cast<int>(sizeof(Element)) + 31) / 32 * 32, kStride = kBytes + 16;
+    static constexpr int kBytes = (COLUMNS * static_cast<int>(sizeof(Element)) + 31) / 32 * 32,
+                         kStride = kBytes + 16;
     static constexpr int kSteps = kBytes / 32, kCount = PARTS;
     static constexpr int kVectors = kBytes / static_cast<int>(sizeof(Element)) / kVector;
     unsigned char bytes[PARTS][TILE * kStride];
@@ -67,7 +74,8 @@ struct Operand {
     float scale;
 
     __device__ __forceinline__ explicit Operand(const Projected& from)
-        : codes(from.rows.coded.codes), floats(from.rows.floats), columns(from.columns), column(from.column), scale(1.0f) {
+        : codes(from.rows.coded.codes), floats(from.rows.floats), columns(from.columns),
+          column(from.column), scale(1.0f) {
         if (codes) scale = static_cast<const float*>(from.rows.coded.scale)[0];
     }
 };
@@ -83,10 +91,11 @@ __device__ __forceinline__ void split(float low, float high, uint32_t (&pair)[PA
     }
 }
 
-// Calls work(row, column, element) for every vector of rows [first, first + count) of a head and of those that fill a
-// fragment; element: in the tensor, -1 where there is none.
+// Calls work(row, column, element) for every vector of rows [first, first + count) of a head and of
+// those that fill a fragment; element: in the tensor, -1 where there is none.
 template <class Tile, class Work>
-__device__ __forceinline__ void for_vectors(const Operand& from, int64_t first, int count, int head, const Work& work) {
+__device__ __forceinline__ void for_vectors(const Operand& from, int64_t first, int count, int head,
+                                            const Work& work) {
     const int rows = (count + kRows - 1) / kRows * kRows, columns = static_cast<int>(from.columns);
     const int64_t begin = first * from.columns + from.column + head * WIDTH;
     for (int part = threadIdx.x; part < rows * Tile::kVectors; part += kThreads) {
@@ -95,44 +104,49 @@ __device__ __forceinline__ void for_vectors(const Operand& from, int64_t first, 
     }
 }
 
-// Rows of a head to a tile, zeros beyond. All threads of the block must call this, and have left the tile; codes are
-// still under way afterwards.
-__device__ __forceinline__ void load_tile(const Operand& from, int64_t first, int count, int head, CodeTile& tile) {
+// Rows of a head to a tile, zeros beyond. All threads of the block must call this, and have left
+// the tile; codes are still under way afterwards.
+__device__ __forceinline__ void load_tile(const Operand& from, int64_t first, int count, int head,
+                                          CodeTile& tile) {
     for_vectors<CodeTile>(from, first, count, head, [&](int row, int column, int64_t element) {
-        copy_async<kVector>(tile.at(0, row, column), from.codes + (element < 0 ? 0 : element), element >= 0);
+        copy_async<kVector>(tile.at(0, row, column), from.codes + (element < 0 ? 0 : element),
+                            element >= 0);
     });
 }
 
 template <int PARTS>
 __device__ __forceinline__ void load_tile(const Operand& from, int64_t first, int count, int head,
                                           FloatTile<PARTS>& tile) {
-    for_vectors<FloatTile<PARTS>>(from, first, count, head, [&](int row, int column, int64_t element) {
-        float x[kVector] = {};
-        if (element >= 0 && from.codes) {
-            int32_t codes[kVector];
-            load8(from.codes + element, codes);
+    for_vectors<FloatTile<PARTS>>(
+        from, first, count, head, [&](int row, int column, int64_t element) {
+            float x[kVector] = {};
+            if (element >= 0 && from.codes) {
+                int32_t codes[kVector];
+                load8(from.codes + element, codes);
 #pragma unroll
-            for (int i = 0; i < kVector; ++i) x[i] = static_cast<float>(codes[i]);
-        } else if (element >= 0) {
-            load8(from.floats + element, x);
-        }
-        uint32_t pairs[kVector / 2][PARTS];
+                for (int i = 0; i < kVector; ++i) x[i] = static_cast<float>(codes[i]);
+            } else if (element >= 0) {
+                load8(from.floats + element, x);
+            }
+            uint32_t pairs[kVector / 2][PARTS];
 #pragma unroll
-        for (int i = 0; i < kVector / 2; ++i) split(x[2 * i], x[2 * i + 1], pairs[i]);
+            for (int i = 0; i < kVector / 2; ++i) split(x[2 * i], x[2 * i + 1], pairs[i]);
 #pragma unroll
-        for (int part = 0; part < PARTS; ++part) {
-            store_words(tile.at(part, row, 2 * column),
-                        make_uint4(pairs[0][part], pairs[1][part], pairs[2][part], pairs[3][part]));
-        }
-    });
+            for (int part = 0; part < PARTS; ++part) {
+                store_words(
+                    tile.at(part, row, 2 * column),
+                    make_uint4(pairs[0][part], pairs[1][part], pairs[2][part], pairs[3][part]));
+            }
+        });
 }
 
-// products [16, TILE] = the warp's rows of `mine` times the first `count` rows of `theirs`, those of a last fragment
-// included; what lies beyond is 0.
+// products [16, TILE] = the warp's rows of `mine` times the first `count` rows of `theirs`, those
+// of a last fragment included; what lies beyond is 0.
 template <class Mine, class Theirs, class T>
 __device__ __forceinline__ void multiply_rows(const Mine& mine, const Theirs& theirs, int count,
                                               T (&products)[TILE / 8][4]) {
-    constexpr int kAtOnce = Mine::kSteps > 4 ? 4 : Mine::kSteps;  // more of a wide head's would take too many registers
+    // More of a wide head's would take too many registers.
+    constexpr int kAtOnce = Mine::kSteps > 4 ? 4 : Mine::kSteps;
     constexpr int kMost = Mine::kCount > Theirs::kCount ? Mine::kCount : Theirs::kCount;
 #pragma unroll
     for (int eight = 0; eight < TILE / 8; ++eight) {
@@ -144,7 +158,8 @@ __device__ __forceinline__ void multiply_rows(const Mine& mine, const Theirs& th
         uint32_t left[Mine::kCount][4];
 #pragma unroll
         for (int part = 0; part < Mine::kCount; ++part) {
-            load_matrices(mine.at(part, warp_row() + lane() % 16, 32 * step + lane() / 16 * 16), left[part]);
+            load_matrices(mine.at(part, warp_row() + lane() % 16, 32 * step + lane() / 16 * 16),
+                          left[part]);
         }
 #pragma unroll
         for (int group = 0; group < kGroups; ++group) {
@@ -165,11 +180,12 @@ __device__ __forceinline__ void multiply_rows(const Mine& mine, const Theirs& th
     }
 }
 
-// sums [16, 16 * STEPS] += a left factor [16, TILE] times columns from 16 * first on of the first `count` rows of a tile,
-// those of a last fragment included. left(group, words): says what the factor's fragments of 16 columns are.
+// sums [16, 16 * STEPS] += a left factor [16, TILE] times columns from 16 * first on of the first
+// `count` rows of a tile, those of a last fragment included. left(group, words): says what the
+// factor's fragments of 16 columns are.
 template <int EIGHTS, class Left, class Tile>
-__device__ __forceinline__ void add_products(const Left& left, const Tile& tile, int count, int first,
-                                             float (&sums)[EIGHTS][4]) {
+__device__ __forceinline__ void add_products(const Left& left, const Tile& tile, int count,
+                                             int first, float (&sums)[EIGHTS][4]) {
 #pragma unroll
     for (int group = 0; group < kGroups; ++group) {
         if (kRows * group >= count) continue;
@@ -214,9 +230,11 @@ struct OfColumns {
     const PairTile& pairs;
 
     __device__ __forceinline__ void operator()(int group, uint32_t (&words)[kParts][4]) const {
-        const int query = kRows * group + lane() % 8 + lane() / 16 * 8, key = warp_row() + lane() / 8 % 2 * 8;
+        const int query = kRows * group + lane() % 8 + lane() / 16 * 8,
+                  key = warp_row() + lane() / 8 % 2 * 8;
 #pragma unroll
-        for (int part = 0; part < kParts; ++part) load_matrices<4, true>(pairs.at(part, query, 2 * key), words[part]);
+        for (int part = 0; part < kParts; ++part)
+            load_matrices<4, true>(pairs.at(part, query, 2 * key), words[part]);
     }
 };
 

@@ -1,13 +1,15 @@
-// Attention of one query a row to keys and values that a list finds in a cache of codes; lsq/ops/cached_attention.py is the
-// reference.
+// Attention of one query a row to keys and values that a list finds in a cache of codes;
+// lsq/ops/cached_attention.py is the reference.
 //
-// Bound by reading the cache. A block has one head of one row, and a part of its list where few rows would leave
-// multiprocessors idle. A group of lanes has a key and its value, each lane 16 columns of both (8 where heads have no
-// multiple of 16), and asks for several keys before it looks at the first one. Scores are exact sums of codes. Each group
-// keeps a running maximum, sum and context (Milakov and Gimelshein 2018); the block joins those of its groups, and the
-// last block of a head those of its list's parts (Flash-Decoding, Dao et al. 2023), always in the same order.
+// Bound by reading the cache. A block has one head of one row, and a part of its list where few
+// rows would leave multiprocessors idle. A group of lanes has a key and its value, each lane 16
+// columns of both (8 where heads have no multiple of 16), and asks for several keys before it looks
+// at the first one. Scores are exact sums of codes. Each group keeps a running maximum, sum and
+// context (Milakov and Gimelshein 2018); the block joins those of its groups, and the last block of
+// a head those of its list's parts (Flash-Decoding, Dao et al. 2023), always in the same order.
 //
-// -DWIDTH: columns of a head, a multiple of 8 up to 128; -DLEAST: keys of a list for which another block is worth its while.
+// -DWIDTH: columns of a head, a multiple of 8 up to 128; -DLEAST: keys of a list for which another
+// block is worth its while.
 #include "rounding.cuh"
 
 namespace {
@@ -15,7 +17,8 @@ namespace {
 constexpr int kThreads = 128, kWarps = kThreads / kWarp;
 constexpr int kBytes = WIDTH % 16 == 0 ? 16 : 8;  // of a key that a lane has
 constexpr int kParts = WIDTH / kBytes;            // lanes that have some
-constexpr int kGroup = kParts > 8 ? 16 : kParts > 4 ? 8 : kParts > 2 ? 4 : kParts;  // lanes of a key
+// Lanes of a key.
+constexpr int kGroup = kParts > 8 ? 16 : kParts > 4 ? 8 : kParts > 2 ? 4 : kParts;
 constexpr int kGroups = kThreads / kGroup;
 constexpr int kTurn = 4;                // keys that a group asks for at a time
 constexpr int32_t kNone = -(1 << 30);   // the largest score of no keys
@@ -48,13 +51,16 @@ struct Piece {
         }
         return sum;
     }
-    // One code as a float: put in the last bits of 2^23 with its sign bit flipped, it stands 128 above itself.
+    // One code as a float: put in the last bits of 2^23 with its sign bit flipped, it stands 128
+    // above itself.
     __device__ __forceinline__ float value(int i) const {
-        return float_of(__byte_perm(word[i / 4] ^ 0x80808080u, 0x4B000000u, 0x7650u + i % 4)) - (8388608.0f + 128.0f);
+        return float_of(__byte_perm(word[i / 4] ^ 0x80808080u, 0x4B000000u, 0x7650u + i % 4)) -
+               (8388608.0f + 128.0f);
     }
 };
 
-// What some keys of a list come to: p = exp((score - largest) * factor), and p times the values, summed.
+// What some keys of a list come to: p = exp((score - largest) * factor), and p times the values,
+// summed.
 struct alignas(16) State {
     float context[WIDTH];
     float total;
@@ -94,7 +100,8 @@ struct Running {
         for (int apart = kGroup; apart < kWarp; apart *= 2) {
             total += __shfl_xor_sync(kAllLanes, total, apart);
 #pragma unroll
-            for (int i = 0; i < kBytes; ++i) context[i] += __shfl_xor_sync(kAllLanes, context[i], apart);
+            for (int i = 0; i < kBytes; ++i)
+                context[i] += __shfl_xor_sync(kAllLanes, context[i], apart);
         }
     }
 };
@@ -125,9 +132,11 @@ struct Reader {
     const int length, parts;  // of the list: keys, and blocks that share them
     const int64_t* places;
     const int part = threadIdx.x % kGroup, group = threadIdx.x / kGroup;
-    const bool has = part < kParts;           // columns; a lane without any reads what the first one does, for nothing
+    // Columns; a lane without any reads what the first one does, for nothing.
+    const bool has = part < kParts;
     const int column = has ? part * kBytes : 0;
-    const int8_t* own;  // the lane's part of the query, and of the key and value that it brings along
+    // The lane's part of the query, and of the key and value that it brings along.
+    const int8_t* own;
     int8_t* cache;      // the lane's part of the first key
     const float factor;
 
@@ -138,16 +147,19 @@ struct Reader {
           places(op.lists + list * op.capacity),
           own(op.queries.codes + (row * op.query_columns + head * WIDTH + column)),
           cache(op.cache + (head * WIDTH + column)),
-          factor(op.queries.scale[0] * op.cache_scale[0] * static_cast<float>(1.0 / sqrt(static_cast<double>(WIDTH)))) {}
+          factor(op.queries.scale[0] * op.cache_scale[0] *
+                 static_cast<float>(1.0 / sqrt(static_cast<double>(WIDTH)))) {}
 
     // The lane's part of key j; that of its value lies a row's width behind.
     __device__ __forceinline__ const int8_t* key(int j) const {
-        return op.appends && j == length - 1 ? own + op.columns : cache + places[j] * (2 * op.columns);
+        return op.appends && j == length - 1 ? own + op.columns
+                                             : cache + places[j] * (2 * op.columns);
     }
 
     // The block's part of the list; a state for each of its warps.
     __device__ __forceinline__ void read(State* states) const {
-        const int each = (length + parts - 1) / parts, begin = blockIdx.y * each, end = min(length, begin + each);
+        const int each = (length + parts - 1) / parts, begin = blockIdx.y * each,
+                  end = min(length, begin + each);
         Running running;
         Piece query;
         if (has) query.load(own);
@@ -189,7 +201,8 @@ struct Reader {
 #pragma unroll
             for (int i = 0; i < kBytes; i += 4) {
                 const float* four = running.context + i;
-                store_words(state.context + (column + i), make_float4(four[0], four[1], four[2], four[3]));
+                store_words(state.context + (column + i),
+                            make_float4(four[0], four[1], four[2], four[3]));
             }
         }
         if (threadIdx.x % kWarp == 0) state.total = running.total, state.largest = running.largest;
@@ -210,7 +223,8 @@ struct Reader {
 
 }  // namespace
 
-// all: [rows * heads, gridDim.y], states of parts of lists. grid: rows * heads, by blocks that may share a list.
+// all: [rows * heads, gridDim.y], states of parts of lists. grid: rows * heads, by blocks that may
+// share a list.
 LSQ_KERNEL __launch_bounds__(kThreads)
     lsq_cached_attention(const CachedAttention op, Out<uint32_t> ticket, Out<State> all) {
     __shared__ State states[kWarps];
@@ -241,8 +255,10 @@ LSQ_KERNEL __launch_bounds__(kThreads)
                 Joined joined(from, count, column, reader.factor);
                 const float share = op.cache_scale[0] / joined.total;
 #pragma unroll
-                for (int i = 0; i < kVector; ++i) joined.context[i] = reader.length ? joined.context[i] * share : 0.0f;
-                largest = codes.write8(reader.row * op.columns + (reader.head * WIDTH + column), joined.context);
+                for (int i = 0; i < kVector; ++i)
+                    joined.context[i] = reader.length ? joined.context[i] * share : 0.0f;
+                largest = codes.write8(reader.row * op.columns + (reader.head * WIDTH + column),
+                                       joined.context);
             }
         }
     }

@@ -1,8 +1,9 @@
-// The clip of least squared rounding error, row by row: a block takes a row, and runs through its values twice for the
-// errors of 22 clips near the one before, or anew, 17 times for a start and 12 times for the errors of 131 clips.
-// lsq/ops/calibration.py is the reference.
+// The clip of least squared rounding error, row by row: a block takes a row, and runs through its
+// values twice for the errors of 22 clips near the one before, or anew, 17 times for a start and 12
+// times for the errors of 131 clips. lsq/ops/calibration.py is the reference.
 //
-// -DWARPS of a block. A sample lies in shared memory or, where it is too long, in `scratch` [rows, sampled].
+// -DWARPS of a block. A sample lies in shared memory or, where it is too long, in `scratch` [rows,
+// sampled].
 #include "reduce.cuh"
 
 #include "clip_search.h"
@@ -12,7 +13,8 @@ namespace {
 constexpr int kTogether = 11;  // clips whose errors are summed at the same time
 constexpr int kMost = 66;      // clips of a search, up to a multiple of that
 constexpr int kThreads = WARPS * kWarp;
-constexpr int kLeastBlocks = 512 / kThreads;  // of a multiprocessor: left to itself, NVRTC aims at more and spills
+// Of a multiprocessor: left to itself, NVRTC aims at more and spills.
+constexpr int kLeastBlocks = 512 / kThreads;
 
 struct Count {
     __device__ __forceinline__ static uint32_t join(uint32_t a, uint32_t b) { return a + b; }
@@ -40,10 +42,12 @@ struct Sample {
     double* totals;        // [kTogether]
     int count, runs;
 
-    // totals[k], for k < K: the sum of term(value, k), in the order that clip_search.h tells. For all threads together.
+    // totals[k], for k < K: the sum of term(value, k), in the order that clip_search.h tells. For
+    // all threads together.
     template <int K, class Term>
     __device__ __forceinline__ void sum(const Term& term) const {
-        static_assert(kRunLanes == kWarp && K <= kTogether && kTogether <= kWarp, "a warp takes a run, a thread a total");
+        static_assert(kRunLanes == kWarp && K <= kTogether && kTogether <= kWarp,
+                      "a warp takes a run, a thread a total");
         const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
         for (int run = warp; run < runs; run += WARPS) {
             float sum[K] = {};
@@ -77,7 +81,8 @@ struct Sample {
     }
 };
 
-// The clips of a search, around that of `best`, which the first thread has. For all threads together.
+// The clips of a search, around that of `best`, which the first thread has. For all threads
+// together.
 __device__ __forceinline__ void try_clips(const Sample& sample, int search, BestClip& best) {
     __shared__ float around, tried[kMost], reciprocal[kMost];
     if (threadIdx.x == 0) around = best.clip;
@@ -91,7 +96,8 @@ __device__ __forceinline__ void try_clips(const Sample& sample, int search, Best
         float factor[kTogether];
 #pragma unroll
         for (int k = 0; k < kTogether; ++k) factor[k] = reciprocal[first + k];
-        sample.sum<kTogether>([&](float value, int k) { return squared_error(value, factor[k], best.q); });
+        sample.sum<kTogether>(
+            [&](float value, int k) { return squared_error(value, factor[k], best.q); });
         if (threadIdx.x != 0) continue;
         const int end = min(kTogether, kCandidates[search] - first);
         for (int k = 0; k < end; ++k) best.consider(tried[first + k], sample.totals[k]);
@@ -115,8 +121,10 @@ __device__ __forceinline__ float search_anew(const Sample& sample, float q) {
     return best.clip;
 }
 
-// Whether the least error lies near the clip that was found before; the first thread then gets its clip in `best`.
-__device__ __forceinline__ bool search_near(const Sample& sample, float before, float largest, BestClip& best) {
+// Whether the least error lies near the clip that was found before; the first thread then gets its
+// clip in `best`.
+__device__ __forceinline__ bool search_near(const Sample& sample, float before, float largest,
+                                            BestClip& best) {
     __shared__ bool near;
     try_clips(sample, kAgain, best);
     if (threadIdx.x == 0) near = best.near(before, largest);

@@ -1,8 +1,10 @@
-// What every kernel file includes first: types, pointers and the emulator's stand-ins for what NVRTC knows by itself.
+// What every kernel file includes first: types, pointers and the emulator's stand-ins for what
+// NVRTC knows by itself.
 //
-// No CUDA header is needed. A kernel takes the struct of its operation (operations.h, see lsq/native/declarations.py), and
-// In<T>, Out<T>, int64_t and float beside it. -D says what a kernel is specialised for; FLOAT is the dtype of activations
-// and their gradients: 0 float32, 1 bfloat16.
+// No CUDA header is needed. A kernel takes the struct of its operation (operations.h, see
+// lsq/native/declarations.py), and In<T>, Out<T>, int64_t and float beside it. -D says what a
+// kernel is specialised for; FLOAT is the dtype of activations and their gradients: 0 float32, 1
+// bfloat16.
 #pragma once
 
 #ifdef LSQ_EMULATOR

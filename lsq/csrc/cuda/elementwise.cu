@@ -1,7 +1,7 @@
 // What looks at each value by itself: sums of two tensors, copies.
 //
-// lsq_append copies codes with -DCODES=1, else activations; 16 bytes a thread with -DWORDS=1, where rows are multiples of
-// that, else one value.
+// lsq_append copies codes with -DCODES=1, else activations; 16 bytes a thread with -DWORDS=1, where
+// rows are multiples of that, else one value.
 #include "vectors.cuh"
 
 #ifndef CODES
@@ -46,7 +46,8 @@ LSQ_KERNEL __launch_bounds__(kThreads) lsq_add(const Add op) {
         for (int i = 0; i < kVector; ++i) x[i] += y[i];
         store8(sum + begin, x);
     } else {
-        for (int64_t i = begin; i < op.count; ++i) sum[i] = narrow<Float>(widen(left[i]) + widen(right[i]));
+        for (int64_t i = begin; i < op.count; ++i)
+            sum[i] = narrow<Float>(widen(left[i]) + widen(right[i]));
     }
 }
 LSQ_EXPORT(lsq_add)

@@ -1,12 +1,14 @@
 // Rows of words plus rows of positions, and the sums of their gradient per word.
 //
-// -DKEPT=1: no embedding, but what kept words add to the gradient of a vocabulary's weight (KeptWeightGradient): rows
-// are x times the gradient of a kept word's logit, twice as many as those of x, and sums are added to what is there.
+// -DKEPT=1: no embedding, but what kept words add to the gradient of a vocabulary's weight
+// (KeptWeightGradient): rows are x times the gradient of a kept word's logit, twice as many as
+// those of x, and sums are added to what is there.
 //
-// M tokens, below 2^31, V words or positions, N = COLUMNS. The backward pass sorts the occurrences by word, then by row,
-// by counting for each how many come before it: no atomics, and an order of additions that never changes. Windows of
-// WINDOW sorted occurrences are summed side by side; a word that goes on in the next window leaves its sums in `partial`,
-// which one more kernel adds in order, so that frequent words do not take long.
+// M tokens, below 2^31, V words or positions, N = COLUMNS. The backward pass sorts the occurrences
+// by word, then by row, by counting for each how many come before it: no atomics, and an order of
+// additions that never changes. Windows of WINDOW sorted occurrences are summed side by side; a
+// word that goes on in the next window leaves its sums in `partial`, which one more kernel adds in
+// order, so that frequent words do not take long.
 #include "random.cuh"
 #include "rows.cuh"
 
@@ -20,7 +22,8 @@
 namespace {
 
 // Reads 8 values of a row of `rows`; NaN where there is no such row.
-__device__ __forceinline__ void gather8(const float* from, int64_t row, int64_t rows, int column, float (&x)[kVector]) {
+__device__ __forceinline__ void gather8(const float* from, int64_t row, int64_t rows, int column,
+                                        float (&x)[kVector]) {
     if (row >= 0 && row < rows) {
         load8(from + row * COLUMNS + column, x);
     } else {
@@ -29,9 +32,11 @@ __device__ __forceinline__ void gather8(const float* from, int64_t row, int64_t 
     }
 }
 
-constexpr uint32_t kNone = 0x7FFFFFFFu;    // key of an occurrence without gradient; larger than all others
+// Key of an occurrence without gradient; larger than all others.
+constexpr uint32_t kNone = 0x7FFFFFFFu;
 constexpr uint32_t kBeyond = 0xFFFFFFFFu;  // of none
-constexpr int kWindow = WINDOW, kFlight = 4;  // occurrences; how many gradients are read before the first is used
+// Occurrences; how many gradients are read before the first is used.
+constexpr int kWindow = WINDOW, kFlight = 4;
 
 #if KEPT
 
@@ -45,13 +50,19 @@ struct Occurrences {
     float factor;
 
     __device__ __forceinline__ Occurrences(const Scatter& op, int64_t)
-        : op(op), targets(op.prediction.target), others(op.kept.likeliest), of_x(op.prediction.rows),
-          padding(op.prediction.padding), rows(op.prediction.vocabulary),
+        : op(op), targets(op.prediction.target), others(op.kept.likeliest),
+          of_x(op.prediction.rows), padding(op.prediction.padding), rows(op.prediction.vocabulary),
           factor(op.dloss[0] * op.prediction.x.coded.scale[0]) {}
 
-    __device__ __forceinline__ int64_t row_of_x(int64_t row) const { return row < of_x ? row : row - of_x; }
-    __device__ __forceinline__ int64_t index(int64_t row) const { return row < of_x ? targets[row] : others[row - of_x]; }
-    __device__ __forceinline__ bool counts(int64_t row) const { return targets[row_of_x(row)] != padding; }
+    __device__ __forceinline__ int64_t row_of_x(int64_t row) const {
+        return row < of_x ? row : row - of_x;
+    }
+    __device__ __forceinline__ int64_t index(int64_t row) const {
+        return row < of_x ? targets[row] : others[row - of_x];
+    }
+    __device__ __forceinline__ bool counts(int64_t row) const {
+        return targets[row_of_x(row)] != padding;
+    }
 
     __device__ __forceinline__ void read8(int64_t row, int column, float (&g)[kVector]) const {
         const int8_t* codes = op.prediction.x.coded.codes;
@@ -62,13 +73,15 @@ struct Occurrences {
         for (int i = 0; i < kVector; ++i) g[i] = static_cast<float>(code[i]) * own;
     }
 
-    __device__ __forceinline__ void add8(int64_t, int, const float (&g)[kVector], float (&sum)[kVector]) const {
+    __device__ __forceinline__ void add8(int64_t, int, const float (&g)[kVector],
+                                         float (&sum)[kVector]) const {
 #pragma unroll
         for (int i = 0; i < kVector; ++i) sum[i] += g[i];
     }
 
     // Where the weight lies beyond its clip, nothing is added.
-    __device__ __forceinline__ void write8(int64_t word, int column, const float (&sum)[kVector]) const {
+    __device__ __forceinline__ void write8(int64_t word, int column,
+                                           const float (&sum)[kVector]) const {
         const int64_t element = word * COLUMNS + column;
         const float* values = op.weight.values;
         const float clip = op.weight.absmax ? infinity() : op.weight.clip[op.clips == 1 ? 0 : word];
@@ -108,13 +121,15 @@ struct Occurrences {
         load8(from + row * COLUMNS + column, g);
     }
 
-    __device__ __forceinline__ void add8(int64_t row, int column, float (&g)[kVector], float (&sum)[kVector]) const {
+    __device__ __forceinline__ void add8(int64_t row, int column, float (&g)[kVector],
+                                         float (&sum)[kVector]) const {
         dropout.apply8(row * COLUMNS + column, g);
 #pragma unroll
         for (int i = 0; i < kVector; ++i) sum[i] += g[i] * scale;
     }
 
-    __device__ __forceinline__ void write8(int64_t word, int column, const float (&sum)[kVector]) const {
+    __device__ __forceinline__ void write8(int64_t word, int column,
+                                           const float (&sum)[kVector]) const {
         store8(out + word * COLUMNS + column, sum);
     }
 };
@@ -124,7 +139,8 @@ struct Occurrences {
 // By which occurrences are sorted.
 __device__ __forceinline__ uint32_t key_of(const Occurrences& table, int64_t row) {
     const int64_t index = table.index(row);
-    return table.counts(row) && index >= 0 && index < table.rows ? static_cast<uint32_t>(index) : kNone;
+    return table.counts(row) && index >= 0 && index < table.rows ? static_cast<uint32_t>(index)
+                                                                 : kNone;
 }
 
 }  // namespace
@@ -173,7 +189,8 @@ LSQ_KERNEL __launch_bounds__(kThreads)
         __syncthreads();
         keys[threadIdx.x] = here < count ? key_of(table, here) : kBeyond;
         __syncthreads();
-        const uint32_t limit = key + (other < blockIdx.x);  // equal keys count where they come first
+        // Equal keys count where they come first.
+        const uint32_t limit = key + (other < blockIdx.x);
 #pragma unroll 8
         for (int i = 0; i < kThreads / 4; ++i) {
             const uint4 four = load_words<uint4>(tile + i);
@@ -188,8 +205,9 @@ LSQ_KERNEL __launch_bounds__(kThreads)
 LSQ_EXPORT(lsq_rank_occurrences)
 
 // before [splits, M] -> sorted int32 [2, M]: the keys in order, and the rows that they belong to.
-LSQ_KERNEL __launch_bounds__(kThreads) lsq_sort_occurrences(
-    const Scatter op, In<uint32_t> before, Out<uint32_t> sorted, int64_t splits, int64_t of_positions) {
+LSQ_KERNEL __launch_bounds__(kThreads)
+    lsq_sort_occurrences(const Scatter op, In<uint32_t> before, Out<uint32_t> sorted,
+                         int64_t splits, int64_t of_positions) {
     const int64_t count = op.rows, m = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
     if (m >= count) return;
     const uint32_t* counted = before;
@@ -201,12 +219,15 @@ LSQ_KERNEL __launch_bounds__(kThreads) lsq_sort_occurrences(
 }
 LSQ_EXPORT(lsq_sort_occurrences)
 
-// sorted [2, M] -> rows of the table's gradient [V, N] whose occurrences all stand in one window; other sums go to
-// partial [2 * windows, N]: row 2 * w for a word that an earlier window began, row 2 * w + 1 for one that w begins.
+// sorted [2, M] -> rows of the table's gradient [V, N] whose occurrences all stand in one window;
+// other sums go to partial [2 * windows, N]: row 2 * w for a word that an earlier window began, row
+// 2 * w + 1 for one that w begins.
 LSQ_KERNEL __launch_bounds__(kThreads)
-    lsq_sum_occurrences(const Scatter op, In<uint32_t> sorted, Out<float> partial, int64_t of_positions) {
+    lsq_sum_occurrences(const Scatter op, In<uint32_t> sorted, Out<float> partial,
+                        int64_t of_positions) {
     const Occurrences table(op, of_positions);
-    const int64_t count = op.rows, window = kRows * static_cast<int64_t>(blockIdx.x) + row_in_block();
+    const int64_t count = op.rows,
+                  window = kRows * static_cast<int64_t>(blockIdx.x) + row_in_block();
     const int64_t begin = window * kWindow;
     const int column = column_of(blockIdx.y);
     if (begin >= count || column >= COLUMNS) return;
@@ -248,10 +269,13 @@ LSQ_KERNEL __launch_bounds__(kThreads)
 }
 LSQ_EXPORT(lsq_sum_occurrences)
 
-// partial [2 * windows, N] -> rows of the table's gradient whose occurrences stand in several windows.
+// partial [2 * windows, N] -> rows of the table's gradient whose occurrences stand in several
+// windows.
 LSQ_KERNEL __launch_bounds__(kThreads)
-    lsq_join_occurrences(const Scatter op, In<uint32_t> sorted, In<float> partial, int64_t of_positions) {
-    const int64_t count = op.rows, window = kRows * static_cast<int64_t>(blockIdx.x) + row_in_block();
+    lsq_join_occurrences(const Scatter op, In<uint32_t> sorted, In<float> partial,
+                         int64_t of_positions) {
+    const int64_t count = op.rows,
+                  window = kRows * static_cast<int64_t>(blockIdx.x) + row_in_block();
     const int64_t begin = window * kWindow, end = begin + kWindow;  // where the next window begins
     const int column = column_of(blockIdx.y);
     if (end >= count || column >= COLUMNS) return;

@@ -1,7 +1,7 @@
-// Values of a number format in the place of floats; lsq/ops/fake_quantize.py is the reference.
+// Values of a number format instead of floats; lsq/ops/fake_quantize.py is the reference.
 //
-// A thread takes 8 values that lie one after another. -DWHOLE=1: those lie in one row, and in one block of values with a
-// scale; 0: rows, blocks and the tensor may end among them.
+// A thread takes 8 values that lie one after another. -DWHOLE=1: those lie in one row, and in one
+// block of values with a scale; 0: rows, blocks and the tensor may end among them.
 #include "number_format.cuh"
 #include "random.cuh"
 #include "reduce.cuh"
@@ -41,7 +41,8 @@ __device__ __forceinline__ void store_first(Float* to, int64_t n, const float (&
 #endif
 }
 
-// Lets a number of each thread, if its place is not below 0, count at that place. All threads of the warp must call this.
+// Lets a number of each thread, if its place is not below 0, count at that place. All threads of
+// the warp must call this.
 __device__ __forceinline__ void count_largest(uint32_t* numbers, int64_t place, uint32_t number) {
     const uint32_t low = static_cast<uint32_t>(place);  // places of a warp lie near each other
     if (__all_sync(kAllLanes, low == __shfl_sync(kAllLanes, low, 0))) {
@@ -53,8 +54,9 @@ __device__ __forceinline__ void count_largest(uint32_t* numbers, int64_t place, 
 
 }  // namespace
 
-// The largest magnitudes within the clip, as bits, which order alike; NaN is larger than infinity. largest [down, across],
-// of each block; tops, of each row of blocks or of all: see number_format.cuh. Either may be null, and is zeroed before.
+// The largest magnitudes within the clip, as bits, which order alike; NaN is larger than infinity.
+// largest [down, across], of each block; tops, of each row of blocks or of all: see
+// number_format.cuh. Either may be null, and is zeroed before.
 LSQ_KERNEL __launch_bounds__(kThreads)
     lsq_largest_magnitudes(const FakeQuantize op, Out<uint32_t> largest, Out<uint32_t> tops) {
     const Float* from = op.x;
@@ -63,7 +65,8 @@ LSQ_KERNEL __launch_bounds__(kThreads)
     if (op.given) {
         const int64_t strip = thread_of_grid();
         const bool inside = strip < op.clips;
-        count_largest(of_all, inside ? (op.each_row ? strip : 0) : -1, inside ? magnitude_bits(blocks.clip[strip]) : 0);
+        count_largest(of_all, inside ? (op.each_row ? strip : 0) : -1,
+                      inside ? magnitude_bits(blocks.clip[strip]) : 0);
         return;
     }
     const int64_t first = thread_of_grid() * kVector, left = op.rows * op.columns - first;
@@ -112,10 +115,12 @@ LSQ_KERNEL __launch_bounds__(kThreads)
     for (int i = 0; i < kVector; ++i) {
 #if !WHOLE
         if (i >= left) continue;
-        if (i > 0 && place.step(blocks)) most = blocks.clip_of(place.row), scale = blocks.scale(place.strip, place.block);
+        if (i > 0 && place.step(blocks))
+            most = blocks.clip_of(place.row), scale = blocks.scale(place.strip, place.block);
 #endif
         outside |= static_cast<uint32_t>(fabsf(x[i]) > most) << i;
-        const float value = levels.nearest(scale == 0.0f ? 0.0f : within(x[i], most) / scale) * scale;
+        const float value =
+            levels.nearest(scale == 0.0f ? 0.0f : within(x[i], most) / scale) * scale;
         x[i] = x[i] == x[i] ? value : x[i];
     }
     store_first(out + first, left, x);
@@ -129,7 +134,8 @@ LSQ_KERNEL __launch_bounds__(kThreads) lsq_round_values_at_random(const RoundAtR
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
     const int64_t columns = op.columns;
     const float q = op.largest;
-    for (int64_t row = static_cast<int64_t>(blockIdx.x) * kRows + warp; row < op.rows; row += gridDim.x * kRows) {
+    for (int64_t row = static_cast<int64_t>(blockIdx.x) * kRows + warp; row < op.rows;
+         row += gridDim.x * kRows) {
         const Float* from = op.x + row * columns;
         Float* out = op.out + row * columns;
         uint32_t largest = 0;
@@ -137,7 +143,8 @@ LSQ_KERNEL __launch_bounds__(kThreads) lsq_round_values_at_random(const RoundAtR
             float x[kVector];
             load_first(from + column, columns - column, x);
 #pragma unroll
-            for (int i = 0; i < kVector; ++i) largest = Largest::join(largest, magnitude_bits(x[i]));
+            for (int i = 0; i < kVector; ++i)
+                largest = Largest::join(largest, magnitude_bits(x[i]));
         }
         largest = warp_reduce<Largest>(largest);
         const GradientScale s = gradient_scale(float_of(largest), q);

@@ -1,6 +1,7 @@
-// The gradient of x from that of its values in a number format, and the end of the product that made x, undone in the
-// same pass; lsq/ops/fake_quantize.py is the reference. M rows, N = COLUMNS columns.
-#include "input_gradient_end.cuh"
+// The gradient of x from that of its values in a number format, and the epilogue of the product
+// that made x, undone in the same pass; lsq/ops/fake_quantize.py is the reference. M rows, N =
+// COLUMNS columns.
+#include "input_gradient_epilogue.cuh"
 #include "rows.cuh"
 
 // partial: the block's sums for the bias, and its part of the gradient of the clip.

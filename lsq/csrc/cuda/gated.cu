@@ -6,8 +6,9 @@ namespace {
 constexpr int kThreads = 256, kAtOnce = 2;
 
 // The result of 8 neighbouring values -> y.
-__device__ __forceinline__ void gate8(const GateOperand& gate, const GateOperand& up, const DropoutMask& dropout,
-                                      int64_t element, const Packed<GateValue>& of_gate,
+__device__ __forceinline__ void gate8(const GateOperand& gate, const GateOperand& up,
+                                      const DropoutMask& dropout, int64_t element,
+                                      const Packed<GateValue>& of_gate,
                                       const Packed<GateValue>& of_up, float (&y)[kVector]) {
     float factor[kVector];
     gate.unpack(of_gate, y);
@@ -19,14 +20,15 @@ __device__ __forceinline__ void gate8(const GateOperand& gate, const GateOperand
 
 }  // namespace
 
-// As floats or under a clip: every thread makes kAtOnce vectors, which are a block apart so that neighbours read
-// neighbours.
+// As floats or under a clip: every thread makes kAtOnce vectors, which are a block apart so that
+// neighbours read neighbours.
 LSQ_KERNEL __launch_bounds__(kThreads, 2) lsq_gated(const Gated op, Out<uint32_t> ticket) {
     const GateOperand gate{op.gate}, up{op.up};
     const DropoutMask dropout{op.dropout};
     const CodeSink codes{op.rounded};
     Float* out = op.out;
-    const int64_t begin = kVector * (static_cast<int64_t>(blockIdx.x) * kAtOnce * kThreads + threadIdx.x);
+    const int64_t begin =
+        kVector * (static_cast<int64_t>(blockIdx.x) * kAtOnce * kThreads + threadIdx.x);
     Packed<GateValue> gates[kAtOnce] = {}, ups[kAtOnce] = {};
 #pragma unroll
     for (int v = 0; v < kAtOnce; ++v) {
@@ -49,8 +51,8 @@ LSQ_KERNEL __launch_bounds__(kThreads, 2) lsq_gated(const Gated op, Out<uint32_t
 }
 LSQ_EXPORT(lsq_gated)
 
-// With a scale for each row: a block makes a row, which waits in shared memory [F] for its largest magnitude. Every
-// thread reads there what it has written itself.
+// With a scale for each row: a block makes a row, which waits in shared memory [F] for its largest
+// magnitude. Every thread reads there what it has written itself.
 LSQ_KERNEL __launch_bounds__(kThreads) lsq_gated_rows(const Gated op) {
     extern __shared__ float4 waiting[];
     const GateOperand gate{op.gate}, up{op.up};
@@ -61,7 +63,8 @@ LSQ_KERNEL __launch_bounds__(kThreads) lsq_gated_rows(const Gated op) {
     Magnitude most = 0;
     for (int64_t row = blockIdx.x; row < op.rows; row += gridDim.x) {
         Magnitude largest = 0;
-        for (int64_t column = kVector * threadIdx.x; column < op.columns; column += kVector * kThreads) {
+        for (int64_t column = kVector * threadIdx.x; column < op.columns;
+             column += kVector * kThreads) {
             const int64_t element = row * op.columns + column;
             float y[kVector];
             gate8(gate, up, dropout, element, gate.load(element), up.load(element), y);
@@ -74,13 +77,15 @@ LSQ_KERNEL __launch_bounds__(kThreads) lsq_gated_rows(const Gated op) {
         most = Largest::join(most, largest);
         const GradientScale scale = gradient_scale(float_of(largest), op.rounded.largest);
         if (threadIdx.x == 0) op.rounded.scale[row] = scale.scale;
-        for (int64_t column = kVector * threadIdx.x; column < op.columns; column += kVector * kThreads) {
+        for (int64_t column = kVector * threadIdx.x; column < op.columns;
+             column += kVector * kThreads) {
             float y[kVector];
             int8_t code[kVector];
             load8(line + column, y);
 #pragma unroll
             for (int i = 0; i < kVector; ++i) {
-                code[i] = scale.reciprocal == 0.0f ? static_cast<int8_t>(0) : nearest_code(y[i] * scale.reciprocal);
+                code[i] = scale.reciprocal == 0.0f ? static_cast<int8_t>(0)
+                                                   : nearest_code(y[i] * scale.reciprocal);
             }
             store8(codes + (row * op.columns + column), code);
         }

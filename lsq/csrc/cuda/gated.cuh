@@ -1,4 +1,5 @@
-// What gated feed-forward blocks read, 8 neighbouring values at a time; lsq/ops/gated.py is the reference.
+// What gated feed-forward blocks read, 8 neighbouring values at a time; lsq/ops/gated.py is the
+// reference.
 //
 // -DACTIVATION is the gate's Activation; -DCODED=1: gate and up are codes, 0: Float.
 #pragma once
@@ -31,14 +32,17 @@ struct GateOperand {
 
     __device__ __forceinline__ explicit GateOperand(const Rows& rows)
 #if CODED
-        : values(rows.coded.codes), scale(rows.coded.scale[0]) {}
+        : values(rows.coded.codes), scale(rows.coded.scale[0]){}
 #else
         : values(rows.floats), scale(1.0f) {}
 #endif
 
-    __device__ __forceinline__ Packed<GateValue> load(int64_t element) const { return load_packed(values + element); }
+          __device__ __forceinline__ Packed<GateValue> load(int64_t element) const {
+        return load_packed(values + element);
+    }
 
-    __device__ __forceinline__ void unpack(const Packed<GateValue>& packed, float (&x)[kVector]) const {
+    __device__ __forceinline__ void unpack(const Packed<GateValue>& packed,
+                                           float (&x)[kVector]) const {
 #if CODED
         int32_t code[kVector];
         unpack8(packed, code);

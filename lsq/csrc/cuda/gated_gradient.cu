@@ -1,5 +1,6 @@
-// The gradient of the gate of a feed-forward block, or with -DUP=1 of what it lets through: straight through the rounding of
-// it, then sums over rows, then as it is or rounded. M rows, F = COLUMNS columns; see gated.cuh.
+// The gradient of the gate of a feed-forward block, or with -DUP=1 of what it lets through:
+// straight through the rounding of it, then sums over rows, then as it is or rounded. M rows, F =
+// COLUMNS columns; see gated.cuh.
 #include "gated.cuh"
 #include "gradient.cuh"
 
@@ -21,7 +22,8 @@ struct Operands {
 }  // namespace
 
 // partial: the block's sums of columns and, after them, what the clip gets.
-LSQ_KERNEL __launch_bounds__(kThreads, kSumming) lsq_gated_gradient(const GatedGradient op, Out<float> partial) {
+LSQ_KERNEL __launch_bounds__(kThreads, kSumming)
+    lsq_gated_gradient(const GatedGradient op, Out<float> partial) {
     const GateOperand gate{op.gate};
     const DropoutMask dropout{op.dropout};
     const Float* gradient = op.gradient;
@@ -65,7 +67,8 @@ LSQ_KERNEL __launch_bounds__(kThreads, kSumming) lsq_gated_gradient(const GatedG
             float factor[kVector];
             up.unpack(found.up.part[v], factor);
 #pragma unroll
-            for (int i = 0; i < kVector; ++i) g[v][i] = g[v][i] * factor[i] * activation_slope<kActivation>(y[i]);
+            for (int i = 0; i < kVector; ++i)
+                g[v][i] = g[v][i] * factor[i] * activation_slope<kActivation>(y[i]);
 #endif
             clip += mask.apply8(element, g[v]);
         }

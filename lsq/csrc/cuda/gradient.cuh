@@ -1,6 +1,8 @@
-// The end of every backward kernel that makes the gradient of a product: sums for its bias, then the gradient itself.
+// The end of every backward kernel that makes the gradient of a product: sums for its bias, then
+// the gradient itself.
 //
-// -DROUNDED=1: rounded per row at random after multiplying by the weight's scales (backward="int8"); 0: as it is, Float.
+// -DROUNDED=1: rounded per row at random after multiplying by the weight's scales
+// (backward="int8"); 0: as it is, Float.
 #pragma once
 
 #include "rounding.cuh"
@@ -12,14 +14,16 @@
 
 namespace lsq {
 
-// The words that a thread's rows are rounded with, one row after the other as for_rows takes them. Each lane of a warp,
-// whose threads have one row, draws that of another turn.
+// The words that a thread's rows are rounded with, one row after the other as for_rows takes them.
+// Each lane of a warp, whose threads have one row, draws that of another turn.
 class RowWords {
 public:
     // All threads of the warp must call this.
     __device__ __forceinline__ uint32_t next(int64_t key, int64_t subsequence, int64_t row) {
         const int lane = threadIdx.x % kWarp;
-        if (turn_ == 0) drawn_ = philox_word(key, subsequence, row + static_cast<int64_t>(lane) * kRows * gridDim.x);
+        if (turn_ == 0)
+            drawn_ =
+                philox_word(key, subsequence, row + static_cast<int64_t>(lane) * kRows * gridDim.x);
         const uint32_t word = __shfl_sync(kAllLanes, drawn_, turn_);
         turn_ = (turn_ + 1) % kWarp;
         return word;
@@ -44,8 +48,9 @@ struct GradientSink {
     RowWords words;
 
     __device__ __forceinline__ GradientSink(Float* to, const RoundedGradient& rounded)
-        : floats(to), codes(rounded.codes), row_scale(rounded.scale), weight_scale(rounded.weight_scale),
-          key(rounded.key), subsequence(rounded.subsequence), q(rounded.largest) {}
+        : floats(to), codes(rounded.codes), row_scale(rounded.scale),
+          weight_scale(rounded.weight_scale), key(rounded.key), subsequence(rounded.subsequence),
+          q(rounded.largest) {}
 
     // `inside`: the row exists. Changes `gradient`. All threads of the block must call this.
     __device__ __forceinline__ void add(int64_t row, bool inside, Values& gradient) {

@@ -1,22 +1,12 @@
-// Gradients as messages of 8 or 4 bits a value, sums of messages, and back.
+// Gradients as messages of int8 codes, sums of messages, and back.
 //
-// A thread takes vectors of 8 values; up to 32 threads share a block of BLOCK values, which has one scale. Values lie
-// in S shards of L values, a multiple of 32, each of them a message of M bytes: codes, scales, zeros. BITS are those of
-// codes that are read, OUT_BITS of those that are written. RANDOM: rounded at random. MANY: there may be several rows
-// or copies. v values, N messages, R rows or copies. lsq/ops/gradient_messages.py is the reference.
+// A thread takes vectors of 8 values; up to 32 threads share a block of BLOCK values, which has one
+// scale. Values lie in S shards of L values, a multiple of 32, each of them a message of M bytes:
+// codes, scales, zeros. MANY: there may be several rows or copies. v values, N messages, R rows or
+// copies. lsq/ops/gradient_messages.py is the reference.
 #include "messages.cuh"
-#include "random.cuh"
 #include "reduce.cuh"
 
-#ifndef BITS
-#define BITS 8
-#endif
-#ifndef OUT_BITS
-#define OUT_BITS 8
-#endif
-#ifndef RANDOM
-#define RANDOM 0
-#endif
 #ifndef MANY
 #define MANY 0
 #endif
@@ -24,28 +14,33 @@
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kLanes = BLOCK / kVector < kWarp ? BLOCK / kVector : kWarp;  // threads that share a block of values
+// Threads that share a block of values.
+constexpr int kLanes = BLOCK / kVector < kWarp ? BLOCK / kVector : kWarp;
 constexpr int kVectors = BLOCK / kVector / kLanes;
-constexpr int kGroups = kThreads / kLanes;              // blocks of values that a block of threads takes
+// Blocks of values that a block of threads takes.
+constexpr int kGroups = kThreads / kLanes;
 constexpr int kMessagesAtOnce = kVectors == 1 ? 8 : 4;  // whose loads are under way together
 constexpr int kRowsAtOnce = MANY ? 4 / kVectors : 1, kCopiesAtOnce = MANY ? 4 : 1;
-constexpr float kOutCode = (1 << (OUT_BITS - 1)) - 1;   // the largest code that is written
 
-// Blocks that a multiprocessor holds at once, at least, of those that pack: one row at a time needs few registers.
-constexpr int kLeastBlocks = kVectors > 1 ? 2 : MANY || RANDOM ? 4 : 6;
-constexpr int kLeastBlocksOfSum = kVectors > 1 ? 0 : 4;  // left to itself (0), NVRTC 13.0 aims at 5 and spills
+// Blocks that a multiprocessor holds at once, at least, of those that pack: one row at a time needs
+// few registers.
+constexpr int kLeastBlocks = kVectors > 1 ? 2 : MANY ? 4 : 6;
+// Left to itself (0), NVRTC 13.0 aims at 5 and spills.
+constexpr int kLeastBlocksOfSum = kVectors > 1 ? 0 : 4;
 
 using Values = float[kVectors][kVector];  // what one thread holds of a block
 
-// The block of values that a thread shares: its number in the shard, and where the thread's vectors begin there.
-struct Place {
+// The block of values that a thread shares: its number in the shard, and where the thread's vectors
+// begin there.
+struct Block {
     int64_t number;
 
-    __device__ __forceinline__ Place()
+    __device__ __forceinline__ Block()
         : number(static_cast<int64_t>(blockIdx.x) * kGroups + threadIdx.x / kLanes) {}
     __device__ __forceinline__ void columns(int64_t (&column)[kVectors]) const {
 #pragma unroll
-        for (int v = 0; v < kVectors; ++v) column[v] = number * BLOCK + kVector * (threadIdx.x % kLanes + v * kLanes);
+        for (int v = 0; v < kVectors; ++v)
+            column[v] = number * BLOCK + kVector * (threadIdx.x % kLanes + v * kLanes);
     }
 };
 
@@ -59,23 +54,24 @@ __device__ __forceinline__ void clear(float (&sum)[V][kVector]) {
     }
 }
 
-// Adds to sum, in order, vectors column[V] of block `number` of `count` messages, which lie `stride` bytes apart.
+// Adds to sum, in order, vectors column[V] of block `number` of `count` messages, which lie
+// `stride` bytes apart.
 template <int AT_ONCE, int V>
 __device__ __forceinline__ void add_messages(
-    const uint8_t* messages, int64_t count, int64_t stride, const Shard<BITS>& shard, int64_t number,
+    const uint8_t* messages, int64_t count, int64_t stride, const Shard& shard, int64_t number,
     const int64_t (&column)[V], float (&sum)[V][kVector]) {
-    const int64_t place = shard.scale_place(number);
+    const int64_t offset = shard.scale_offset(number);
     for (int64_t first = 0; first < count; first += AT_ONCE) {
-        Codes<BITS> codes[AT_ONCE][V] = {};
+        Codes codes[AT_ONCE][V] = {};
         float scale[AT_ONCE];
 #pragma unroll
         for (int m = 0; m < AT_ONCE; ++m) {
             if (first + m >= count) continue;
             const uint8_t* message = messages + (first + m) * stride;
-            scale[m] = widen(load_words<bfloat16>(message + place));
+            scale[m] = widen(load_words<bfloat16>(message + offset));
 #pragma unroll
             for (int v = 0; v < V; ++v) {
-                if (column[v] < shard.length) codes[m][v].load(message + column[v] / 8 * BITS);
+                if (column[v] < shard.length) codes[m][v].load(message + column[v]);
             }
         }
 #pragma unroll
@@ -102,12 +98,12 @@ __device__ __forceinline__ Packed<Float> load_some(const Float* from, int64_t co
     return packed;
 }
 
-// Adds to sum, in order, the rows of x [rows, values]: vectors column[V] of a shard of `length` values whose first one
-// is `element`. What lies beyond `values` is zero.
+// Adds to sum, in order, the rows of x [rows, values]: vectors column[V] of a shard of `length`
+// values whose first one is `element`. What lies beyond `values` is zero.
 template <int V>
-__device__ __forceinline__ void add_rows(
-    const Float* x, int64_t rows, int64_t values, int64_t element, int64_t length, const int64_t (&column)[V],
-    float (&sum)[V][kVector]) {
+__device__ __forceinline__ void add_rows(const Float* x, int64_t rows, int64_t values,
+                                         int64_t element, int64_t length,
+                                         const int64_t (&column)[V], float (&sum)[V][kVector]) {
     const bool aligned = rows == 1 || values % kVector == 0;
     for (int64_t first = 0; first < rows; first += kRowsAtOnce) {
         Packed<Float> loaded[kRowsAtOnce][V] = {};
@@ -138,121 +134,88 @@ __device__ __forceinline__ void add_rows(
     }
 }
 
-// Where values go as codes. All threads of the block must call `write`.
-struct Encoder {
-    const int64_t* key;
-    int64_t subsequence;
-    float* error;    // [v], or null
-    int64_t values;  // v
-
-    // The thread's vectors x of block `number`, into a message; the shard's first value is that `element` of all.
-    __device__ __forceinline__ void write(
-        const Shard<OUT_BITS>& shard, int64_t number, const int64_t (&column)[kVectors], const Values& x,
-        int64_t element, uint8_t* message) const {
-        uint32_t largest = 0;
-#pragma unroll
-        for (int v = 0; v < kVectors; ++v) {
-#pragma unroll
-            for (int i = 0; i < kVector; ++i) largest = Largest::join(largest, bits_of(x[v][i]) & 0x7FFFFFFFu);
-        }
-        const GradientScale s = message_scale(float_of(warp_reduce<Largest, kLanes>(largest)), kOutCode);
-        if (number >= shard.blocks()) return;
-        if (threadIdx.x % kLanes == 0) write_scale(shard, number, s.scale, message);
-#pragma unroll
-        for (int v = 0; v < kVectors; ++v) {
-            if (column[v] >= shard.length) continue;
-            const Codes<OUT_BITS> codes = rounded(x[v], s.reciprocal, element + column[v]);
-            codes.store(message + column[v] / 8 * OUT_BITS);
-            if (error) write_error(x[v], codes, s.scale, element + column[v]);
-        }
+__device__ __forceinline__ void write_scale(const Shard& shard, int64_t number, float scale,
+                                            uint8_t* message) {
+    store_words(message + shard.scale_offset(number),
+                bfloat16{static_cast<uint16_t>(bits_of(scale) >> 16)});
+    if (number + 1 < shard.blocks()) return;
+    const int64_t end = shard.bytes();
+    for (int64_t byte = shard.scales_end(); byte < end; byte += sizeof(bfloat16)) {
+        store_words(message + byte, bfloat16{0});
     }
+}
 
-    __device__ __forceinline__ void write_scale(
-        const Shard<OUT_BITS>& shard, int64_t number, float scale, uint8_t* message) const {
-        store_words(message + shard.scale_place(number), bfloat16{static_cast<uint16_t>(bits_of(scale) >> 16)});
-        if (number + 1 < shard.blocks()) return;
-        const int64_t end = shard.bytes();
-        for (int64_t byte = shard.scales_end(); byte < end; byte += sizeof(bfloat16)) {
-            store_words(message + byte, bfloat16{0});
-        }
+// Writes the thread's vectors x of block `number` as codes into a message. All threads of the block
+// call it.
+__device__ __forceinline__ void encode(const Shard& shard, int64_t number,
+                                       const int64_t (&column)[kVectors], const Values& x,
+                                       uint8_t* message) {
+    uint32_t largest = 0;
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+#pragma unroll
+        for (int i = 0; i < kVector; ++i)
+            largest = Largest::join(largest, bits_of(x[v][i]) & 0x7FFFFFFFu);
     }
-
-    __device__ __forceinline__ Codes<OUT_BITS> rounded(
-        const float (&x)[kVector], float reciprocal, int64_t element) const {
-        Codes<OUT_BITS> codes = {};
-        if (reciprocal == 0.0f) return codes;
-#if RANDOM
-        uint32_t words[kVector];
-        random8(key[0], subsequence, element, words);
+    const GradientScale s = message_scale(float_of(warp_reduce<Largest, kLanes>(largest)), 127.0f);
+    if (number >= shard.blocks()) return;
+    if (threadIdx.x % kLanes == 0) write_scale(shard, number, s.scale, message);
 #pragma unroll
-        for (int i = 0; i < kVector; ++i) codes.add(i, round_at_random(x[i] * reciprocal, words[i], kOutCode));
-#else
+    for (int v = 0; v < kVectors; ++v) {
+        if (column[v] >= shard.length) continue;
+        Codes codes = {};
+        if (s.reciprocal != 0.0f) {
 #pragma unroll
-        for (int i = 0; i < kVector; ++i) codes.add(i, nearest_code(x[i] * reciprocal));
-#endif
-        return codes;
-    }
-
-    __device__ __forceinline__ void write_error(
-        const float (&x)[kVector], const Codes<OUT_BITS>& codes, float scale, int64_t element) const {
-        float rest[kVector];
-#pragma unroll
-        for (int i = 0; i < kVector; ++i) rest[i] = scale == scale ? x[i] - codes.value(i) * scale : 0.0f;
-        if (element + kVector <= values) {
-            store8(error + element, rest);
-            return;
+            for (int i = 0; i < kVector; ++i) codes.add(i, nearest_code(x[v][i] * s.reciprocal));
         }
-#pragma unroll
-        for (int i = 0; i < kVector; ++i) {
-            if (element + i < values) error[element + i] = rest[i];
-        }
+        codes.store(message + column[v]);
     }
-};
+}
 
 }  // namespace
 
 // Grid: blocks of a shard, S.
 LSQ_KERNEL __launch_bounds__(kThreads, kLeastBlocks) lsq_pack_gradients(const PackGradients op) {
-    const Shard<OUT_BITS> shard{op.messages.length};
-    const Place place;
+    const Shard shard{op.messages.length};
+    const Block block;
     int64_t column[kVectors];
-    place.columns(column);
+    block.columns(column);
     Values sum;
     clear(sum);
     const int64_t element = static_cast<int64_t>(blockIdx.y) * shard.length;
     const void* x = op.x;
-    add_rows(static_cast<const Float*>(x), MANY ? op.rows : 1, op.values, element, shard.length, column, sum);
-    const Encoder encoder{op.key, op.subsequence, op.error, op.values};
-    encoder.write(shard, place.number, column, sum, element, op.messages.data + blockIdx.y * shard.bytes());
+    add_rows(static_cast<const Float*>(x), MANY ? op.rows : 1, op.values, element, shard.length,
+             column, sum);
+    encode(shard, block.number, column, sum, op.messages.data + blockIdx.y * shard.bytes());
 }
 LSQ_EXPORT(lsq_pack_gradients)
 
 // Grid: blocks of the shard.
 LSQ_KERNEL __launch_bounds__(kThreads, kLeastBlocksOfSum) lsq_sum_messages(const SumMessages op) {
-    const Shard<BITS> shard{op.messages.length};
-    const Place place;
+    const Shard shard{op.messages.length};
+    const Block block;
     int64_t column[kVectors];
-    place.columns(column);
+    block.columns(column);
     Values sum;
     clear(sum);
-    if (place.number < shard.blocks()) {
-        add_messages<kMessagesAtOnce>(
-            static_cast<const uint8_t*>(op.messages.data), op.count, shard.bytes(), shard, place.number, column, sum);
+    if (block.number < shard.blocks()) {
+        add_messages<kMessagesAtOnce>(static_cast<const uint8_t*>(op.messages.data), op.count,
+                                      shard.bytes(), shard, block.number, column, sum);
     }
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
 #pragma unroll
         for (int i = 0; i < kVector; ++i) sum[v][i] *= op.factor;
     }
-    const Encoder encoder{op.key, op.subsequence, nullptr, shard.length};
-    encoder.write({shard.length}, place.number, column, sum, 0, op.sum.data);
+    encode(shard, block.number, column, sum, op.sum.data);
 }
 LSQ_EXPORT(lsq_sum_messages)
 
 // Grid: vectors of a shard, S.
 LSQ_KERNEL __launch_bounds__(kThreads) lsq_unpack_gradients(const UnpackGradients op) {
-    const Shard<BITS> shard{op.messages.length};
-    const int64_t column[1] = {kVector * (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x)};
+    const Shard shard{op.messages.length};
+    const int64_t column[1] = {kVector *
+                               (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x)};
     const int64_t element = blockIdx.y * shard.length + column[0];
     if (column[0] >= shard.length || element >= op.values) return;
     float sum[1][kVector];

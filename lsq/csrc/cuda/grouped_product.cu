@@ -1,13 +1,16 @@
-// A product of codes whose scales belong to groups along K: M rows, N columns, K values, N and K multiples of 16.
+// A product of codes whose scales belong to groups along K: M rows, N columns, K values, N and K
+// multiples of 16.
 //
-// -DGROUP is a multiple of 16. Sums of a group are exact; they become floats in registers where the group ends, so that
-// the CPU's fused multiply-adds come in the same order. lsq/ops/grouped_product.py is the reference.
+// -DGROUP is a multiple of 16. Sums of a group are exact; they become floats in registers where the
+// group ends, so that the CPU's fused multiply-adds come in the same order.
+// lsq/ops/grouped_product.py is the reference.
 #include "product_mma.cuh"
 #include "vectors.cuh"
 
 namespace {
 
-constexpr int kValues = GROUP % 32 == 0 ? 32 : 16;  // that mma adds up at a time: all 32, or a half and zeros
+// That mma adds up at a time: all 32, or a half and zeros.
+constexpr int kValues = GROUP % 32 == 0 ? 32 : 16;
 
 // Of a thread: where scales of its rows, or columns, stand.
 template <int COUNT>
@@ -35,12 +38,15 @@ struct Scales {
 
 }  // namespace
 
-LSQ_KERNEL __launch_bounds__(kProductThreads, kProductBlocks) lsq_grouped_product(const GroupedProduct op) {
+LSQ_KERNEL __launch_bounds__(kProductThreads, kProductBlocks)
+    lsq_grouped_product(const GroupedProduct op) {
     extern __shared__ __align__(kPattern) unsigned char stages[];
     const int lane = threadIdx.x % kWarp;
-    const int64_t row = block_row() + warp_row() + lane / 4, column = block_column() + warp_column() + lane % 4 * 2;
+    const int64_t row = block_row() + warp_row() + lane / 4,
+                  column = block_column() + warp_column() + lane % 4 * 2;
     const Scales<2 * kRowTiles> of_rows(op.a, op.rows, [=](int i) { return row + 8 * i; });
-    const Scales<2 * kColumnTiles> of_columns(op.b, op.columns, [=](int j) { return column + j / 2 * 8 + j % 2; });
+    const Scales<2 * kColumnTiles> of_columns(op.b, op.columns,
+                                              [=](int j) { return column + j / 2 * 8 + j % 2; });
     Sums sums = {};
     float total[kRowTiles][kColumnTiles][4] = {};
     int64_t group = 0;
@@ -56,7 +62,8 @@ LSQ_KERNEL __launch_bounds__(kProductThreads, kProductBlocks) lsq_grouped_produc
             for (int j = 0; j < kColumnTiles; ++j) {
 #pragma unroll
                 for (int at = 0; at < 4; ++at) {
-                    const float sum = static_cast<float>(sums.of[i][j][at]), scale = a[2 * i + at / 2] * b[2 * j + at % 2];
+                    const float sum = static_cast<float>(sums.of[i][j][at]),
+                                scale = a[2 * i + at / 2] * b[2 * j + at % 2];
                     total[i][j][at] = fmaf(sum, scale, total[i][j][at]);
                     sums.of[i][j][at] = 0;
                 }
@@ -97,7 +104,8 @@ LSQ_KERNEL __launch_bounds__(kProductThreads, kProductBlocks) lsq_grouped_produc
         for (int j = 0; j < kColumnTiles; ++j) {
             const float* pair = total[i / 2][j] + i % 2 * 2;
             if (column + 8 * j < op.columns) {
-                store_words(out + ((row + 8 * i) * op.columns + column + 8 * j), make_float2(pair[0], pair[1]));
+                store_words(out + ((row + 8 * i) * op.columns + column + 8 * j),
+                            make_float2(pair[0], pair[1]));
             }
         }
     }

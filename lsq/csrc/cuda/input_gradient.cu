@@ -1,11 +1,11 @@
-// The gradient of an input from a product that another kernel has made: scales, input_gradient_end.cuh, sums over rows,
-// and rounding.
+// The gradient of an input from a product that another kernel has made: scales,
+// input_gradient_epilogue.cuh, sums over rows, and rounding.
 //
-// The product is -DPRODUCT 0 int32 sums, 3 such sums as floats, 1 float32, 2 Float, which may lie where dx goes. M rows,
-// K = COLUMNS columns.
-// A row stays in registers, as do the sums; lsq/ops/input_gradient.py is the reference.
+// The product is -DPRODUCT 0 int32 sums, 3 such sums as floats, 1 float32, 2 Float, which may lie
+// where dx goes. M rows, K = COLUMNS columns. A row stays in registers, as do the sums;
+// lsq/ops/input_gradient.py is the reference.
 #include "gradient.cuh"
-#include "input_gradient_end.cuh"
+#include "input_gradient_epilogue.cuh"
 
 #ifndef PRODUCT
 #define PRODUCT 0
@@ -30,7 +30,8 @@ constexpr bool kScaled = PRODUCT == 0 || PRODUCT == 3;  // by the scales of rows
 
 // partial: the block's sums for the bias, and its part of the gradient of x's clip.
 LSQ_KERNEL __launch_bounds__(kThreads, kSumming)
-    lsq_project_input_gradient(const ProjectInputGradient op, In<Value> product, Out<float> partial) {
+    lsq_project_input_gradient(const ProjectInputGradient op, In<Value> product,
+                               Out<float> partial) {
     const Value* values = product;
     const float* row_scale = op.gradient.scale;
     const InputGradientEnd end{op};
@@ -55,7 +56,8 @@ LSQ_KERNEL __launch_bounds__(kThreads, kSumming)
             unpack8(packed.part[v], value);
 #pragma unroll
             for (int i = 0; i < kVector; ++i) {
-                g[v][i] = kScaled ? static_cast<float>(value[i]) * scale : static_cast<float>(value[i]);
+                g[v][i] =
+                    kScaled ? static_cast<float>(value[i]) * scale : static_cast<float>(value[i]);
             }
             clip_sum += end.apply8(element, g[v]);
         }

@@ -1,17 +1,22 @@
-// The gradient of an input in one kernel, product and end: M rows, K columns, P values to multiply, K and P multiples of 16.
+// The gradient of an input in one kernel, product and epilogue: M rows, K columns, P values to
+// multiply, K and P multiples of 16.
 //
-// product.cuh makes the sums of a tile, product_rows.cuh hands them on by rows, input_gradient_end.cuh is what is done to
-// them. The result is floats: to round a row takes its largest value, and a tile does not have the whole row.
-#include "input_gradient_end.cuh"
+// product.cuh makes the sums of a tile, product_rows.cuh hands them on by rows,
+// input_gradient_epilogue.cuh is what is done to them. The result is floats: to round a row takes
+// its largest value, and a tile does not have the whole row.
+#include "input_gradient_epilogue.cuh"
 #include "product_rows.cuh"
 
-// weight int8 [K, P]: its codes, transposed -> dx, and partial [kWarpsDown * gridDim.y, width], a row of each row of warps:
-// sums [K] for the bias, then [kWarpsAcross * gridDim.x] parts of the gradient of x's clip, one of each warp.
-LSQ_KERNEL __launch_bounds__(kProductThreads, kProductBlocks) lsq_input_gradient_product(
-    const ProjectInputGradient op, In<int8_t> weight, int64_t inner, Out<float> partial, int64_t width) {
+// weight int8 [K, P]: its codes, transposed -> dx, and partial [kWarpsDown * gridDim.y, width], a
+// row of each row of warps: sums [K] for the bias, then [kWarpsAcross * gridDim.x] parts of the
+// gradient of x's clip, one of each warp.
+LSQ_KERNEL __launch_bounds__(kProductThreads, kProductBlocks)
+    lsq_input_gradient_product(const ProjectInputGradient op, In<int8_t> weight, int64_t inner,
+                               Out<float> partial, int64_t width) {
     extern __shared__ __align__(kPattern) unsigned char stages[];
     Sums sums = {};
-    accumulate({op.gradient.codes, block_row(), op.rows, inner}, {weight, block_column(), op.columns, inner}, stages, sums);
+    accumulate({op.gradient.codes, block_row(), op.rows, inner},
+               {weight, block_column(), op.columns, inner}, stages, sums);
     const InputGradientEnd end{op};
     const float* row_scale = op.gradient.scale;
     Float* dx = op.dx;
@@ -34,6 +39,7 @@ LSQ_KERNEL __launch_bounds__(kProductThreads, kProductBlocks) lsq_input_gradient
     add_up_rows(bias);
     if (lane < kRowGroups && column < op.columns) store8(sums_of_warp + column, bias);
     clip = warp_reduce<Sum>(clip);
-    if (lane == 0) sums_of_warp[op.columns + kWarpsAcross * blockIdx.x + warp % kWarpsAcross] = clip;
+    if (lane == 0)
+        sums_of_warp[op.columns + kWarpsAcross * blockIdx.x + warp % kWarpsAcross] = clip;
 }
 LSQ_EXPORT(lsq_input_gradient_product)

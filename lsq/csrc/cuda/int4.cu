@@ -1,5 +1,5 @@
-// Weights of 4 bits in groups: rounding under one clip for each row (output channel) or one for all, and the int8 codes
-// that products read. N rows, K columns, P rows of codes, a multiple of 16.
+// Weights of 4 bits in groups: rounding under one clip for each row (output channel) or one for
+// all, and the int8 codes that products read. N rows, K columns, P rows of codes, a multiple of 16.
 //
 // lsq/quant/formats.py is the reference.
 #include "int4.cuh"
@@ -15,7 +15,8 @@ struct Minimum {
 
 // The multiplier of least squared error for a group, of which each lane has a value, in steps.
 __device__ __forceinline__ float best_multiplier(float x) {
-    const float low = warp_reduce<Minimum>(x < 0.0f ? x : 0.0f), high = warp_reduce<Maximum>(x > 0.0f ? x : 0.0f);
+    const float low = warp_reduce<Minimum>(x < 0.0f ? x : 0.0f),
+                high = warp_reduce<Maximum>(x > 0.0f ? x : 0.0f);
     float best = 0.0f;
     int32_t least = 0;
 #pragma unroll
@@ -29,15 +30,16 @@ __device__ __forceinline__ float best_multiplier(float x) {
 
 }  // namespace
 
-// A warp takes a row, so that a NaN in it is known where its scale is written, a group at a time; under a single clip a NaN
-// anywhere poisons all scales, which the last block sees to.
+// A warp takes a row, so that a NaN in it is known where its scale is written, a group at a time;
+// under a single clip a NaN anywhere poisons all scales, which the last block sees to.
 LSQ_KERNEL __launch_bounds__(kThreads) lsq_round_int4(const RoundWeight op, Out<uint32_t> ticket) {
     static_assert(kInt4Group == kWarp, "a lane takes a value");
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
     const float *values = op.weight.values, *clip = op.weight.clip, q = op.weight.largest;
     float* scale = op.weight.scale;
     bool poisoned_all = false;
-    for (int64_t row = blockIdx.x * (kThreads / kWarp) + warp; row < op.rows; row += gridDim.x * (kThreads / kWarp)) {
+    for (int64_t row = blockIdx.x * (kThreads / kWarp) + warp; row < op.rows;
+         row += gridDim.x * (kThreads / kWarp)) {
         int8_t* stored = op.weight.codes + row * op.stored;
         if (row >= op.valid) {
             for (int64_t i = lane; i < op.stored; i += kWarp) stored[i] = 0;
@@ -47,15 +49,19 @@ LSQ_KERNEL __launch_bounds__(kThreads) lsq_round_int4(const RoundWeight op, Out<
         const float step = clip[op.clips > 1 ? row : 0] / q;
         const float* value = values + row * op.columns + lane;
         bool missing = false;
-        for (int64_t left = op.columns - lane; left > -lane; left -= kInt4Group, stored += sizeof(Int4Group)) {
+        for (int64_t left = op.columns - lane; left > -lane;
+             left -= kInt4Group, stored += sizeof(Int4Group)) {
             const float ratio = left > 0 ? *value / step : 0.0f;
             value += kInt4Group;
             missing |= ratio != ratio;
-            const float low = ratio < -q ? -q : ratio, x = ratio != ratio ? 0.0f : low > q ? q : low;
+            const float low = ratio < -q ? -q : ratio, x = ratio != ratio ? 0.0f
+                                                           : low > q      ? q
+                                                                          : low;
             const float multiplier = best_multiplier(x);
             const int32_t code = static_cast<int32_t>(code_of_four_bits(x, multiplier));
             const int32_t other = __shfl_down_sync(kAllLanes, code, kInt4Group / 2);
-            if (lane < kInt4Group / 2) stored[1 + lane] = static_cast<int8_t>((code & 15) | other << 4);
+            if (lane < kInt4Group / 2)
+                stored[1 + lane] = static_cast<int8_t>((code & 15) | other << 4);
             if (lane == 0) stored[0] = static_cast<int8_t>(multiplier);
         }
         missing = __any_sync(kAllLanes, missing);
@@ -72,9 +78,11 @@ LSQ_EXPORT(lsq_round_int4)
 // What is stored -> codes [P, K], K a multiple of 16. A thread for each group.
 LSQ_KERNEL __launch_bounds__(kThreads) lsq_unpack_int4(const UnpackWeight op) {
     const int64_t groups = (op.columns + kInt4Group - 1) / kInt4Group;
-    const int64_t at = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x, row = at / groups, group = at % groups;
+    const int64_t at = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x, row = at / groups,
+                  group = at % groups;
     if (row >= op.rows) return;
-    const StoredGroup stored(op.weight.codes + (row * op.stored + group * static_cast<int64_t>(sizeof(Int4Group))));
+    const StoredGroup stored(op.weight.codes +
+                             (row * op.stored + group * static_cast<int64_t>(sizeof(Int4Group))));
     const Multiplier multiplier = stored.multiplier();
     int8_t* codes = op.codes + (row * op.columns + group * kInt4Group);
 #pragma unroll
@@ -83,7 +91,8 @@ LSQ_KERNEL __launch_bounds__(kThreads) lsq_unpack_int4(const UnpackWeight op) {
         uint32_t four[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) four[i] = multiplier.times(stored.pairs(i) >> 4 * half);
-        store_words(codes + half * (kInt4Group / 2), make_uint4(four[0], four[1], four[2], four[3]));
+        store_words(codes + half * (kInt4Group / 2),
+                    make_uint4(four[0], four[1], four[2], four[3]));
     }
 }
 LSQ_EXPORT(lsq_unpack_int4)

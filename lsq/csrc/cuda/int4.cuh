@@ -1,5 +1,5 @@
-// Groups of weights of 4 bits on their way to products: a stored group is 17 bytes anywhere, and its codes are whole
-// multipliers times 4 bits (include/int4.h).
+// Groups of weights of 4 bits on their way to products: a stored group is 17 bytes anywhere, and
+// its codes are whole multipliers times 4 bits (include/int4.h).
 #pragma once
 
 #include "vectors.cuh"
@@ -28,7 +28,8 @@ struct Multiplier {
 
     // Four 4-bit codes, in the low halves of bytes -> four of int8.
     __device__ __forceinline__ uint32_t times(uint32_t halves) const {
-        const uint32_t raised = (halves & 0x0F0F0F0Fu ^ 0x08080808u) * magnitude;  // 8 more each, at most 15 * 15
+        // 8 more each, at most 15 * 15.
+        const uint32_t raised = (halves & 0x0F0F0F0Fu ^ 0x08080808u) * magnitude;
         return negative ? subtract_bytes(eights, raised) : subtract_bytes(raised, eights);
     }
 };
@@ -44,7 +45,9 @@ struct StoredGroup {
         for (int i = 0; i < 5; ++i) words[i] = load_words<uint32_t>(from - skipped + 4 * i);
     }
 
-    __device__ __forceinline__ Multiplier multiplier() const { return Multiplier(words[0] >> 8 * skipped); }
+    __device__ __forceinline__ Multiplier multiplier() const {
+        return Multiplier(words[0] >> 8 * skipped);
+    }
 
     // Pairs [4 * i, 4 * i + 4).
     __device__ __forceinline__ uint32_t pairs(int i) const {

@@ -1,5 +1,5 @@
-// What the kept words add to the gradient of x; lsq/ops/kept_gradient.py has the formula. The part of the
-// weight is in embedding.cu.
+// What the kept words add to the gradient of x; lsq/ops/kept_gradient.py has the formula. The part
+// of the weight is in embedding.cu.
 #include "rows.cuh"
 
 // A target outside the vocabulary makes its row NaN.

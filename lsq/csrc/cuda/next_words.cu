@@ -1,13 +1,15 @@
-// The best words of each row, best first, and log-probabilities, from what next_words_product.cu leaves: a block takes a row.
+// The best words of each row, best first, and log-probabilities, from what next_words_product.cu
+// leaves: a block takes a row.
 //
-// lsq/ops/next_words.py is the reference. The best words are among the best groups of eight, whose logits are made again by
-// dot products; so are those of the wanted words.
+// lsq/ops/next_words.py is the reference. The best words are among the best groups of eight, whose
+// logits are made again by dot products; so are those of the wanted words.
 #include "reduce.cuh"
 #include "vocabulary_loss.cuh"
 
 namespace {
 
-constexpr int kThreads = 256, kWarps = kThreads / kWarp, kCodes = 16;  // codes that a lane reads at a time
+// Codes that a lane reads at a time.
+constexpr int kThreads = 256, kWarps = kThreads / kWarp, kCodes = 16;
 
 // A logit, which is no NaN, and which word, or group of words, it belongs to.
 struct Candidate {
@@ -23,7 +25,8 @@ struct Candidate {
 };
 
 // The best group that comes after `last`, of those that belong to this thread.
-__device__ __forceinline__ Candidate next_of_thread(const float* largest, int64_t count, const Candidate& last) {
+__device__ __forceinline__ Candidate next_of_thread(const float* largest, int64_t count,
+                                                    const Candidate& last) {
     Candidate best{-infinity(), 0x7FFFFFFF};
 #pragma unroll 8
     for (int64_t i = threadIdx.x; i < count; i += kThreads) {
@@ -33,8 +36,10 @@ __device__ __forceinline__ Candidate next_of_thread(const float* largest, int64_
     return best;
 }
 
-// chosen [wanted]: the best of `count` groups, one after another, of equal ones the first. All threads must call this.
-__device__ __forceinline__ void choose_groups(const float* largest, int64_t count, int64_t wanted, int32_t* chosen) {
+// chosen [wanted]: the best of `count` groups, one after another, of equal ones the first. All
+// threads must call this.
+__device__ __forceinline__ void choose_groups(const float* largest, int64_t count, int64_t wanted,
+                                              int32_t* chosen) {
     __shared__ Candidate of_warps[2][kWarps];  // in turn, so that one barrier a turn is enough
     Candidate own = next_of_thread(largest, count, {infinity(), -1});
 #pragma unroll 1
@@ -42,7 +47,8 @@ __device__ __forceinline__ void choose_groups(const float* largest, int64_t coun
         Candidate best = own;
 #pragma unroll
         for (int distance = kWarp / 2; distance; distance /= 2) {
-            best.join({__shfl_xor_sync(kAllLanes, best.logit, distance), __shfl_xor_sync(kAllLanes, best.number, distance)});
+            best.join({__shfl_xor_sync(kAllLanes, best.logit, distance),
+                       __shfl_xor_sync(kAllLanes, best.number, distance)});
         }
         if (threadIdx.x % kWarp == 0) of_warps[j % 2][threadIdx.x / kWarp] = best;
         __syncthreads();
@@ -53,14 +59,15 @@ __device__ __forceinline__ void choose_groups(const float* largest, int64_t coun
     }
 }
 
-// Calls use(rank, word, logit) for the `wanted` best words of groups [count] with logits [count, 8]: each thread counts what
-// comes before its words.
+// Calls use(rank, word, logit) for the `wanted` best words of groups [count] with logits [count,
+// 8]: each thread counts what comes before its words.
 template <class Use>
 __device__ __forceinline__ void rank_words(
     const int32_t* groups, const float* logits, int64_t count, int64_t wanted, const Use& use) {
 #pragma unroll 1
     for (int64_t i = threadIdx.x; i < count * kVector; i += kThreads) {
-        const Candidate own{logits[i], groups[i / kVector] * kVector + static_cast<int32_t>(i % kVector)};
+        const Candidate own{logits[i],
+                            groups[i / kVector] * kVector + static_cast<int32_t>(i % kVector)};
         int32_t rank = 0;
 #pragma unroll 1
         for (int64_t j = 0; j < count; ++j) {
@@ -79,23 +86,27 @@ template <int WORDS>
 __device__ __forceinline__ void multiply_words(
     const int8_t* x, const int8_t* weight, int64_t inner, int32_t (&sums)[WORDS]) {
 #pragma unroll 1
-    for (int64_t column = kCodes * (threadIdx.x % kWarp); column < inner; column += kCodes * kWarp) {
+    for (int64_t column = kCodes * (threadIdx.x % kWarp); column < inner;
+         column += kCodes * kWarp) {
         const int4 a = load_words<int4>(x + column);
 #pragma unroll
         for (int i = 0; i < WORDS; ++i) {
             const int4 b = load_words<int4>(weight + i * inner + column);
-            sums[i] = __dp4a(a.w, b.w, __dp4a(a.z, b.z, __dp4a(a.y, b.y, __dp4a(a.x, b.x, sums[i]))));
+            sums[i] =
+                __dp4a(a.w, b.w, __dp4a(a.z, b.z, __dp4a(a.y, b.y, __dp4a(a.x, b.x, sums[i]))));
         }
     }
 #pragma unroll
     for (int i = 0; i < WORDS; ++i) sums[i] = warp_reduce<Sum>(sums[i]);
 }
 
-// log of the sum of the exponentials of a row's logits, for all threads. parts [count, 2]: see next_words_product.cu.
+// log of the sum of the exponentials of a row's logits, for all threads. parts [count, 2]: see
+// next_words_product.cu.
 __device__ __forceinline__ float normaliser_of(const float2* parts, int64_t count) {
     float largest = -infinity(), sum = 0.0f;
 #pragma unroll 4
-    for (int64_t i = threadIdx.x; i < count; i += kThreads) largest = Maximum::join(load_words<float2>(parts + i).x, largest);
+    for (int64_t i = threadIdx.x; i < count; i += kThreads)
+        largest = Maximum::join(load_words<float2>(parts + i).x, largest);
     largest = group_reduce<Maximum, kThreads, kThreads>(largest);
     const float shift = shift_of(largest);
 #pragma unroll 4
@@ -108,20 +119,24 @@ __device__ __forceinline__ float normaliser_of(const float2* parts, int64_t coun
 
 }  // namespace
 
-// groups [R, groups_stride] and parts [R, parts_count, 2]: see next_words_product.cu. chosen [R, chosen_count]: written, the
-// best groups; logits [R, chosen_count, 8]: written, those of their words.
-LSQ_KERNEL __launch_bounds__(kThreads, 3) lsq_next_words(
-    const NextWords op, int64_t inner, In<float> groups, int64_t groups_stride, In<float> parts, int64_t parts_count,
-    Out<int32_t> chosen, int64_t chosen_count, Out<float> logits) {
+// groups [R, groups_stride] and parts [R, parts_count, 2]: see next_words_product.cu. chosen [R,
+// chosen_count]: written, the best groups; logits [R, chosen_count, 8]: written, those of their
+// words.
+LSQ_KERNEL __launch_bounds__(kThreads, 3)
+    lsq_next_words(const NextWords op, int64_t inner, In<float> groups, int64_t groups_stride,
+                   In<float> parts, int64_t parts_count, Out<int32_t> chosen, int64_t chosen_count,
+                   Out<float> logits) {
     const int64_t row = blockIdx.x, vocabulary = op.vocabulary;
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
     const int8_t* x = op.x.codes + row * inner;
     const float x_scale = op.x.scale[0];
-    const float normaliser = normaliser_of(reinterpret_cast<const float2*>(parts + 2 * row * parts_count), parts_count);
+    const float normaliser =
+        normaliser_of(reinterpret_cast<const float2*>(parts + 2 * row * parts_count), parts_count);
     if (op.words) {
         int32_t* own_groups = chosen + row * chosen_count;
         float* own_logits = logits + row * chosen_count * kVector;
-        choose_groups(groups + row * groups_stride, (vocabulary + kVector - 1) / kVector, chosen_count, own_groups);
+        choose_groups(groups + row * groups_stride, (vocabulary + kVector - 1) / kVector,
+                      chosen_count, own_groups);
         __syncthreads();
 #pragma unroll 1
         for (int64_t j = warp; j < chosen_count; j += kWarps) {
@@ -137,10 +152,11 @@ LSQ_KERNEL __launch_bounds__(kThreads, 3) lsq_next_words(
             own_logits[j * kVector + lane] = counts ? logit : -infinity();
         }
         __syncthreads();
-        rank_words(own_groups, own_logits, chosen_count, op.best, [&](int32_t rank, int32_t word, float logit) {
-            op.words[row * op.best + rank] = word;
-            op.scores[row * op.best + rank] = logit - normaliser;
-        });
+        rank_words(own_groups, own_logits, chosen_count, op.best,
+                   [&](int32_t rank, int32_t word, float logit) {
+                       op.words[row * op.best + rank] = word;
+                       op.scores[row * op.best + rank] = logit - normaliser;
+                   });
     }
 #pragma unroll 1
     for (int64_t j = row * op.asked + warp; j < (row + 1) * op.asked; j += kWarps) {
@@ -149,12 +165,15 @@ LSQ_KERNEL __launch_bounds__(kThreads, 3) lsq_next_words(
         int32_t sum[1] = {};
         if (known) multiply_words(x, op.weight.codes + word * inner, inner, sum);
         if (lane == 0) {
-            const float logit = known ? static_cast<float>(sum[0]) * (x_scale * op.weight.scale[word]) : not_a_number();
+            const float logit = known
+                                    ? static_cast<float>(sum[0]) * (x_scale * op.weight.scale[word])
+                                    : not_a_number();
             op.wanted_scores[j] = logit - normaliser;
         }
     }
     if (!op.every) return;
 #pragma unroll 4
-    for (int64_t v = threadIdx.x; v < vocabulary; v += kThreads) op.every[row * vocabulary + v] -= normaliser;
+    for (int64_t v = threadIdx.x; v < vocabulary; v += kThreads)
+        op.every[row * vocabulary + v] -= normaliser;
 }
 LSQ_EXPORT(lsq_next_words)

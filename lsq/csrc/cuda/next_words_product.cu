@@ -1,18 +1,20 @@
-// Logits of codes, a tile a block, of which stays what next_words.cu needs to find the best words: R rows, P words, a multiple
-// of 16, H values, likewise. A group is eight neighbouring words.
+// Logits of codes, a tile a block, of which stays what next_words.cu needs to find the best words:
+// R rows, P words, a multiple of 16, H values, likewise. A group is eight neighbouring words.
 //
 // lsq/ops/next_words.py is the reference.
 #include "vocabulary_loss_tile.cuh"
 
-// groups [R, gridDim.x * TILE_N / 8]: the largest logit of each, minus infinity beyond the vocabulary; written if best words
-// are wanted. parts [R, gridDim.x * kWarpsAcross, 2]: of what a warp has of a row, the largest logit and the sum of
-// exp(logit - largest). op.every, if wanted: logits.
+// groups [R, gridDim.x * TILE_N / 8]: the largest logit of each, minus infinity beyond the
+// vocabulary; written if best words are wanted. parts [R, gridDim.x * kWarpsAcross, 2]: of what a
+// warp has of a row, the largest logit and the sum of exp(logit - largest). op.every, if wanted:
+// logits.
 LSQ_KERNEL __launch_bounds__(kProductThreads, kProductBlocks) lsq_next_words_product(
     const NextWords op, int64_t inner, Out<float> groups, Out<float> parts) {
     extern __shared__ __align__(kPattern) unsigned char stages[];
     const int64_t rows = op.rows, vocabulary = op.vocabulary;
     Sums sums = {};
-    accumulate({op.x.codes, block_row(), rows, inner}, {op.weight.codes, block_column(), op.columns, inner}, stages, sums);
+    accumulate({op.x.codes, block_row(), rows, inner},
+               {op.weight.codes, block_column(), op.columns, inner}, stages, sums);
     const LogitColumns columns(op.x, op.weight, vocabulary);
     const int64_t width = static_cast<int64_t>(gridDim.x) * TILE_N;
     const bool aligned = vocabulary % kVector == 0;
@@ -40,7 +42,8 @@ LSQ_KERNEL __launch_bounds__(kProductThreads, kProductBlocks) lsq_next_words_pro
         for (int i = 0; i < kVector; ++i) total += bounded_exponential(x[i] - shift);
         total = warp_reduce<Sum, kRowGroups>(total);
         if (threadIdx.x % kRowGroups || row >= rows) return;
-        store_words(parts + 2 * ((row * width + columns.first) / kWarpColumns), make_float2(largest, total));
+        store_words(parts + 2 * ((row * width + columns.first) / kWarpColumns),
+                    make_float2(largest, total));
     });
 }
 LSQ_EXPORT(lsq_next_words_product)

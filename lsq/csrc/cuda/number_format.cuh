@@ -1,4 +1,5 @@
-// The nearest values of a number format, found as lsq/quant/numbers/lookup.py says, and the scales of blocks of values.
+// The nearest values of a number format, found as lsq/quant/numbers/lookup.py says, and the scales
+// of blocks of values.
 //
 // What cpu/fake_quantize.h has for the CPU, with the same results bit by bit.
 #pragma once
@@ -7,14 +8,16 @@
 
 namespace lsq {
 
-enum : int64_t { kFloat32 = 0, kBfloat16 = 1, kPower = 2, kMultiplied = 3 };  // lsq.ops.fake_quantize.STORED
+// Lsq.ops.fake_quantize.STORED.
+enum : int64_t { kFloat32 = 0, kBfloat16 = 1, kPower = 2, kMultiplied = 3 };
 
 // A number format, at an address.
 class Levels {
 public:
     __device__ __forceinline__ explicit Levels(int64_t address)
         : ranks_(reinterpret_cast<const uint8_t*>(address)),
-          boundaries_(reinterpret_cast<const float*>(ranks_ + kRanks)), values_(boundaries_ + kLevels) {}
+          boundaries_(reinterpret_cast<const float*>(ranks_ + kRanks)),
+          values_(boundaries_ + kLevels) {}
 
     // Of x; for NaN any value.
     __device__ __forceinline__ float nearest(float x) const {
@@ -53,13 +56,15 @@ __device__ __forceinline__ float stored_scale(float scale, int64_t stored) {
 // The blocks of a FakeQuantize that share a scale each.
 class Blocks {
 public:
-    // largest [down, across]: the bits of the largest magnitudes; tops: of rows of those, or of all, where scales are
-    // multiples of one that no clip gives.
-    __device__ __forceinline__ Blocks(const FakeQuantize& op, const uint32_t* largest, const uint32_t* tops)
+    // largest [down, across]: the bits of the largest magnitudes; tops: of rows of those, or of
+    // all, where scales are multiples of one that no clip gives.
+    __device__ __forceinline__ Blocks(const FakeQuantize& op, const uint32_t* largest,
+                                      const uint32_t* tops)
         : clip(op.clip), columns(op.columns), height(op.block_rows), width(op.block_columns),
-          across((op.columns + op.block_columns - 1) / op.block_columns), stored_(op.stored), largest_(largest),
-          tops_(tops), given_(op.given), each_row_(op.each_row), clip_of_row_(op.clips > 1),
-          one_clip_(op.clips == 1), value_(op.largest), multiple_(op.largest_multiplier), multipliers_(op.multipliers) {}
+          across((op.columns + op.block_columns - 1) / op.block_columns), stored_(op.stored),
+          largest_(largest), tops_(tops), given_(op.given), each_row_(op.each_row),
+          clip_of_row_(op.clips > 1), one_clip_(op.clips == 1), value_(op.largest),
+          multiple_(op.largest_multiplier), multipliers_(op.multipliers) {}
 
     __device__ __forceinline__ float clip_of(int64_t row) const {
         return clip ? clip[clip_of_row_ ? row : 0] : infinity();
@@ -67,7 +72,8 @@ public:
 
     // Of the block in this row of blocks and this column of them.
     __device__ __forceinline__ float scale(int64_t strip, int64_t place) const {
-        const float most = given_ ? clip_of(strip) : finite(float_of(largest_[strip * across + place]));
+        const float most =
+            given_ ? clip_of(strip) : finite(float_of(largest_[strip * across + place]));
         const float scale = most / value_;
         return stored_ == kMultiplied ? multiple(strip, scale) : stored_scale(scale, stored_);
     }

@@ -30,8 +30,9 @@ using Given = Operand<FROM>::type;
 }  // namespace
 
 // values [M, N] times scale [M], [1] or null -> out Float [M, N].
-LSQ_KERNEL __launch_bounds__(kPatchThreads) lsq_float_operand(
-    In<Given> values, In<float> scale, Out<Float> out, int64_t scales, int64_t rows, int64_t columns) {
+LSQ_KERNEL __launch_bounds__(kPatchThreads)
+    lsq_float_operand(In<Given> values, In<float> scale, Out<Float> out, int64_t scales,
+                      int64_t rows, int64_t columns) {
     const int64_t row = patch_row(), column = patch_column();
     if (column >= columns) return;
     const Given* from = values;
@@ -70,7 +71,8 @@ LSQ_KERNEL __launch_bounds__(256) lsq_zero(Out<Float> out, int64_t numel) {
 }
 LSQ_EXPORT(lsq_zero)
 
-// total [numel] = sums, or with -DADDS=1 total + sums: what an inner dimension comes to that int32 has no room for.
+// total [numel] = sums, or with -DADDS=1 total + sums: what an inner dimension comes to that int32
+// has no room for.
 LSQ_KERNEL __launch_bounds__(256) lsq_add_sums(In<int32_t> sums, Out<float> total, int64_t numel) {
     const int32_t* from = sums;
     float* to = total;

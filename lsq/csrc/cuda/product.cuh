@@ -1,5 +1,6 @@
-// An int8 product, a [M, K] times b [N, K] transposed, up to its sums in registers: `accumulate`, by the instruction that -D
-// names. What follows it (product_rows.cuh, product_split.cuh) knows of either how many warps a block has, and which sums.
+// An int8 product, a [M, K] times b [N, K] transposed, up to its sums in registers: `accumulate`,
+// by the instruction that -D names. What follows it (product_rows.cuh, product_split.cuh) knows of
+// either how many warps a block has, and which sums.
 #pragma once
 
 #ifndef WGMMA

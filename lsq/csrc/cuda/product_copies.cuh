@@ -1,9 +1,11 @@
-// The operands of an int8 product on their way to shared memory: a [M, K] and b [N, K], K a multiple of 16.
+// The operands of an int8 product on their way to shared memory: a [M, K] and b [N, K], K a
+// multiple of 16.
 //
-// A block makes a tile of TILE_M x TILE_N sums (-D). K comes in steps of 64, which blocks along the third dimension of the
-// grid may share (product_split.cuh), through STAGES (-D) stages of shared memory. Within a stage, a row of 64 bytes is four
-// chunks; chunk c of row r lies at place c ^ r / 2 % 4 of it, which is what wgmma calls its 64-byte swizzle: neither copies
-// nor those who read the same chunk of eight rows meet in a bank.
+// A block makes a tile of TILE_M x TILE_N sums (-D). K comes in steps of 64, which blocks along the
+// third dimension of the grid may share (product_split.cuh), through STAGES (-D) stages of shared
+// memory. Within a stage, a row of 64 bytes is four chunks; chunk c of row r lies at chunk c ^ r /
+// 2 % 4 of it, which is what wgmma calls its 64-byte swizzle: neither copies nor those who read the
+// same chunk of eight rows meet in a bank.
 #pragma once
 
 #include "tensor_core.cuh"
@@ -12,16 +14,20 @@ namespace lsq {
 
 constexpr int kStep = 64, kChunk = 16, kChunks = kStep / kChunk;  // bytes, which are values along K
 constexpr int kStageBytes = (TILE_M + TILE_N) * kStep;
-constexpr int kPattern = 512;  // bytes after which the places of chunks repeat: stages lie at a multiple
+// Bytes after which the order of chunks repeats: stages lie at a multiple.
+constexpr int kPattern = 512;
 
 __device__ __forceinline__ int64_t block_row() { return static_cast<int64_t>(blockIdx.y) * TILE_M; }
-__device__ __forceinline__ int64_t block_column() { return static_cast<int64_t>(blockIdx.x) * TILE_N; }
+__device__ __forceinline__ int64_t block_column() {
+    return static_cast<int64_t>(blockIdx.x) * TILE_N;
+}
 
 __device__ __forceinline__ int place_of(int row, int chunk) {
     return row * kStep + (chunk ^ row / 2 % kChunks) * kChunk;
 }
 
-// What a thread of THREADS copies of an operand's rows [first, first + ROWS): a chunk of every THREADS / 4th row.
+// What a thread of THREADS copies of an operand's rows [first, first + ROWS): a chunk of every
+// THREADS / 4th row.
 template <int THREADS, int ROWS>
 struct TileCopy {
     static constexpr int kApart = THREADS / kChunks, kCopies = ROWS / kApart;
@@ -29,7 +35,8 @@ struct TileCopy {
     int64_t inner;
     int left;  // rows from the thread's first one to the last of all
 
-    __device__ __forceinline__ TileCopy(const int8_t* operand, int64_t first, int64_t rows, int64_t inner)
+    __device__ __forceinline__ TileCopy(const int8_t* operand, int64_t first, int64_t rows,
+                                        int64_t inner)
         : from(operand + (first + row()) * inner + kChunk * chunk()), inner(inner),
           left(static_cast<int>(min(rows - first - row(), static_cast<int64_t>(ROWS)))) {}
 
@@ -48,8 +55,8 @@ struct TileCopy {
     }
 };
 
-// A block's part of the steps along K, and what this thread copies of them. OfB: TileCopy, or what copies b as it is
-// stored.
+// A block's part of the steps along K, and what this thread copies of them. OfB: TileCopy, or what
+// copies b as it is stored.
 template <int THREADS, class OfB = TileCopy<THREADS, TILE_N>>
 struct StepCopies {
     const TileCopy<THREADS, TILE_M>& a;
@@ -57,13 +64,15 @@ struct StepCopies {
     unsigned char* stages;
     int64_t first, last;
 
-    __device__ __forceinline__ StepCopies(const TileCopy<THREADS, TILE_M>& a, const OfB& b, unsigned char* stages)
+    __device__ __forceinline__ StepCopies(const TileCopy<THREADS, TILE_M>& a, const OfB& b,
+                                          unsigned char* stages)
         : a(a), b(b), stages(stages) {
         const auto steps = static_cast<uint32_t>((a.inner + kStep - 1) / kStep);
         first = steps * blockIdx.z / gridDim.z, last = steps * (blockIdx.z + 1) / gridDim.z;
     }
 
-    // Begins to copy step `step`, if there is one, rows of a and then rows of b: a group of copies, perhaps an empty one.
+    // Begins to copy step `step`, if there is one, rows of a and then rows of b: a group of copies,
+    // perhaps an empty one.
     __device__ __forceinline__ void begin(int stage, int64_t step) const {
         unsigned char* tile = stages + stage * kStageBytes;
         if (step < last) a.begin(tile, step), b.begin(tile + TILE_M * kStep, step);

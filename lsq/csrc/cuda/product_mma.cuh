@@ -1,5 +1,5 @@
-// The main loop of an int8 product by mma.sync: while one stage is multiplied, copies fill the others. 2 x 2 warps make a
-// quarter of the tile each.
+// The main loop of an int8 product by mma.sync: while one stage is multiplied, copies fill the
+// others. 2 x 2 warps make a quarter of the tile each.
 #pragma once
 
 #include "product_copies.cuh"
@@ -9,7 +9,8 @@ namespace lsq {
 constexpr int kProductThreads = 128, kProductBlocks = 2;  // blocks that a multiprocessor is to hold
 constexpr int kWarpsDown = 2, kWarpsAcross = 2;
 constexpr int kWarpRows = TILE_M / kWarpsDown, kWarpColumns = TILE_N / kWarpsAcross;
-constexpr int kRowTiles = kWarpRows / 16, kColumnTiles = kWarpColumns / 8;  // of mma, in a warp's quarter
+// Of mma, in a warp's quarter.
+constexpr int kRowTiles = kWarpRows / 16, kColumnTiles = kWarpColumns / 8;
 
 static_assert(TILE_M % 32 == 0 && TILE_N % 64 == 0, "ends take 32 columns of a warp at a time");
 static_assert(STAGES >= 2, "one is filled while another is read");
@@ -20,7 +21,9 @@ struct Sums {
 };
 
 __device__ __forceinline__ int warp_row() { return threadIdx.x / kWarp / kWarpsAcross * kWarpRows; }
-__device__ __forceinline__ int warp_column() { return threadIdx.x / kWarp % kWarpsAcross * kWarpColumns; }
+__device__ __forceinline__ int warp_column() {
+    return threadIdx.x / kWarp % kWarpsAcross * kWarpColumns;
+}
 
 // What a lane multiplies of 32 values along K.
 using RowFragments = uint32_t[kRowTiles][4];
@@ -30,12 +33,15 @@ using ColumnFragments = uint32_t[kColumnTiles][2];
 __device__ __forceinline__ void load_rows(const unsigned char* stage, int chunk, RowFragments& a) {
     const int lane = threadIdx.x % kWarp, row = warp_row() + lane % 16;
 #pragma unroll
-    for (int i = 0; i < kRowTiles; ++i) load_matrices(stage + place_of(row + 16 * i, chunk + lane / 16), a[i]);
+    for (int i = 0; i < kRowTiles; ++i)
+        load_matrices(stage + place_of(row + 16 * i, chunk + lane / 16), a[i]);
 }
 
 // The same of its rows of b.
-__device__ __forceinline__ void load_columns(const unsigned char* stage, int chunk, ColumnFragments& b) {
-    const int lane = threadIdx.x % kWarp, column = TILE_M + warp_column() + lane % 8 + lane / 16 * 8;
+__device__ __forceinline__ void load_columns(const unsigned char* stage, int chunk,
+                                             ColumnFragments& b) {
+    const int lane = threadIdx.x % kWarp,
+              column = TILE_M + warp_column() + lane % 8 + lane / 16 * 8;
 #pragma unroll
     for (int j = 0; j < kColumnTiles; j += 2) {
         uint32_t words[4];
@@ -44,7 +50,8 @@ __device__ __forceinline__ void load_columns(const unsigned char* stage, int chu
     }
 }
 
-__device__ __forceinline__ void multiply_fragments(const RowFragments& a, const ColumnFragments& b, Sums& sums) {
+__device__ __forceinline__ void multiply_fragments(const RowFragments& a, const ColumnFragments& b,
+                                                   Sums& sums) {
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
@@ -52,8 +59,9 @@ __device__ __forceinline__ void multiply_fragments(const RowFragments& a, const 
     }
 }
 
-// Calls work(stage, step) for each step along K in this block's part of it, once it is there for all warps. `stages` has
-// STAGES * kStageBytes bytes, at a multiple of kPattern. OfB: see StepCopies.
+// Calls work(stage, step) for each step along K in this block's part of it, once it is there for
+// all warps. `stages` has STAGES * kStageBytes bytes, at a multiple of kPattern. OfB: see
+// StepCopies.
 template <class OfB, class Work>
 __device__ __forceinline__ void for_steps(const TileCopy<kProductThreads, TILE_M>& a, const OfB& b,
                                           unsigned char* stages, const Work& work) {
@@ -74,8 +82,8 @@ __device__ __forceinline__ void for_steps(const TileCopy<kProductThreads, TILE_M
 
 // The sums of this block's tile, over its part of K.
 __device__ __forceinline__ void accumulate(const TileCopy<kProductThreads, TILE_M>& a,
-                                           const TileCopy<kProductThreads, TILE_N>& b, unsigned char* stages,
-                                           Sums& sums) {
+                                           const TileCopy<kProductThreads, TILE_N>& b,
+                                           unsigned char* stages, Sums& sums) {
     for_steps(a, b, stages, [&](const unsigned char* stage, int64_t) {
 #pragma unroll
         for (int chunk = 0; chunk < kChunks; chunk += 2) {

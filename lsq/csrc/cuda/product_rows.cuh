@@ -1,8 +1,10 @@
-// From the main loop of a product to its end: sums leave a warp's registers through shared memory, 8 rows at a time, so that
-// a lane gets eight neighbours of a row and stores fill whole sectors; and so that the end stands in the code once.
+// From the main loop of a product to its epilogue: sums leave a warp's registers through shared
+// memory, 8 rows at a time, so that a lane gets eight neighbours of a row and stores fill whole
+// sectors; and so that the epilogue stands in the code once.
 //
-// A row's quads of sums lie at a stride that keeps the stores of a quarter of a warp in different banks; quads of odd rows
-// and of every other 32 columns change places within pairs, which does the same for loads.
+// A row's quads of sums lie at a stride that keeps the stores of a quarter of a warp in different
+// banks; quads of odd rows and of every other 32 columns change places within pairs, which does the
+// same for loads.
 #pragma once
 
 #include "product.cuh"
@@ -10,9 +12,11 @@
 
 namespace lsq {
 
-constexpr int kRowGroups = kWarpColumns / kVector, kRowsAtOnce = kWarp / kRowGroups;  // lanes of a row, rows of a warp
+// Lanes of a row, rows of a warp.
+constexpr int kRowGroups = kWarpColumns / kVector, kRowsAtOnce = kWarp / kRowGroups;
 constexpr int kRowQuads = kWarpColumns / 4 + 2;
-constexpr int kRowsBytes = kProductThreads / kWarp * 8 * kRowQuads * 16;  // that for_sums takes of the stages
+// That for_sums takes of the stages.
+constexpr int kRowsBytes = kProductThreads / kWarp * 8 * kRowQuads * 16;
 
 static_assert(kWarpColumns % 32 == 0 && kWarpColumns <= 256, "as the places of quads are chosen");
 static_assert(kRowsBytes <= STAGES * kStageBytes, "fits where the stages were");
@@ -26,10 +30,11 @@ __device__ __forceinline__ int64_t sums_column() {
     return block_column() + warp_column() + kVector * (threadIdx.x % kRowGroups);
 }
 
-// Calls work(row, sum) for every row of the tile that the thread has sums of. `stages` is what `accumulate` had. All threads
-// must call this.
+// Calls work(row, sum) for every row of the tile that the thread has sums of. `stages` is what
+// `accumulate` had. All threads must call this.
 template <class Work>
-__device__ __forceinline__ void for_sums(const Sums& sums, unsigned char* stages, const Work& work) {
+__device__ __forceinline__ void for_sums(const Sums& sums, unsigned char* stages,
+                                         const Work& work) {
     const int lane = threadIdx.x % kWarp, first = lane / kRowGroups;
     int4* rows = reinterpret_cast<int4*>(stages) + threadIdx.x / kWarp * 8 * kRowQuads;
     const int64_t warp_first = block_row() + warp_row();
@@ -52,8 +57,10 @@ __device__ __forceinline__ void for_sums(const Sums& sums, unsigned char* stages
             int32_t sum[kVector];
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                const int4 four = load_words<int4>(quad_of(rows, row, 2 * (lane % kRowGroups) + half));
-                sum[4 * half] = four.x, sum[4 * half + 1] = four.y, sum[4 * half + 2] = four.z, sum[4 * half + 3] = four.w;
+                const int4 four =
+                    load_words<int4>(quad_of(rows, row, 2 * (lane % kRowGroups) + half));
+                sum[4 * half] = four.x, sum[4 * half + 1] = four.y, sum[4 * half + 2] = four.z,
+                        sum[4 * half + 3] = four.w;
             }
             work(warp_first + 8 * i + row, sum);
         }
@@ -61,7 +68,8 @@ __device__ __forceinline__ void for_sums(const Sums& sums, unsigned char* stages
     }
 }
 
-// Sums over the rows of a warp of what each thread has for its eight columns, in place, for all lanes.
+// Sums over the rows of a warp of what each thread has for its eight columns, in place, for all
+// lanes.
 __device__ __forceinline__ void add_up_rows(float (&sum)[kVector]) {
 #pragma unroll
     for (int distance = kRowGroups; distance < kWarp; distance *= 2) {

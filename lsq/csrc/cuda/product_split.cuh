@@ -1,5 +1,6 @@
-// Adds up the parts of a product whose steps along K are split among gridDim.z blocks: all but the last block of a tile to
-// be done leave their sums in memory, and that one adds them to its own. Sums of integers are the same in any order.
+// Adds up the parts of a product whose steps along K are split among gridDim.z blocks: all but the
+// last block of a tile to be done leave their sums in memory, and that one adds them to its own.
+// Sums of integers are the same in any order.
 #pragma once
 
 #include "product.cuh"
@@ -7,8 +8,8 @@
 
 namespace lsq {
 
-// -> whether this block has the whole sums now. parts int32 [tiles, gridDim.z, TILE_M * TILE_N], each as it lies in
-// registers; a ticket a tile. All threads of the block must call this.
+// -> whether this block has the whole sums now. parts int32 [tiles, gridDim.z, TILE_M * TILE_N],
+// each as it lies in registers; a ticket a tile. All threads of the block must call this.
 __device__ __forceinline__ bool add_up_parts(Sums& sums, int32_t* parts, uint32_t* tickets) {
     if (gridDim.z == 1) return true;
     const int64_t tile = static_cast<int64_t>(blockIdx.y) * gridDim.x + blockIdx.x;

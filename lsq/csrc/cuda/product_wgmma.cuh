@@ -1,8 +1,9 @@
-// The main loop of an int8 product by wgmma, for compute capability 9.0: a warpgroup makes 64 rows of the tile, each of its
-// warps 16 of them, over all columns. Sums lie in a warp's registers as those of mma.sync, one after another along a row.
+// The main loop of an int8 product by wgmma, for compute capability 9.0: a warpgroup makes 64 rows
+// of the tile, each of its warps 16 of them, over all columns. Sums lie in a warp's registers as
+// those of mma.sync, one after another along a row.
 //
-// Two steps are multiplied at a time: the next one begins before the last one is waited for, so that tensor cores do not
-// stand still meanwhile. Copies fill the other stages.
+// Two steps are multiplied at a time: the next one begins before the last one is waited for, so
+// that tensor cores do not stand still meanwhile. Copies fill the other stages.
 #pragma once
 
 #include "product_copies.cuh"
@@ -11,10 +12,12 @@
 namespace lsq {
 
 constexpr int kProductThreads = TILE_M / 64 * kWarpgroup;
-constexpr int kProductBlocks = TILE_M * TILE_N >= 128 * 128 ? 1 : 2;  // that a multiprocessor is to hold
+// That a multiprocessor is to hold.
+constexpr int kProductBlocks = TILE_M * TILE_N >= 128 * 128 ? 1 : 2;
 constexpr int kWarpsDown = TILE_M / 16, kWarpsAcross = 1;
 constexpr int kWarpRows = 16, kWarpColumns = TILE_N;
-constexpr int kRowTiles = 1, kColumnTiles = kWarpColumns / 8;  // of a warp's sums, as those of mma.sync
+// Of a warp's sums, as those of mma.sync.
+constexpr int kRowTiles = 1, kColumnTiles = kWarpColumns / 8;
 
 static_assert(TILE_M % 64 == 0, "whole warpgroups");
 static_assert(STAGES >= 3, "one is filled while two are read");
@@ -37,10 +40,11 @@ __device__ __forceinline__ void begin_stage(const unsigned char* stage, Sums& su
     commit_multiplications();
 }
 
-// The sums of this block's tile, over its part of K. `stages` has STAGES * kStageBytes bytes, at a multiple of kPattern.
+// The sums of this block's tile, over its part of K. `stages` has STAGES * kStageBytes bytes, at a
+// multiple of kPattern.
 __device__ __forceinline__ void accumulate(const TileCopy<kProductThreads, TILE_M>& a,
-                                           const TileCopy<kProductThreads, TILE_N>& b, unsigned char* stages,
-                                           Sums& sums) {
+                                           const TileCopy<kProductThreads, TILE_N>& b,
+                                           unsigned char* stages, Sums& sums) {
     const StepCopies<kProductThreads> copies(a, b, stages);
 #pragma unroll
     for (int stage = 0; stage < STAGES - 2; ++stage) copies.begin(stage, copies.first + stage);
@@ -49,7 +53,8 @@ __device__ __forceinline__ void accumulate(const TileCopy<kProductThreads, TILE_
     for (int64_t step = copies.first; step < copies.last; ++step) {
         wait_copies<STAGES - 3>();
         fence_shared();
-        __syncthreads();  // this step is there for all warps, and all have multiplied the last but one
+        // This step is there for all warps, and all have multiplied the last but one.
+        __syncthreads();
         begin_stage(stages + now * kStageBytes, sums);
         copies.begin(next, step + STAGES - 2);
         wait_multiplications<1>(sums.of[0]);

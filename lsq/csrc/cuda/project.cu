@@ -1,8 +1,9 @@
-// The end of a product that another kernel has made, M rows; see project_end.cuh.
+// The epilogue of a product that another kernel has made, M rows; see project_epilogue.cuh.
 //
-// -DSUMS=1: the product is int32 sums; 2: such sums as floats; 0: floats, which stand where their result goes.
+// -DSUMS=1: the product is int32 sums; 2: such sums as floats; 0: floats, which stand where their
+// result goes.
 #include "patch.cuh"
-#include "project_end.cuh"
+#include "project_epilogue.cuh"
 
 #ifndef SUMS
 #define SUMS 1
@@ -23,7 +24,8 @@ using ProductSum = float;
 
 }  // namespace
 
-LSQ_KERNEL __launch_bounds__(kPatchThreads, 2) lsq_end(const Project op, In<ProductSum> sums, Out<uint32_t> ticket) {
+LSQ_KERNEL __launch_bounds__(kPatchThreads, 2)
+    lsq_end(const Project op, In<ProductSum> sums, Out<uint32_t> ticket) {
     const int64_t row = patch_row(), column = patch_column(), columns = op.columns;
     const ProjectEnd end{op};
 #if SUMS
@@ -36,7 +38,8 @@ LSQ_KERNEL __launch_bounds__(kPatchThreads, 2) lsq_end(const Project op, In<Prod
         Packed<Given> loaded[kPatchRows] = {};
 #pragma unroll
         for (int r = 0; r < kPatchRows; ++r) {
-            if (row + r < op.rows) loaded[r] = load_packed(product + ((row + r) * columns + column));
+            if (row + r < op.rows)
+                loaded[r] = load_packed(product + ((row + r) * columns + column));
         }
         float added[kVector];
         end.bias8(column, added);
@@ -53,7 +56,8 @@ LSQ_KERNEL __launch_bounds__(kPatchThreads, 2) lsq_end(const Project op, In<Prod
             unpack8(loaded[r], sum);
             const float of_row = row_scale(op.x.coded, row + r);
 #pragma unroll
-            for (int i = 0; i < kVector; ++i) y[i] = static_cast<float>(sum[i]) * (factor[i] * of_row);
+            for (int i = 0; i < kVector; ++i)
+                y[i] = static_cast<float>(sum[i]) * (factor[i] * of_row);
 #else
             unpack8(loaded[r], y);
 #endif

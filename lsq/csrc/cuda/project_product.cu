@@ -1,9 +1,10 @@
-// A product of codes with a weight and its end in one kernel: M rows, N columns, K values, N and K multiples of 16.
+// A product of codes with a weight and its epilogue in one kernel: M rows, N columns, K values, N
+// and K multiples of 16.
 //
-// product.cuh makes the sums of a tile, product_rows.cuh hands them on by rows, project_end.cuh is what is done to them.
-// -DINT4=1: the weight is stored so.
+// product.cuh makes the sums of a tile, product_rows.cuh hands them on by rows,
+// project_epilogue.cuh is what is done to them. -DINT4=1: the weight is stored so.
 #include "product_rows.cuh"
-#include "project_end.cuh"
+#include "project_epilogue.cuh"
 
 #ifndef INT4
 #define INT4 0

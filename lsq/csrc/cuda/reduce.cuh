@@ -1,6 +1,7 @@
 // Sums and maxima over a warp, a group of threads that shares a row, a block, and all blocks.
 //
-// Every result is the same whatever the order in which threads run: the partners of each addition are fixed.
+// Every result is the same whatever the order in which threads run: the partners of each addition
+// are fixed.
 #pragma once
 
 #include "vectors.cuh"
@@ -15,7 +16,9 @@ struct Sum {
 };
 // Of magnitudes as bits: NaN counts as larger than infinity.
 struct Largest {
-    __device__ __forceinline__ static uint32_t join(uint32_t a, uint32_t b) { return a > b ? a : b; }
+    __device__ __forceinline__ static uint32_t join(uint32_t a, uint32_t b) {
+        return a > b ? a : b;
+    }
 };
 // Of magnitudes of floats: NaN if one is.
 struct LargestMagnitude {
@@ -43,11 +46,12 @@ __device__ __forceinline__ T warp_reduce(T value) {
     return value;
 }
 
-// Over GROUP consecutive threads of a block of THREADS; every thread gets its group's result. Where a group is larger
-// than a warp, all threads of the block must call this.
+// Over GROUP consecutive threads of a block of THREADS; every thread gets its group's result. Where
+// a group is larger than a warp, all threads of the block must call this.
 template <class Operation, int GROUP, int THREADS, class T>
 __device__ __forceinline__ T group_reduce(T value) {
-    static_assert(THREADS % GROUP == 0 && THREADS % kWarp == 0, "groups fill a block of whole warps");
+    static_assert(THREADS % GROUP == 0 && THREADS % kWarp == 0,
+                  "groups fill a block of whole warps");
     static_assert(GROUP % kWarp == 0 || kWarp % GROUP == 0, "groups are whole warps, or fill one");
     if constexpr (GROUP <= kWarp) return warp_reduce<Operation, GROUP>(value);
     value = warp_reduce<Operation>(value);
@@ -68,8 +72,8 @@ __device__ __forceinline__ bool block_any(bool found) {
     return group_reduce<Largest, THREADS, THREADS>(static_cast<uint32_t>(found)) != 0;
 }
 
-// Whether this block is the last to call of `count` blocks with the same ticket, which is left at zero. What the others
-// wrote before is there to read. All threads of the block must call this.
+// Whether this block is the last to call of `count` blocks with the same ticket, which is left at
+// zero. What the others wrote before is there to read. All threads of the block must call this.
 __device__ __forceinline__ bool last_of(uint32_t* ticket, uint32_t count) {
     __shared__ bool last;
     __threadfence();
@@ -83,9 +87,9 @@ __device__ __forceinline__ bool last_of(uint32_t* ticket, uint32_t count) {
     return last;
 }
 
-// Whether this block is the last of all to call; `found` then says whether any thread of any block has found something.
-// Leaves the two words of `ticket` at zero for the next launch. What the other blocks wrote before is there for the
-// last one to read. All threads of all blocks must call this.
+// Whether this block is the last of all to call; `found` then says whether any thread of any block
+// has found something. Leaves the two words of `ticket` at zero for the next launch. What the other
+// blocks wrote before is there for the last one to read. All threads of all blocks must call this.
 template <int THREADS>
 __device__ __forceinline__ bool last_block(uint32_t* ticket, bool& found) {
     __shared__ uint32_t last, flag;
@@ -106,9 +110,11 @@ __device__ __forceinline__ bool last_block(uint32_t* ticket, bool& found) {
     return last;
 }
 
-// Writes scale [1] once all blocks have said whether they met a NaN. All threads of all blocks must call this.
+// Writes scale [1] once all blocks have said whether they met a NaN. All threads of all blocks must
+// call this.
 template <int THREADS>
-__device__ __forceinline__ void finish_scale(uint32_t* ticket, bool missing, float clip, float largest, float* scale) {
+__device__ __forceinline__ void finish_scale(uint32_t* ticket, bool missing, float clip,
+                                             float largest, float* scale) {
     const bool last = last_block<THREADS>(ticket, missing);
     if (last && threadIdx.x == 0) scale[0] = poisoned(clip / largest, missing);
 }

@@ -1,10 +1,10 @@
 // Dropout, residual, LayerNorm or RMSNorm, and rounding between two blocks, forward and backward.
 //
-// M rows, N = COLUMNS columns; lsq/ops/residual_norm.py is the reference. A row stays in registers: its variance is the
-// mean of squared differences, and what is normalised is z as it was stored. Sums over rows stay in registers (bias) or
-// in shared memory (weight and bias of the norm), see rows.cuh.
-// Backward: -DNORM_SUMS=0 there is no norm, 1 for RMSNorm (a weight), 2 for LayerNorm (and a bias); -DNORMALISED=1 reads
-// codes of normalised rows in place of z.
+// M rows, N = COLUMNS columns; lsq/ops/residual_norm.py is the reference. A row stays in registers:
+// its variance is the mean of squared differences, and what is normalised is z as it was stored.
+// Sums over rows stay in registers (bias) or in shared memory (weight and bias of the norm), see
+// rows.cuh. Backward: -DNORM_SUMS=0 there is no norm, 1 for RMSNorm (a weight), 2 for LayerNorm
+// (and a bias); -DNORMALISED=1 reads codes of normalised rows in place of z.
 #include "residual_sum.cuh"
 
 #ifndef NORM_SUMS
@@ -46,7 +46,8 @@ struct Operands {
 };
 
 // Row `row` as codes for the backward pass: x times rstd. All threads of the block must call this.
-__device__ __forceinline__ void keep(const NormalisedRows& to, int64_t row, bool inside, const Values& x, float rstd) {
+__device__ __forceinline__ void keep(const NormalisedRows& to, int64_t row, bool inside,
+                                     const Values& x, float rstd) {
     const GradientScale s = gradient_scale(row_largest(x), to.largest);
     if (!inside) return;
     if (threadIdx.x % LANES == 0) to.scale[row] = s.scale * rstd;
@@ -56,7 +57,8 @@ __device__ __forceinline__ void keep(const NormalisedRows& to, int64_t row, bool
         int8_t code[kVector];
 #pragma unroll
         for (int i = 0; i < kVector; ++i) {
-            code[i] = s.reciprocal == 0.0f ? static_cast<int8_t>(0) : nearest_code(x[v][i] * s.reciprocal);
+            code[i] = s.reciprocal == 0.0f ? static_cast<int8_t>(0)
+                                           : nearest_code(x[v][i] * s.reciprocal);
         }
         store8(to.codes + row * COLUMNS + column_of(v), code);
     }
@@ -64,13 +66,15 @@ __device__ __forceinline__ void keep(const NormalisedRows& to, int64_t row, bool
 
 }  // namespace
 
-LSQ_KERNEL __launch_bounds__(kThreads, kMedium) lsq_residual_norm(const ResidualNorm op, Out<uint32_t> ticket) {
+LSQ_KERNEL __launch_bounds__(kThreads, kMedium)
+    lsq_residual_norm(const ResidualNorm op, Out<uint32_t> ticket) {
     const float *weight = op.weight, *bias = op.bias;
     Float* out = op.out;
     const ResidualSource sum{op.sum};
     const CodeSink codes{op.rounded};
     Magnitude largest = 0;
-    for (int64_t first = kRows * static_cast<int64_t>(blockIdx.x); first < op.rows; first += kRows * gridDim.x) {
+    for (int64_t first = kRows * static_cast<int64_t>(blockIdx.x); first < op.rows;
+         first += kRows * gridDim.x) {
         const int64_t row = first + row_in_block();
         const bool inside = row < op.rows;
         Values x = {};
@@ -176,7 +180,8 @@ LSQ_KERNEL __launch_bounds__(kThreads, kSumming)
             operands.normalised(v, normalised);
 #pragma unroll
             for (int i = 0; i < kVector; ++i) {
-                g[v][i] = operands.rstd * (above[i] * slope[i] - average - normalised[i] * projection);
+                g[v][i] =
+                    operands.rstd * (above[i] * slope[i] - average - normalised[i] * projection);
             }
 #endif
             sink.join(row * COLUMNS + column_of(v), direct.part[v], g[v]);

@@ -20,7 +20,8 @@ struct ResidualSource {
     __device__ __forceinline__ explicit ResidualSource(const ResidualSum& sum)
         : residual(sum.residual), update(sum.update), stored(sum.z), dropout(sum.dropout) {}
 
-    // z becomes a row of the sum, which is stored where that is wanted; zeros where the row does not exist.
+    // z becomes a row of the sum, which is stored where that is wanted; zeros where the row does
+    // not exist.
     __device__ __forceinline__ void load(int64_t row, bool inside, Values& z) const {
         Packed<Float> carried[kVectors] = {}, added[kVectors] = {};
 #pragma unroll
@@ -88,13 +89,16 @@ struct ResidualSink {
         PackedRow<Float> found = {};
 #pragma unroll
         for (int v = 0; v < kVectors; ++v) {
-            if (direct && inside && has(v)) found.part[v] = load_packed(direct + row * COLUMNS + column_of(v));
+            if (direct && inside && has(v))
+                found.part[v] = load_packed(direct + row * COLUMNS + column_of(v));
         }
         return found;
     }
 
-    // g is what comes through the norm to a vector of a row, and becomes the gradient of the update.
-    __device__ __forceinline__ void join(int64_t element, const Packed<Float>& of_z, float (&g)[kVector]) const {
+    // g is what comes through the norm to a vector of a row, and becomes the gradient of the
+    // update.
+    __device__ __forceinline__ void join(int64_t element, const Packed<Float>& of_z,
+                                         float (&g)[kVector]) const {
         if (direct) {
             float other[kVector];
             unpack8(of_z, other);
@@ -111,7 +115,8 @@ struct ResidualSink {
 #endif
     }
 
-    // All vectors of a row have been joined in g. Changes it. All threads of the block must call this.
+    // All vectors of a row have been joined in g. Changes it. All threads of the block must call
+    // this.
     __device__ __forceinline__ void add(int64_t row, bool inside, Values& g) {
 #if PRODUCT
         update.add(row, inside, g);

@@ -1,25 +1,33 @@
-// Rotary embeddings of queries and keys, norms of their heads before, and rounding; lsq/ops/rotation.py is the reference.
+// Rotary embeddings of queries and keys, norms of their heads before, and rounding;
+// lsq/ops/rotation.py is the reference.
 //
-// -DWIDTH: columns of a head, of which the first -DROTATED are rotated; -DHEADS: heads of queries and keys, with which a row of
-// COLUMNS begins; -DNORMED=1: heads have norms. A thread rotates the vectors that it holds, and reads what they meet again.
+// -DWIDTH: columns of a head, of which the first -DROTATED are rotated; -DHEADS: heads of queries
+// and keys, with which a row of COLUMNS begins; -DNORMED=1: heads have norms. A thread rotates the
+// vectors that it holds, and reads what they meet again.
 #include "gradient.cuh"
 
 namespace {
 
 constexpr int kHalf = ROTATED / 2;
-constexpr int kHeld = NORMED ? kSumming : kMedium;  // blocks that a multiprocessor holds at once, at least
+// Blocks that a multiprocessor holds at once, at least.
+constexpr int kHeld = NORMED ? kSumming : kMedium;
 
 static_assert(WIDTH % kVector == 0 && kHalf % kVector == 0, "vectors lie in a half of a head");
 
 __device__ __forceinline__ bool in_head(int column) { return column < HEADS * WIDTH; }
-__device__ __forceinline__ bool rotates(int column) { return in_head(column) && column % WIDTH < ROTATED; }
+__device__ __forceinline__ bool rotates(int column) {
+    return in_head(column) && column % WIDTH < ROTATED;
+}
 __device__ __forceinline__ bool low(int column) { return column % WIDTH < kHalf; }
 // Of a column that is rotated, the one that it meets.
-__device__ __forceinline__ int partner(int column) { return low(column) ? column + kHalf : column - kHalf; }
+__device__ __forceinline__ int partner(int column) {
+    return low(column) ? column + kHalf : column - kHalf;
+}
 
-// x is rotated with what it meets, forward or with `direction` -1 back; line: the row of the table for its position.
-__device__ __forceinline__ void rotate8(const float* line, int column, float direction, const float (&other)[kVector],
-                                      float (&x)[kVector]) {
+// x is rotated with what it meets, forward or with `direction` -1 back; line: the row of the table
+// for its position.
+__device__ __forceinline__ void rotate8(const float* line, int column, float direction,
+                                        const float (&other)[kVector], float (&x)[kVector]) {
     const int first = column % WIDTH % kHalf;
     const float sign = low(column) ? -direction : direction;
     float cosine[kVector], sine[kVector];
@@ -32,7 +40,8 @@ __device__ __forceinline__ void rotate8(const float* line, int column, float dir
 #if NORMED
 using EachVector = float[kVectors];
 
-// What a thread has of each of its vectors -> the sums over their heads. All threads of the block must call this.
+// What a thread has of each of its vectors -> the sums over their heads. All threads of the block
+// must call this.
 __device__ __forceinline__ void head_sums(EachVector& mine) {
     constexpr int kInRow = COLUMNS / kVector, kInHead = WIDTH / kVector;
     __shared__ float part[kRows * kInRow];
@@ -52,7 +61,8 @@ __device__ __forceinline__ void head_sums(EachVector& mine) {
     }
 }
 
-__device__ __forceinline__ const float* weight_of(const HeadNorms& norms, int64_t queries, int column) {
+__device__ __forceinline__ const float* weight_of(const HeadNorms& norms, int64_t queries,
+                                                  int column) {
     return (column / WIDTH < queries ? norms.query : norms.key) + column % WIDTH;
 }
 
@@ -116,7 +126,9 @@ LSQ_KERNEL __launch_bounds__(kThreads, kHeld) lsq_rotate(const Rotate op, Out<ui
                 multiply8(weight_of(op.norms, op.rotation.queries, column), rstd[v], x[v]);
                 if (column % WIDTH == 0) op.norms.rstd[row * HEADS + column / WIDTH] = rstd[v];
             }
-            if (rotates(column)) multiply8(weight_of(op.norms, op.rotation.queries, partner(column)), rstd[v], other);
+            if (rotates(column))
+                multiply8(weight_of(op.norms, op.rotation.queries, partner(column)), rstd[v],
+                          other);
 #endif
             if (rotates(column)) rotate8(line, column, 1.0f, other, x[v]);
             const int64_t element = row * COLUMNS + column;
@@ -174,7 +186,8 @@ LSQ_KERNEL __launch_bounds__(kThreads, kSumming)
             if (!has(v) || !in_head(column_of(v))) continue;
             const float projection = along[v] / WIDTH;
 #pragma unroll
-            for (int i = 0; i < kVector; ++i) g[v][i] = rstd[v] * (g[v][i] - normalised[v][i] * projection);
+            for (int i = 0; i < kVector; ++i)
+                g[v][i] = rstd[v] * (g[v][i] - normalised[v][i] * projection);
         }
 #endif
         sink.add(row, inside, g);

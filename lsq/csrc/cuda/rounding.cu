@@ -12,7 +12,8 @@ constexpr int kThreads = 256, kAtOnce = 4;
 LSQ_KERNEL __launch_bounds__(kThreads, 2) lsq_round(const Round op, Out<uint32_t> ticket) {
     const Float* x = op.x;
     const CodeSink codes{op.rounded};
-    const int64_t begin = kVector * (static_cast<int64_t>(blockIdx.x) * kAtOnce * kThreads + threadIdx.x);
+    const int64_t begin =
+        kVector * (static_cast<int64_t>(blockIdx.x) * kAtOnce * kThreads + threadIdx.x);
     Packed<Float> loaded[kAtOnce] = {};
 #pragma unroll
     for (int v = 0; v < kAtOnce; ++v) {

@@ -1,7 +1,7 @@
 // Rounding to codes and its straight-through gradient; lsq/quant/arithmetic.py is the reference.
 //
-// -DSTARTED=1: scales stand there, and only a NaN changes them; 0: the last block writes them. Codes are int8, packed masks
-// hold element i in bit i % 8 of byte i / 8.
+// -DSTARTED=1: scales stand there, and only a NaN changes them; 0: the last block writes them.
+// Codes are int8, packed masks hold element i in bit i % 8 of byte i / 8.
 #pragma once
 
 #include "random.cuh"
@@ -35,9 +35,10 @@ struct CodeSink {
         return reciprocal != 0.0f ? multiply8(element, x) : divide8(element, x);
     }
 
-    // Instead of the quotient, x times the reciprocal is set right by what it leaves (Markstein 1990): the same number,
-    // unless it is so small that its code is 0 in any case.
-    __device__ __forceinline__ Magnitude multiply8(int64_t element, const float (&x)[kVector]) const {
+    // Instead of the quotient, x times the reciprocal is set right by what it leaves (Markstein
+    // 1990): the same number, unless it is so small that its code is 0 in any case.
+    __device__ __forceinline__ Magnitude multiply8(int64_t element,
+                                                   const float (&x)[kVector]) const {
         uint32_t code[kVector], outside = 0;
         Magnitude largest = 0;
 #pragma unroll
@@ -65,7 +66,8 @@ struct CodeSink {
         for (int i = 0; i < kVector; ++i) {
             scaled[i] = x[i] / step;
             outside |= static_cast<uint32_t>(fabsf(x[i]) > limit) << i;
-            largest = Largest::join(largest, scaled[i] == scaled[i] ? magnitude_of(x[i]) : kMissing);
+            largest =
+                Largest::join(largest, scaled[i] == scaled[i] ? magnitude_of(x[i]) : kMissing);
             rounded[i] = code_of(scaled[i], q);
         }
         store8(codes + element, rounded);
@@ -74,14 +76,16 @@ struct CodeSink {
             float difference[kVector];
 #pragma unroll
             for (int i = 0; i < kVector; ++i) {
-                difference[i] = outside >> i & 1 ? 0.0f : (static_cast<float>(rounded[i]) - scaled[i]) / q;
+                difference[i] =
+                    outside >> i & 1 ? 0.0f : (static_cast<float>(rounded[i]) - scaled[i]) / q;
             }
             store8(error + element, difference);
         }
         return largest;
     }
 
-    // All threads of all blocks must call this; see finish_scale. The codes of no rows have no address, but a scale.
+    // All threads of all blocks must call this; see finish_scale. The codes of no rows have no
+    // address, but a scale.
     template <int THREADS>
     __device__ __forceinline__ void finish(uint32_t* ticket, Magnitude largest) const {
 #if STARTED
@@ -95,7 +99,8 @@ struct CodeSink {
     }
 };
 
-// Straight-through: zeroes the gradients of clipped values; returns what they add to the gradient of the clip.
+// Straight-through: zeroes the gradients of clipped values; returns what they add to the gradient
+// of the clip.
 struct StraightThrough {
     const int8_t* codes;
     const uint8_t* clipped;  // null: nothing was rounded
@@ -118,7 +123,8 @@ struct StraightThrough {
             const Packed<int8_t> packed = load_packed(codes + element);
 #pragma unroll
             for (int i = 0; i < kVector; ++i) {
-                const uint32_t sign = packed.word[i / 4] << (24 - 8 * (i % 4)) & 0x80000000u;  // no clipped code is 0
+                // No clipped code is 0.
+                const uint32_t sign = packed.word[i / 4] << (24 - 8 * (i % 4)) & 0x80000000u;
                 const bool masked = outside >> i & 1;
                 sum += masked ? float_of(bits_of(gradient[i]) ^ sign) : 0.0f;
                 gradient[i] = masked ? 0.0f : gradient[i];

@@ -1,5 +1,5 @@
-// The gradient of a product at the end of a program: rounded per row if -DROUNDED, and summed over rows for its
-// bias if -DSUMMED.
+// The gradient of a product at the end of a program: rounded per row if -DROUNDED, and summed over
+// rows for its bias if -DSUMMED.
 //
 // M rows, N = COLUMNS columns; lsq/ops/rounding.py is the reference.
 #include "gradient.cuh"
@@ -9,7 +9,8 @@
 #endif
 
 // partial: the block's sums; null if there are none.
-LSQ_KERNEL __launch_bounds__(kThreads, kSumming) lsq_round_gradient(const RoundGradient op, Out<float> partial) {
+LSQ_KERNEL __launch_bounds__(kThreads, kSumming)
+    lsq_round_gradient(const RoundGradient op, Out<float> partial) {
     const Float* gradient = op.gradient;
     GradientSink sink{nullptr, op.rounded};
     const auto load = [&](int64_t row) {

@@ -1,7 +1,9 @@
-// Rounding of a weight to codes under one clip for each row (output channel), or one for all. N rows, K columns.
+// Rounding of a weight to codes under one clip for each row (output channel), or one for all. N
+// rows, K columns.
 //
-// A warp takes a row, so that a NaN in it is known where its scale is written; under a single clip a NaN anywhere
-// poisons all scales, which the last block sees to. lsq/ops/rounding.py is the reference.
+// A warp takes a row, so that a NaN in it is known where its scale is written; under a single clip
+// a NaN anywhere poisons all scales, which the last block sees to. lsq/ops/rounding.py is the
+// reference.
 #include "reduce.cuh"
 
 namespace {
@@ -10,7 +12,8 @@ constexpr int kThreads = 256, kAtOnce = 2;  // vectors of a thread that are on t
 
 }  // namespace
 
-LSQ_KERNEL __launch_bounds__(kThreads, 3) lsq_round_weight(const RoundWeight op, Out<uint32_t> ticket) {
+LSQ_KERNEL __launch_bounds__(kThreads, 3)
+    lsq_round_weight(const RoundWeight op, Out<uint32_t> ticket) {
     constexpr int kStep = kVector * kWarp;
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
     const float *values = op.weight.values, *clip = op.weight.clip;
@@ -20,7 +23,8 @@ LSQ_KERNEL __launch_bounds__(kThreads, 3) lsq_round_weight(const RoundWeight op,
     float* scale = op.weight.scale;
     const int64_t columns = op.columns;
     bool poisoned_all = false;
-    for (int64_t row = blockIdx.x * (kThreads / kWarp) + warp; row < op.rows; row += gridDim.x * (kThreads / kWarp)) {
+    for (int64_t row = blockIdx.x * (kThreads / kWarp) + warp; row < op.rows;
+         row += gridDim.x * (kThreads / kWarp)) {
         if (row >= op.valid) {
             const int8_t zeros[kVector] = {};
             for (int64_t column = kVector * lane; column < columns; column += kStep) {
@@ -36,7 +40,8 @@ LSQ_KERNEL __launch_bounds__(kThreads, 3) lsq_round_weight(const RoundWeight op,
                 float x[kVector];
                 load8(values + (row * columns + column), x);
 #pragma unroll
-                for (int i = 0; i < kVector; ++i) largest = Largest::join(largest, magnitude_of(x[i]));
+                for (int i = 0; i < kVector; ++i)
+                    largest = Largest::join(largest, magnitude_of(x[i]));
             }
             limit = clip_of(warp_reduce<Largest>(largest), limit);
             if (lane == 0) new_clip[row] = limit;
@@ -47,7 +52,8 @@ LSQ_KERNEL __launch_bounds__(kThreads, 3) lsq_round_weight(const RoundWeight op,
             float x[kAtOnce][kVector];
 #pragma unroll
             for (int v = 0; v < kAtOnce; ++v) {
-                if (column + v * kStep < columns) load8(values + (row * columns + column + v * kStep), x[v]);
+                if (column + v * kStep < columns)
+                    load8(values + (row * columns + column + v * kStep), x[v]);
             }
 #pragma unroll
             for (int v = 0; v < kAtOnce; ++v) {

@@ -1,12 +1,14 @@
-// Rounding of a weight whose parameter is [inputs, outputs] to codes [outputs, inputs] under one clip for each output, or
-// one for all. K inputs, N outputs, P rows of codes, all multiples of 16.
+// Rounding of a weight whose parameter is [inputs, outputs] to codes [outputs, inputs] under one
+// clip for each output, or one for all. K inputs, N outputs, P rows of codes, all multiples of 16.
 //
-// A block takes a tile of 128 x 128 values through shared memory, as transposing codes does. Scales are written first; a
-// NaN then poisons that of its output, or all under a single clip. lsq/ops/rounding.py is the reference.
+// A block takes a tile of 128 x 128 values through shared memory, as transposing codes does. Scales
+// are written first; a NaN then poisons that of its output, or all under a single clip.
+// lsq/ops/rounding.py is the reference.
 #include "reduce.cuh"
 #include "transpose.cuh"
 
-// clip [N] or [1] -> scale [P], 1 from N on. A thread for each, which finds its clip first where that is to be new.
+// clip [N] or [1] -> scale [P], 1 from N on. A thread for each, which finds its clip first where
+// that is to be new.
 LSQ_KERNEL __launch_bounds__(kTileThreads) lsq_begin_weight_in_out(const RoundWeight op) {
     const int64_t output = static_cast<int64_t>(blockIdx.x) * kTileThreads + threadIdx.x;
     if (output >= op.rows) return;
@@ -28,8 +30,10 @@ LSQ_EXPORT(lsq_begin_weight_in_out)
 // values [K, N] -> codes [P, K], and [K, P] where those are wanted as well.
 LSQ_KERNEL __launch_bounds__(kTileThreads) lsq_round_weight_in_out(const RoundWeight op) {
     const TilePlace tile{blockIdx.x, blockIdx.y};
-    const int64_t input = tile.row(), output = tile.column(), inputs = op.columns, outputs = op.valid;
-    const float *values = op.weight.values, *given = op.weight.clip, *found = op.new_clip, q = op.weight.largest;
+    const int64_t input = tile.row(), output = tile.column(), inputs = op.columns,
+                  outputs = op.valid;
+    const float *values = op.weight.values, *given = op.weight.clip, *found = op.new_clip,
+                q = op.weight.largest;
     const float* clip = found ? found : given;
     float* scale = op.weight.scale;
     uint32_t word[kGroupColumns] = {}, missing = 0;  // a word of four inputs for each output; a bit
@@ -38,7 +42,8 @@ LSQ_KERNEL __launch_bounds__(kTileThreads) lsq_round_weight_in_out(const RoundWe
         for (int half = 0; half < kGroupColumns; half += kVector) {
             float step[kVector];
 #pragma unroll
-            for (int i = 0; i < kVector; ++i) step[i] = clip[op.clips > 1 ? output + half + i : 0] / q;
+            for (int i = 0; i < kVector; ++i)
+                step[i] = clip[op.clips > 1 ? output + half + i : 0] / q;
 #pragma unroll
             for (int r = 0; r < kGroupRows; ++r) {
                 if (input + r >= inputs) continue;
@@ -48,7 +53,8 @@ LSQ_KERNEL __launch_bounds__(kTileThreads) lsq_round_weight_in_out(const RoundWe
                 for (int i = 0; i < kVector; ++i) {
                     const float ratio = x[i] / step[i];
                     missing |= static_cast<uint32_t>(ratio != ratio) << (half + i);
-                    word[half + i] |= static_cast<uint32_t>(static_cast<uint8_t>(code_of(ratio, q))) << (8 * r);
+                    word[half + i] |= static_cast<uint32_t>(static_cast<uint8_t>(code_of(ratio, q)))
+                                      << (8 * r);
                 }
             }
         }
@@ -70,9 +76,11 @@ LSQ_KERNEL __launch_bounds__(kTileThreads) lsq_round_weight_in_out(const RoundWe
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const uint32_t* from = word + 4 * i;
-                four[i] = low_bytes(from[0] >> 8 * r, from[1] >> 8 * r, from[2] >> 8 * r, from[3] >> 8 * r);
+                four[i] = low_bytes(from[0] >> 8 * r, from[1] >> 8 * r, from[2] >> 8 * r,
+                                    from[3] >> 8 * r);
             }
-            store_words(transposed + ((input + r) * op.rows + output), make_uint4(four[0], four[1], four[2], four[3]));
+            store_words(transposed + ((input + r) * op.rows + output),
+                        make_uint4(four[0], four[1], four[2], four[3]));
         }
     }
     store_transposed(tile, word, op.weight.codes, op.rows, inputs);

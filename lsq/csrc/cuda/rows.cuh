@@ -1,8 +1,10 @@
-// Rows of COLUMNS values, each held by LANES threads in vectors of 8, several rows in a block at a time.
+// Rows of COLUMNS values, each held by LANES threads in vectors of 8, several rows in a block at a
+// time.
 //
-// COLUMNS and LANES come as -D (lsq/native/geometry.py chooses LANES); COLUMNS is a multiple of 8. Thread `lane` of a row
-// owns vectors lane, lane + LANES, ... Blocks stride over the rows, so that sums over columns stay in registers until
-// the end; each block then writes one partial row, and lsq_finish_sums (sums.cu) adds those in order.
+// COLUMNS and LANES come as -D (lsq/native/geometry.py chooses LANES); COLUMNS is a multiple of 8.
+// Thread `lane` of a row owns vectors lane, lane + LANES, ... Blocks stride over the rows, so that
+// sums over columns stay in registers until the end; each block then writes one partial row, and
+// lsq_finish_sums (sums.cu) adds those in order.
 #pragma once
 
 #include "reduce.cuh"
@@ -26,7 +28,9 @@ struct PackedRow {
 };
 
 __device__ __forceinline__ int row_in_block() { return threadIdx.x / LANES; }
-__device__ __forceinline__ int column_of(int vector) { return kVector * (threadIdx.x % LANES + vector * LANES); }
+__device__ __forceinline__ int column_of(int vector) {
+    return kVector * (threadIdx.x % LANES + vector * LANES);
+}
 // Whether the thread has that vector at all.
 __device__ __forceinline__ bool has(int vector) {
     return (vector + 1) * LANES * kVector <= COLUMNS || column_of(vector) < COLUMNS;
@@ -38,19 +42,21 @@ constexpr bool kEager = true;
 #else
 constexpr bool kEager = false;
 #endif
-// Blocks that a multiprocessor holds at once, at least: of kernels that keep a row and pointers, and of those that keep
-// sums over rows.
+// Blocks that a multiprocessor holds at once, at least: of kernels that keep a row and pointers,
+// and of those that keep sums over rows.
 constexpr int kMedium = kVectors > 2 ? 1 : kEager ? 2 : 3;
 constexpr int kSumming = kVectors > 2 || (kEager && sizeof(Float) == 4) ? 1 : 2;
 
-// Calls work(row, inside, operands) for the rows of this block; load(row) says what a row's operands are. Where
-// registers allow, a row is loaded while the row before it is worked on. All threads call `work` equally often.
+// Calls work(row, inside, operands) for the rows of this block; load(row) says what a row's
+// operands are. Where registers allow, a row is loaded while the row before it is worked on. All
+// threads call `work` equally often.
 template <class Load, class Work>
 __device__ __forceinline__ void for_rows(int64_t rows, const Load& load, const Work& work) {
     const int64_t step = static_cast<int64_t>(kRows) * gridDim.x;
     int64_t first = static_cast<int64_t>(kRows) * blockIdx.x, row = first + row_in_block();
     using Operands = decltype(load(row));
-    constexpr bool kAhead = kVectors <= 2 && sizeof(Operands) <= 80;  // more would not fit into the registers
+    // More would not fit into the registers.
+    constexpr bool kAhead = kVectors <= 2 && sizeof(Operands) <= 80;
     Operands operands{};
     if (kAhead && row < rows) operands = load(row);
     for (; first < rows; first += step, row += step) {
@@ -104,7 +110,8 @@ struct ColumnSums {
         for (int i = 0; i < kVector; ++i) sum[vector][i] += x[i];
     }
 
-    // Writes the block's sums [COLUMNS]: those of its rows in order. All threads of the block must call this.
+    // Writes the block's sums [COLUMNS]: those of its rows in order. All threads of the block must
+    // call this.
     __device__ __forceinline__ void write(float* out) const {
         if (kRows == 1) {
 #pragma unroll
@@ -124,8 +131,10 @@ struct ColumnSums {
                 for (int half = 0; half < 2; ++half) {
                     float4* here = total[half] + column_of(v) / kVector;
                     const float* add = sum[v] + 4 * half;
-                    const float4 old = row ? load_words<float4>(here) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-                    store_words(here, make_float4(old.x + add[0], old.y + add[1], old.z + add[2], old.w + add[3]));
+                    const float4 old =
+                        row ? load_words<float4>(here) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+                    store_words(here, make_float4(old.x + add[0], old.y + add[1], old.z + add[2],
+                                                  old.w + add[3]));
                 }
             }
         }
@@ -133,12 +142,14 @@ struct ColumnSums {
 #pragma unroll
         for (int first = 0; first < COLUMNS / 4; first += kThreads) {
             const int four = first + threadIdx.x;
-            if (four < COLUMNS / 4) store_words(out + 4 * four, load_words<float4>(total[four % 2] + four / 2));
+            if (four < COLUMNS / 4)
+                store_words(out + 4 * four, load_words<float4>(total[four % 2] + four / 2));
         }
     }
 };
 
-// The same in shared memory, for kernels that have no registers left: every thread has its own words of it.
+// The same in shared memory, for kernels that have no registers left: every thread has its own
+// words of it.
 struct SharedColumnSums {
     static constexpr int kWords = 2 * kVectors * kThreads;
     float4* words;  // [kWords]
@@ -156,16 +167,18 @@ struct SharedColumnSums {
         for (int half = 0; half < 2; ++half) {
             float4* sum = words + (2 * vector + half) * kThreads + threadIdx.x;
             const float4 old = load_words<float4>(sum);
-            store_words(sum, make_float4(old.x + x[4 * half], old.y + x[4 * half + 1], old.z + x[4 * half + 2],
-                                         old.w + x[4 * half + 3]));
+            store_words(sum, make_float4(old.x + x[4 * half], old.y + x[4 * half + 1],
+                                         old.z + x[4 * half + 2], old.w + x[4 * half + 3]));
         }
     }
 
-    // Writes the block's sums [COLUMNS]: those of its rows in order. All threads of the block must call this.
+    // Writes the block's sums [COLUMNS]: those of its rows in order. All threads of the block must
+    // call this.
     __device__ __forceinline__ void write(float* out) const {
         __syncthreads();
         for (int four = threadIdx.x; four < COLUMNS / 4; four += kThreads) {
-            const int part = four / 2 / LANES * 2 + four % 2, first = part * kThreads + four / 2 % LANES;
+            const int part = four / 2 / LANES * 2 + four % 2,
+                      first = part * kThreads + four / 2 % LANES;
             float4 total = load_words<float4>(words + first);
             for (int row = 1; row < kRows; ++row) {
                 const float4 sum = load_words<float4>(words + first + row * LANES);

@@ -1,23 +1,27 @@
-// A product of codes with a 2:4 sparse weight and its end in one kernel: M rows, P outputs, K values, both multiples of 16.
+// A product of codes with a 2:4 sparse weight and its epilogue in one kernel: M rows, P outputs, K
+// values, both multiples of 16.
 //
-// Made for the few rows of a step of decoding, which wait for the weight: outputs stand where tensor cores have most room,
-// and each word of the weight is read once, in the order of registers (lsq/ops/sparse_weight.py). A block makes 16 outputs
-// of 32 rows; its warps share the steps of 64 values along K.
-#include "project_end.cuh"
+// Made for the few rows of a step of decoding, which wait for the weight: outputs stand where
+// tensor cores have most room, and each word of the weight is read once, in the order of registers
+// (lsq/ops/sparse_weight.py). A block makes 16 outputs of 32 rows; its warps share the steps of 64
+// values along K.
+#include "project_epilogue.cuh"
 #include "tensor_core.cuh"
 
 namespace {
 
 constexpr int kSparseThreads = 128, kSparseWarps = kSparseThreads / kWarp;
 constexpr int kOutputs = 16, kRows = 32, kRowTiles = kRows / 8, kStep = 64;
-constexpr int kStride = kOutputs + 4;  // of a row of sums in shared memory: quads keep their alignment
+// Of a row of sums in shared memory: quads keep their alignment.
+constexpr int kStride = kOutputs + 4;
 
 }  // namespace
 
-LSQ_KERNEL __launch_bounds__(kSparseThreads) lsq_sparse_project(const SparseProject op, int64_t inner,
-                                                                Out<uint32_t> ticket) {
+LSQ_KERNEL __launch_bounds__(kSparseThreads)
+    lsq_sparse_project(const SparseProject op, int64_t inner, Out<uint32_t> ticket) {
     alignas(16) __shared__ int32_t parts[kSparseWarps * kRows * kStride];
-    const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, group = lane / 4, part = lane % 4;
+    const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, group = lane / 4,
+              part = lane % 4;
     const int64_t first = static_cast<int64_t>(blockIdx.y) * kRows, left = op.rows - first;
     const int64_t steps = (inner + kStep - 1) / kStep;
     int32_t sums[kRowTiles][4] = {};
@@ -33,7 +37,8 @@ LSQ_KERNEL __launch_bounds__(kSparseThreads) lsq_sparse_project(const SparseProj
             if (8 * i >= left) break;
             uint4 of_row = {};
             if (8 * i + group < left && column < inner) {
-                of_row = load_words<uint4>(op.x.coded.codes + (first + 8 * i + group) * inner + column);
+                of_row =
+                    load_words<uint4>(op.x.coded.codes + (first + 8 * i + group) * inner + column);
             }
             const uint32_t b[4] = {of_row.x, of_row.y, of_row.z, of_row.w};
             multiply_sparse(sums[i], a, b, kept);
@@ -52,11 +57,13 @@ LSQ_KERNEL __launch_bounds__(kSparseThreads) lsq_sparse_project(const SparseProj
     const int row = threadIdx.x / 2;
     Magnitude largest = 0;
     if (row < kRows && row < left) {
-        const int64_t column = static_cast<int64_t>(blockIdx.x) * kOutputs + threadIdx.x % 2 * kVector;
+        const int64_t column =
+            static_cast<int64_t>(blockIdx.x) * kOutputs + threadIdx.x % 2 * kVector;
         int32_t sum[kVector] = {};
 #pragma unroll
         for (int other = 0; other < kSparseWarps; ++other) {
-            const int32_t* from = parts + (other * kRows + row) * kStride + threadIdx.x % 2 * kVector;
+            const int32_t* from =
+                parts + (other * kRows + row) * kStride + threadIdx.x % 2 * kVector;
 #pragma unroll
             for (int i = 0; i < kVector; ++i) sum[i] += from[i];
         }

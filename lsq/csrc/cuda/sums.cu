@@ -1,13 +1,17 @@
-// Adds up what the blocks of other kernels have summed: partial rows of W sums, in order, one result a column.
+// Adds up what the blocks of other kernels have summed: partial rows of W sums, in order, one
+// result a column.
 //
-// A row holds up to three sums of N columns side by side and, where a clip is wanted, one number more or several, whose
-// sum is taken in double precision, as on the CPU. lsq/ops/sums.py is the reference.
+// A row holds up to three sums of N columns side by side and, where a clip is wanted, one number
+// more or several, whose sum is taken in double precision, as on the CPU. lsq/ops/sums.py is the
+// reference.
 #include "device.cuh"
 
 namespace {
 
-constexpr int kColumns = 32, kSlices = 8;  // of a block: threads of a column take the rows in `kSlices` runs
-constexpr int kLeastBlocks = 4;  // of a multiprocessor, at once: left to itself, NVRTC 13.0 aims at 5 and spills
+// Of a block: threads of a column take the rows in `kSlices` runs.
+constexpr int kColumns = 32, kSlices = 8;
+// Of a multiprocessor, at once: left to itself, NVRTC 13.0 aims at 5 and spills.
+constexpr int kLeastBlocks = 4;
 
 __device__ __forceinline__ float run_sum(
     const float* partial, int64_t width, int64_t column, int64_t begin, int64_t end) {
@@ -23,20 +27,25 @@ __device__ __forceinline__ void finish(const PartialSums& one) {
     const int64_t rows = one.blocks, width = one.width, all = one.sums * one.columns;
     __shared__ float part[kSlices][kColumns];
     const int slice = threadIdx.x / kColumns, here = threadIdx.x % kColumns;
-    const int64_t column = static_cast<int64_t>(blockIdx.x) * kColumns + here, run = (rows + kSlices - 1) / kSlices;
+    const int64_t column = static_cast<int64_t>(blockIdx.x) * kColumns + here,
+                  run = (rows + kSlices - 1) / kSlices;
     if (column < all) {
-        part[slice][here] = run_sum(partial, width, column, min(slice * run, rows), min((slice + 1) * run, rows));
+        part[slice][here] =
+            run_sum(partial, width, column, min(slice * run, rows), min((slice + 1) * run, rows));
     }
     __syncthreads();
     if (slice == 0 && column < all) {
         float total = part[0][here];
 #pragma unroll
         for (int i = 1; i < kSlices; ++i) total += part[i][here];
-        float* out = column < one.columns ? one.first : column < 2 * one.columns ? one.second : one.third;
+        float* out = column < one.columns       ? one.first
+                     : column < 2 * one.columns ? one.second
+                                                : one.third;
         if (out) out[column % one.columns] = total;
     }
     if (one.clip && blockIdx.x == 0) {
-        // Many partial rows, mostly one number of each: every thread takes some, so that their loads overlap.
+        // Many partial rows, mostly one number of each: every thread takes some, so that their
+        // loads overlap.
         __shared__ double totals[kColumns * kSlices];
         double total = 0.0;
 #pragma unroll 8
@@ -58,15 +67,17 @@ __device__ __forceinline__ void finish(const PartialSums& one) {
 }  // namespace
 
 // Those of many operations, with blockIdx.y.
-LSQ_KERNEL __launch_bounds__(kColumns * kSlices, kLeastBlocks) lsq_finish_sums(const __grid_constant__ FinishSums op) {
+LSQ_KERNEL __launch_bounds__(kColumns* kSlices, kLeastBlocks)
+    lsq_finish_sums(const __grid_constant__ FinishSums op) {
     finish(op.sums[blockIdx.y]);
 }
 LSQ_EXPORT(lsq_finish_sums)
 
 // Those of one operation that runs by itself.
-LSQ_KERNEL __launch_bounds__(kColumns * kSlices, kLeastBlocks) lsq_finish_own_sums(
-    In<float> parts, Out<float> first, Out<float> second, Out<float> third, Out<float> clip, int64_t sums,
-    int64_t columns, int64_t blocks, int64_t width, int64_t clip_parts, float factor) {
+LSQ_KERNEL __launch_bounds__(kColumns* kSlices, kLeastBlocks)
+    lsq_finish_own_sums(In<float> parts, Out<float> first, Out<float> second, Out<float> third,
+                        Out<float> clip, int64_t sums, int64_t columns, int64_t blocks,
+                        int64_t width, int64_t clip_parts, float factor) {
     finish({parts, first, second, third, clip, sums, columns, factor, clip_parts, blocks, width});
 }
 LSQ_EXPORT(lsq_finish_own_sums)

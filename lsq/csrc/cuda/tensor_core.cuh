@@ -1,11 +1,11 @@
-// Tensor cores, and what brings their operands from memory to registers: the only place with their PTX beside
-// warpgroup.cuh.
+// Tensor cores, and what brings their operands from memory to registers: the only file with their
+// PTX beside warpgroup.cuh.
 //
-// Fragments are those of mma.sync m16n8k32 of int8 and of m16n8k16 of bfloat16, whose rows are 32 bytes alike. Of
-// lane = 4 * group + part: a, 16 rows, has bytes [16 * i + 4 * part, + 4) of row `group` in word 2 * i, and of row
-// group + 8 in word 2 * i + 1; b, 8 rows, of row `group`, in word i; sums [16, 8] has columns 2 * part and 2 * part + 1
-// of row `group` in numbers 0 and 1, of row group + 8 in 2 and 3. All lanes of a warp must call `multiply` and
-// `load_matrices` together.
+// Fragments are those of mma.sync m16n8k32 of int8 and of m16n8k16 of bfloat16, whose rows are 32
+// bytes alike. Of lane = 4 * group + part: a, 16 rows, has bytes [16 * i + 4 * part, + 4) of row
+// `group` in word 2 * i, and of row group + 8 in word 2 * i + 1; b, 8 rows, of row `group`, in word
+// i; sums [16, 8] has columns 2 * part and 2 * part + 1 of row `group` in numbers 0 and 1, of row
+// group + 8 in 2 and 3. All lanes of a warp must call `multiply` and `load_matrices` together.
 #pragma once
 
 #include "device.cuh"
@@ -13,38 +13,44 @@
 namespace lsq {
 
 // sums += a times b transposed, of int8: exact modulo 2^32.
-__device__ __forceinline__ void multiply(int32_t (&sums)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+__device__ __forceinline__ void multiply(int32_t (&sums)[4], const uint32_t (&a)[4],
+                                         const uint32_t (&b)[2]) {
 #ifdef LSQ_EMULATOR
     emulator_multiply(sums, a, b);
 #else
-    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, "
+        "%9}, {%0, %1, %2, %3};"
         : "+r"(sums[0]), "+r"(sums[1]), "+r"(sums[2]), "+r"(sums[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 #endif
 }
 
-// sums += a times b transposed, of int8, where a [16, 64] is 2:4 sparse and has the 32 values of each row that are kept as
-// a dense a would have them; b [8, 64] has byte 16 * i + 4 * part of row `group` in word i. `kept` names the places of the
-// kept, as lsq/models/sparsity/packed.py does: eight groups of four, four bits each, of row `group` in parts 0 and 2, of row
-// group + 8 in 1 and 3, the first 32 columns in 0 and 1.
-__device__ __forceinline__ void multiply_sparse(int32_t (&sums)[4], const uint32_t (&a)[4], const uint32_t (&b)[4],
-                                                uint32_t kept) {
+// sums += a times b transposed, of int8, where a [16, 64] is 2:4 sparse and has the 32 values of
+// each row that are kept as a dense a would have them; b [8, 64] has byte 16 * i + 4 * part of row
+// `group` in word i. `kept` names the positions of the kept, as lsq/models/sparsity/packed.py does:
+// eight groups of four, four bits each, of row `group` in parts 0 and 2, of row group + 8 in 1 and
+// 3, the first 32 columns in 0 and 1.
+__device__ __forceinline__ void multiply_sparse(int32_t (&sums)[4], const uint32_t (&a)[4],
+                                                const uint32_t (&b)[4], uint32_t kept) {
 #ifdef LSQ_EMULATOR
     emulator_multiply_sparse(sums, a, b, kept);
 #else
     asm("mma.sp::ordered_metadata.sync.aligned.m16n8k64.row.col.s32.s8.s8.s32 "
         "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9, %10, %11}, {%0, %1, %2, %3}, %12, 0x0;"
         : "+r"(sums[0]), "+r"(sums[1]), "+r"(sums[2]), "+r"(sums[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(b[2]), "r"(b[3]), "r"(kept));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(b[2]), "r"(b[3]),
+          "r"(kept));
 #endif
 }
 
 // As `multiply`, of bfloat16. Products are exact, and sums of whole numbers below 2^24 are.
-__device__ __forceinline__ void multiply(float (&sums)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+__device__ __forceinline__ void multiply(float (&sums)[4], const uint32_t (&a)[4],
+                                         const uint32_t (&b)[2]) {
 #ifdef LSQ_EMULATOR
     emulator_multiply(sums, a, b);
 #else
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+        "{%8, %9}, {%0, %1, %2, %3};"
         : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 #endif
@@ -69,30 +75,37 @@ __device__ __forceinline__ uint32_t shared_address(const void* address) {
 #endif
 }
 
-// Matrices of 8 rows of 16 bytes in shared memory; lane i says where row i % 8 of matrix i / 8 lies, a multiple of 16.
-// A lane gets bytes [4 * part, + 4) of row `group` of each; transposed, as a matrix of 8 x 8 two-byte values.
+// Matrices of 8 rows of 16 bytes in shared memory; lane i says where row i % 8 of matrix i / 8
+// lies, a multiple of 16. A lane gets bytes [4 * part, + 4) of row `group` of each; transposed, as
+// a matrix of 8 x 8 two-byte values.
 template <int MATRICES, bool TRANSPOSED = false>
 __device__ __forceinline__ void load_matrices(const void* row, uint32_t (&words)[MATRICES]) {
     static_assert(MATRICES == 1 || MATRICES == 2 || MATRICES == 4, "1, 2 or 4 at a time");
 #ifdef LSQ_EMULATOR
     emulator_load_matrices<MATRICES, TRANSPOSED>(row, words);
 #else
-#define LSQ_LDMATRIX(number, form, registers, ...)                                                                  \
-    if constexpr (MATRICES == number && TRANSPOSED)                                                                 \
-        asm volatile("ldmatrix.sync.aligned.m8n8." form ".trans.shared.b16 " registers ";"                          \
-                     : __VA_ARGS__ : "r"(shared_address(row)) : "memory");                                          \
-    if constexpr (MATRICES == number && !TRANSPOSED)                                                                \
-        asm volatile("ldmatrix.sync.aligned.m8n8." form ".shared.b16 " registers ";"                                \
-                     : __VA_ARGS__ : "r"(shared_address(row)) : "memory")
+#define LSQ_LDMATRIX(number, form, registers, ...)                                         \
+    if constexpr (MATRICES == number && TRANSPOSED)                                        \
+        asm volatile("ldmatrix.sync.aligned.m8n8." form ".trans.shared.b16 " registers ";" \
+                     : __VA_ARGS__                                                         \
+                     : "r"(shared_address(row))                                            \
+                     : "memory");                                                          \
+    if constexpr (MATRICES == number && !TRANSPOSED)                                       \
+    asm volatile("ldmatrix.sync.aligned.m8n8." form ".shared.b16 " registers ";"           \
+                 : __VA_ARGS__                                                             \
+                 : "r"(shared_address(row))                                                \
+                 : "memory")
     LSQ_LDMATRIX(1, "x1", "{%0}, [%1]", "=r"(words[0]));
     LSQ_LDMATRIX(2, "x2", "{%0, %1}, [%2]", "=r"(words[0]), "=r"(words[1]));
-    LSQ_LDMATRIX(4, "x4", "{%0, %1, %2, %3}, [%4]", "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3]));
+    LSQ_LDMATRIX(4, "x4", "{%0, %1, %2, %3}, [%4]", "=r"(words[0]), "=r"(words[1]), "=r"(words[2]),
+                 "=r"(words[3]));
 #undef LSQ_LDMATRIX
 #endif
 }
 
-// Begins to copy BYTES (4, 8 or 16) from global to shared memory, both at multiples of BYTES; zeros where not `inside`:
-// then nothing is read. What is copied is there for this thread once it has waited for it, for others after a barrier.
+// Begins to copy BYTES (4, 8 or 16) from global to shared memory, both at multiples of BYTES; zeros
+// where not `inside`: then nothing is read. What is copied is there for this thread once it has
+// waited for it, for others after a barrier.
 template <int BYTES>
 __device__ __forceinline__ void copy_async(void* to, const void* from, bool inside = true) {
     static_assert(BYTES == 4 || BYTES == 8 || BYTES == 16, "4, 8 or 16 bytes at a time");

@@ -1,8 +1,10 @@
-// Transposed codes for the backward products, which need both operands contiguous along the inner dimension.
+// Transposed codes for the backward products, which need both operands contiguous along the inner
+// dimension.
 //
-// M rows, N columns, a multiple of 16; P is M rounded up to a multiple of 16, and what lies beyond M is 0. Rounding codes
-// times factors of their rows with a scale for each column takes two launches: largest magnitudes of parts of the rows, then
-// scales and codes. lsq/quant/arithmetic.py (round_columns) is the reference.
+// M rows, N columns, a multiple of 16; P is M rounded up to a multiple of 16, and what lies beyond
+// M is 0. Rounding codes times factors of their rows with a scale for each column takes two
+// launches: largest magnitudes of parts of the rows, then scales and codes. lsq/quant/arithmetic.py
+// (round_columns) is the reference.
 #include "random.cuh"
 #include "reduce.cuh"
 #include "rounding.cuh"
@@ -18,12 +20,15 @@ __device__ __forceinline__ void load16(const int8_t* from, float factor, float (
     const uint4 words = load_words<uint4>(from);
     const uint32_t four[4] = {words.x, words.y, words.z, words.w};
 #pragma unroll
-    for (int i = 0; i < 16; ++i) x[i] = static_cast<float>(static_cast<int8_t>(four[i / 4] >> (8 * (i % 4)))) * factor;
+    for (int i = 0; i < 16; ++i)
+        x[i] = static_cast<float>(static_cast<int8_t>(four[i / 4] >> (8 * (i % 4)))) * factor;
 }
 
-// A tile of codes int8 [rows, columns] -> out int8 [columns, padded]. All threads of the block must call this.
-__device__ __forceinline__ void transpose_tile(
-    const TilePlace tile, const int8_t* codes, int8_t* out, int64_t rows, int64_t columns, int64_t padded) {
+// A tile of codes int8 [rows, columns] -> out int8 [columns, padded]. All threads of the block must
+// call this.
+__device__ __forceinline__ void transpose_tile(const TilePlace tile, const int8_t* codes,
+                                               int8_t* out, int64_t rows, int64_t columns,
+                                               int64_t padded) {
     const int64_t row = tile.row(), column = tile.column();
     const int8_t* from = codes + (row * columns + column);
     uint4 line[kGroupRows];
@@ -44,13 +49,15 @@ __device__ __forceinline__ void transpose_tile(
     store_transposed(tile, column_word, out, columns, padded);
 }
 
-// Joins what lanes DISTANCE apart have of the same columns: either keeps HALF of them. -> the first of these
+// Joins what lanes DISTANCE apart have of the same columns: either keeps HALF of them. -> the first
+// of these
 template <int HALF, int DISTANCE>
 __device__ __forceinline__ int join_half(float (&largest)[16]) {
     const bool upper = threadIdx.x & DISTANCE;
 #pragma unroll
     for (int i = 0; i < HALF; ++i) {
-        const float kept = upper ? largest[i + HALF] : largest[i], given = upper ? largest[i] : largest[i + HALF];
+        const float kept = upper ? largest[i + HALF] : largest[i],
+                    given = upper ? largest[i] : largest[i + HALF];
         largest[i] = LargestMagnitude::join(kept, __shfl_xor_sync(kAllLanes, given, DISTANCE));
     }
     return upper ? HALF : 0;
@@ -61,12 +68,13 @@ __device__ __forceinline__ float factor_of(const ProjectWeightGradient& op, int6
     return op.gradient.scale[row] * row_scale(op.x.coded, row);
 }
 
-// x [M, N] -> partial float32 [N]: each column's largest magnitude in rows [begin, end), NaN if one is. All threads of
-// the block must call this; it takes one tile of the columns.
+// x [M, N] -> partial float32 [N]: each column's largest magnitude in rows [begin, end), NaN if one
+// is. All threads of the block must call this; it takes one tile of the columns.
 __device__ __forceinline__ void column_largest(
     int64_t tile, const ProjectWeightGradient& op, float* partial, int64_t begin, int64_t end) {
     const int8_t* codes = op.x.coded.codes;
-    const int64_t columns = op.columns, column = tile * kTile + threadIdx.x % kColumnGroups * kGroupColumns;
+    const int64_t columns = op.columns,
+                  column = tile * kTile + threadIdx.x % kColumnGroups * kGroupColumns;
     float largest[16] = {};
     if (column < columns) {
 #pragma unroll 4
@@ -83,20 +91,21 @@ __device__ __forceinline__ void column_largest(
     int first = threadIdx.x % kColumnGroups * kGroupColumns;
     first += join_half<8, 16>(largest);
     first += join_half<4, 8>(largest);
-    store_words(
-        part[threadIdx.x / kWarp] + first / 4, make_float4(largest[0], largest[1], largest[2], largest[3]));
+    store_words(part[threadIdx.x / kWarp] + first / 4,
+                make_float4(largest[0], largest[1], largest[2], largest[3]));
     __syncthreads();
     const int64_t mine = tile * kTile + threadIdx.x;
     if (threadIdx.x >= kTile || mine >= columns) return;
     const float* of_column = reinterpret_cast<const float*>(part) + threadIdx.x;
     float overall = of_column[0];
 #pragma unroll
-    for (int warp = 1; warp < kWarps; ++warp) overall = LargestMagnitude::join(overall, of_column[warp * kTile]);
+    for (int warp = 1; warp < kWarps; ++warp)
+        overall = LargestMagnitude::join(overall, of_column[warp * kTile]);
     partial[mine] = overall;
 }
 
-// partial float32 [parts, N] -> the reciprocals of a tile's columns, for rounding to codes within q; and their scales,
-// unless that is null. All threads of the block must call this.
+// partial float32 [parts, N] -> the reciprocals of a tile's columns, for rounding to codes within
+// q; and their scales, unless that is null. All threads of the block must call this.
 __device__ __forceinline__ void column_scales(
     int64_t tile, const float* partial, int64_t parts, int64_t columns, float q, float* scale,
     float (&reciprocal)[kTile]) {
@@ -114,7 +123,8 @@ __device__ __forceinline__ void column_scales(
     __syncthreads();
     if (slice == 0) {
 #pragma unroll
-        for (int i = 1; i < kSlices; ++i) largest = LargestMagnitude::join(largest, slices[i][here]);
+        for (int i = 1; i < kSlices; ++i)
+            largest = LargestMagnitude::join(largest, slices[i][here]);
         const GradientScale s = gradient_scale(largest, q);
         reciprocal[here] = s.reciprocal;
         if (scale && column < columns) scale[column] = s.scale;
@@ -131,42 +141,49 @@ LSQ_KERNEL __launch_bounds__(kTileThreads) lsq_transpose_codes(
 }
 LSQ_EXPORT(lsq_transpose_codes)
 
-// What the product for the gradient of a weight begins with, for both of its operands: the codes of the gradient
-// [M, outputs], transposed to [outputs, P]; and partial float32 [parts, N], largest magnitudes of the columns of
-// x [M, N] times the scales of rows in `parts` runs of rows. The first blocks do the latter.
-LSQ_KERNEL __launch_bounds__(kTileThreads, 2) lsq_begin_weight_gradient(
-    const ProjectWeightGradient op, Out<int8_t> transposed, Out<float> partial, int64_t parts, int64_t outputs,
-    int64_t padded) {
+// What the product for the gradient of a weight begins with, for both of its operands: the codes of
+// the gradient [M, outputs], transposed to [outputs, P]; and partial float32 [parts, N], largest
+// magnitudes of the columns of x [M, N] times the scales of rows in `parts` runs of rows. The first
+// blocks do the latter.
+LSQ_KERNEL __launch_bounds__(kTileThreads, 2)
+    lsq_begin_weight_gradient(const ProjectWeightGradient op, Out<int8_t> transposed,
+                              Out<float> partial, int64_t parts, int64_t outputs, int64_t padded) {
     const int64_t strips = (op.columns + kTile - 1) / kTile, tiles = (padded + kTile - 1) / kTile;
     const int64_t block = blockIdx.x, after = block - parts * strips;
     if (after >= 0) {
-        transpose_tile({after % tiles, after / tiles}, op.gradient.codes, transposed, op.rows, outputs, padded);
+        transpose_tile({after % tiles, after / tiles}, op.gradient.codes, transposed, op.rows,
+                       outputs, padded);
         return;
     }
     const int64_t part = block % parts, run = (op.rows + parts - 1) / parts, begin = part * run;
-    column_largest(block / parts, op, partial + part * op.columns, begin, min(begin + run, op.rows));
+    column_largest(block / parts, op, partial + part * op.columns, begin,
+                   min(begin + run, op.rows));
 }
 LSQ_EXPORT(lsq_begin_weight_gradient)
 
-// x [M, N] of the gradient of a weight times the scales of rows, partial [parts, N] -> scale [N] and out int8 [N, P],
-// rounded at random.
-LSQ_KERNEL __launch_bounds__(kTileThreads) lsq_round_transposed(
-    const ProjectWeightGradient op, In<float> partial, Out<float> scale, Out<int8_t> out, int64_t parts,
-    int64_t padded) {
+// x [M, N] of the gradient of a weight times the scales of rows, partial [parts, N] -> scale [N]
+// and out int8 [N, P], rounded at random.
+LSQ_KERNEL __launch_bounds__(kTileThreads)
+    lsq_round_transposed(const ProjectWeightGradient op, In<float> partial, Out<float> scale,
+                         Out<int8_t> out, int64_t parts, int64_t padded) {
     const TilePlace tile{blockIdx.x, blockIdx.y};
     const int64_t row = tile.row(), column = tile.column(), rows = op.rows, columns = op.columns;
     const int8_t* codes = op.x.coded.codes;
     const float q = op.gradient.largest;
     __shared__ float reciprocal[kTile];
-    column_scales(blockIdx.y, partial, parts, columns, q, blockIdx.x ? nullptr : static_cast<float*>(scale), reciprocal);
+    column_scales(blockIdx.y, partial, parts, columns, q,
+                  blockIdx.x ? nullptr : static_cast<float*>(scale), reciprocal);
     uint32_t word[kGroupColumns] = {};
     if (column < columns) {
         float inverse[16];
 #pragma unroll
-        for (int i = 0; i < 16; ++i) inverse[i] = reciprocal[threadIdx.x % kColumnGroups * kGroupColumns + i];
-        PhiloxWords drawn = philox_group(op.key[0], op.subsequence, row / kGroupRows);  // a word for each row
+        for (int i = 0; i < 16; ++i)
+            inverse[i] = reciprocal[threadIdx.x % kColumnGroups * kGroupColumns + i];
+        // A word for each row.
+        PhiloxWords drawn = philox_group(op.key[0], op.subsequence, row / kGroupRows);
         const uint32_t offset = static_cast<uint32_t>(column) * kWordStep;
-        // Each row's codes come in at the top of the columns' words; unrolling this would only cost registers.
+        // Each row's codes come in at the top of the columns' words; unrolling this would only cost
+        // registers.
 #pragma unroll 1
         for (int r = 0; r < kGroupRows; ++r) {
             if (row + r >= rows) {
@@ -185,7 +202,8 @@ LSQ_KERNEL __launch_bounds__(kTileThreads) lsq_round_transposed(
             }
         }
 #pragma unroll
-        for (int i = 0; i < 16; ++i) word[i] = inverse[i] == 0.0f ? 0 : word[i];  // where something is not finite
+        // Where something is not finite.
+        for (int i = 0; i < 16; ++i) word[i] = inverse[i] == 0.0f ? 0 : word[i];
     }
     store_transposed(tile, word, out, columns, padded);
 }

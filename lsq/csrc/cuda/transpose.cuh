@@ -1,9 +1,10 @@
-// Transposing codes: a block takes a tile of 128 x 128 through shared memory, 16 bytes at a time in either layout.
+// Transposing codes: a block takes a tile of 128 x 128 through shared memory, 16 bytes at a time in
+// either layout.
 //
-// Thread t holds 4 rows x 16 columns, from row 4 * (t / 8) and column 16 * (t % 8) of the tile on. Bytes change places
-// in registers, 4 x 4 at a time; shared memory then holds each column as 32 words of 4 rows. The 16-byte chunks of a
-// column are permuted by the thread's column group, so that neither writing words nor reading chunks meets a bank
-// conflict.
+// Thread t holds 4 rows x 16 columns, from row 4 * (t / 8) and column 16 * (t % 8) of the tile on.
+// Bytes change places in registers, 4 x 4 at a time; shared memory then holds each column as 32
+// words of 4 rows. The 16-byte chunks of a column are permuted by the thread's column group, so
+// that neither writing words nor reading chunks meets a bank conflict.
 #pragma once
 
 #include "vectors.cuh"
@@ -15,8 +16,10 @@ constexpr int kGroupRows = 4, kGroupColumns = 16;  // of one thread
 
 // Four rows of four bytes become four columns.
 __device__ __forceinline__ void transpose_bytes(uint32_t (&word)[4]) {
-    const uint32_t low01 = __byte_perm(word[0], word[1], 0x5140), high01 = __byte_perm(word[0], word[1], 0x7362);
-    const uint32_t low23 = __byte_perm(word[2], word[3], 0x5140), high23 = __byte_perm(word[2], word[3], 0x7362);
+    const uint32_t low01 = __byte_perm(word[0], word[1], 0x5140),
+                   high01 = __byte_perm(word[0], word[1], 0x7362);
+    const uint32_t low23 = __byte_perm(word[2], word[3], 0x5140),
+                   high23 = __byte_perm(word[2], word[3], 0x7362);
     word[0] = __byte_perm(low01, low23, 0x5410);
     word[1] = __byte_perm(low01, low23, 0x7632);
     word[2] = __byte_perm(high01, high23, 0x5410);
@@ -35,17 +38,19 @@ struct TilePlace {
     }
 };
 
-// Writes the tile of which every thread holds 16 columns, each a word of 4 rows, to out [columns, padded]; both sizes
-// are multiples of 16. All threads of the block must call this.
-__device__ __forceinline__ void store_transposed(
-    const TilePlace place, const uint32_t (&column_word)[kGroupColumns], int8_t* out, int64_t columns, int64_t padded) {
+// Writes the tile of which every thread holds 16 columns, each a word of 4 rows, to out [columns,
+// padded]; both sizes are multiples of 16. All threads of the block must call this.
+__device__ __forceinline__ void store_transposed(const TilePlace place,
+                                                 const uint32_t (&column_word)[kGroupColumns],
+                                                 int8_t* out, int64_t columns, int64_t padded) {
     constexpr int kChunks = kTile / 16;  // 16-byte chunks of a column
     __shared__ uint4 tile[kTile * kChunks];
     uint32_t* words = reinterpret_cast<uint32_t*>(tile);
     const int column_group = threadIdx.x % kChunks, row_group = threadIdx.x / kChunks;
     const int word = row_group ^ (column_group * 4);
 #pragma unroll
-    for (int i = 0; i < kGroupColumns; ++i) words[(16 * column_group + i) * (kTile / 4) + word] = column_word[i];
+    for (int i = 0; i < kGroupColumns; ++i)
+        words[(16 * column_group + i) * (kTile / 4) + word] = column_word[i];
     __syncthreads();
     const int chunk = threadIdx.x % kChunks;
     const int64_t first_row = place.down * kTile + 16 * chunk;

@@ -1,7 +1,8 @@
-// Eight neighbouring values at a time: 16-byte accesses of two-byte floats, 8-byte accesses of codes.
+// Eight neighbouring values at a time: 16-byte accesses of two-byte floats, 8-byte accesses of
+// codes.
 //
-// All pointers must be aligned to what is read at once, which holds for every row whose length is a multiple of 8.
-// bfloat16 widens exactly and is rounded to nearest even, NaN to NaN.
+// All pointers must be aligned to what is read at once, which holds for every row whose length is a
+// multiple of 8. bfloat16 widens exactly and is rounded to nearest even, NaN to NaN.
 #pragma once
 
 #include "device.cuh"
@@ -9,7 +10,8 @@
 namespace lsq {
 
 constexpr int kVector = 8;  // values that a thread reads or writes at a time
-// A number of less than 2^22 plus this, 1.5 * 2^23, stands in the last bits, whole as the sum was rounded.
+// A number of less than 2^22 plus this, 1.5 * 2^23, stands in the last bits, whole as the sum was
+// rounded.
 constexpr float kWhole = 12582912.0f;
 
 // The lowest bytes of four words, that of the first one lowest.
@@ -36,7 +38,9 @@ __device__ __forceinline__ void store_words(void* to, const Word& words) {
 }
 
 __device__ __forceinline__ float widen(float x) { return x; }
-__device__ __forceinline__ float widen(bfloat16 x) { return float_of(static_cast<uint32_t>(x.bits) << 16); }
+__device__ __forceinline__ float widen(bfloat16 x) {
+    return float_of(static_cast<uint32_t>(x.bits) << 16);
+}
 
 template <class T>
 __device__ __forceinline__ T narrow(float x);
@@ -103,7 +107,8 @@ __device__ __forceinline__ void unpack8(const Packed<int32_t>& packed, int32_t (
 
 __device__ __forceinline__ void unpack8(const Packed<int8_t>& packed, int32_t (&x)[kVector]) {
 #pragma unroll
-    for (int i = 0; i < kVector; ++i) x[i] = static_cast<int8_t>(packed.word[i / 4] >> (8 * (i % 4)));
+    for (int i = 0; i < kVector; ++i)
+        x[i] = static_cast<int8_t>(packed.word[i / 4] >> (8 * (i % 4)));
 }
 
 template <class T, class Value>

@@ -1,8 +1,9 @@
-// Log-softmax, label-smoothed cross-entropy and their gradient on a block of float logits; lsq/ops/vocabulary_loss.py is
-// the reference. vocabulary_sums.cu adds up the losses of rows. Of codes no logits exist: vocabulary_loss_product.cu.
+// Log-softmax, label-smoothed cross-entropy and their gradient on a block of float logits;
+// lsq/ops/vocabulary_loss.py is the reference. vocabulary_sums.cu adds up the losses of rows. Of
+// codes no logits exist: vocabulary_loss_product.cu.
 //
-// M rows, V words, P padded words. ROW_THREADS threads take one row of logits float32 [P], rows `stride` apart, a multiple
-// of 8; a block of logits begins at row `first`.
+// M rows, V words, P padded words. ROW_THREADS threads take one row of logits float32 [P], rows
+// `stride` apart, a multiple of 8; a block of logits begins at row `first`.
 #include "vocabulary_loss.cuh"
 
 #ifndef ROW_THREADS
@@ -14,7 +15,8 @@ namespace {
 // Calls use(column) for each vector [column, column + 8) of a row that belongs to the thread.
 template <class Use>
 __device__ __forceinline__ void each8(int columns, Use use) {
-    for (int column = kVector * threadIdx.x; column < columns; column += kVector * ROW_THREADS) use(column);
+    for (int column = kVector * threadIdx.x; column < columns; column += kVector * ROW_THREADS)
+        use(column);
 }
 
 template <class Operation>
@@ -25,8 +27,9 @@ __device__ __forceinline__ float block_reduce(float value) {
 }  // namespace
 
 // One row of logits a block. A target outside the vocabulary makes the losses NaN.
-LSQ_KERNEL __launch_bounds__(ROW_THREADS, 1024 / ROW_THREADS) lsq_vocabulary_loss(
-    const VocabularyLoss op, In<float> logits, int64_t stride, int64_t first, Out<float> losses, Out<float> nlls) {
+LSQ_KERNEL __launch_bounds__(ROW_THREADS, 1024 / ROW_THREADS)
+    lsq_vocabulary_loss(const VocabularyLoss op, In<float> logits, int64_t stride, int64_t first,
+                        Out<float> losses, Out<float> nlls) {
     const Prediction& given = op.prediction;
     const int vocabulary = static_cast<int>(given.vocabulary);
     const int64_t m = first + blockIdx.x, word = given.target[m];
@@ -54,17 +57,21 @@ LSQ_KERNEL __launch_bounds__(ROW_THREADS, 1024 / ROW_THREADS) lsq_vocabulary_los
         row.largest = highest;
     }
     if (threadIdx.x != 0) return;
-    write_losses(op, m, row, word >= 0 && word < vocabulary ? line[word] : not_a_number(), losses, nlls);
+    write_losses(op, m, row, word >= 0 && word < vocabulary ? line[word] : not_a_number(), losses,
+                 nlls);
 }
 LSQ_EXPORT(lsq_vocabulary_loss)
 
 LSQ_KERNEL __launch_bounds__(ROW_THREADS, 1024 / ROW_THREADS)
-    lsq_vocabulary_loss_gradient(const VocabularyLossGradient op, In<float> logits, int64_t stride, int64_t first) {
+    lsq_vocabulary_loss_gradient(const VocabularyLossGradient op, In<float> logits, int64_t stride,
+                                 int64_t first) {
     const Prediction& given = op.prediction;
-    const int columns = static_cast<int>(given.columns), vocabulary = static_cast<int>(given.vocabulary);
+    const int columns = static_cast<int>(given.columns),
+              vocabulary = static_cast<int>(given.vocabulary);
     const int64_t m = first + blockIdx.x, word = given.target[m];
     const float* row = logits + blockIdx.x * stride;
-    const float target_weight = given.target_weight, each = given.each, factor = gradient_factor(given);
+    const float target_weight = given.target_weight, each = given.each,
+                factor = gradient_factor(given);
     const float shift = op.normaliser[m], upstream = op.dloss[0];
     const bool counted = word != given.padding, aligned = columns % kVector == 0;
     Float* line = op.dlogits + m * columns;

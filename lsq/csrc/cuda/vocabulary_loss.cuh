@@ -1,6 +1,8 @@
-// What the kernels of the vocabulary's loss share: sums over logits of a row, and what the loss makes of a whole row.
+// What the kernels of the vocabulary's loss share: sums over logits of a row, and what the loss
+// makes of a whole row.
 //
-// Rows keep a running maximum (Milakov and Gimelshein 2018, "Online normalizer calculation for softmax").
+// Rows keep a running maximum (Milakov and Gimelshein 2018, "Online normalizer calculation for
+// softmax").
 #pragma once
 
 #include "reduce.cuh"
@@ -8,7 +10,9 @@
 namespace lsq {
 
 // Nothing above minus infinity: any finite shift gives exp = 0.
-__device__ __forceinline__ float shift_of(float largest) { return largest == -infinity() ? 0.0f : largest; }
+__device__ __forceinline__ float shift_of(float largest) {
+    return largest == -infinity() ? 0.0f : largest;
+}
 
 // Puts `value` behind the first `words` of eight.
 __device__ __forceinline__ void fill_up(int words, float value, float (&x)[kVector]) {
@@ -17,7 +21,8 @@ __device__ __forceinline__ void fill_up(int words, float value, float (&x)[kVect
     for (int i = 0; i < kVector; ++i) x[i] = i < words ? x[i] : value;
 }
 
-// Of some words the two largest magnitudes, and the word of the first; of equal ones that of the smaller word.
+// Of some words the two largest magnitudes, and the word of the first; of equal ones that of the
+// smaller word.
 struct TwoLargest {
     float first = 0.0f, second = 0.0f;
     uint32_t word = 0;
@@ -31,11 +36,14 @@ struct TwoLargest {
         word = larger ? other.word : word;
     }
 
-    __device__ __forceinline__ TwoLargest times(float factor) const { return {first * factor, second * factor, word}; }
+    __device__ __forceinline__ TwoLargest times(float factor) const {
+        return {first * factor, second * factor, word};
+    }
 };
 
-// Of some logits of a row: the largest, of exp(logit - largest) the sum, and the sum of the logits. Of codes alone: of
-// the words but the target, the largest multiples of exp(logit - largest) by the weight's scale.
+// Of some logits of a row: the largest, of exp(logit - largest) the sum, and the sum of the logits.
+// Of codes alone: of the words but the target, the largest multiples of exp(logit - largest) by the
+// weight's scale.
 struct LogitSums {
     float largest = -infinity(), sum = 0.0f, total = 0.0f;
     TwoLargest others;
@@ -72,10 +80,11 @@ struct LogitSums {
     }
 };
 
-// Writes what the loss makes of row m. `chosen`: the logit of its target, NaN for a word outside of the vocabulary.
-// -> log of the normaliser
-__device__ __forceinline__ float write_losses(
-    const VocabularyLoss& op, int64_t m, const LogitSums& row, float chosen, float* losses, float* nlls) {
+// Writes what the loss makes of row m. `chosen`: the logit of its target, NaN for a word outside of
+// the vocabulary. -> log of the normaliser
+__device__ __forceinline__ float write_losses(const VocabularyLoss& op, int64_t m,
+                                              const LogitSums& row, float chosen, float* losses,
+                                              float* nlls) {
     const Prediction& given = op.prediction;
     const bool counted = given.target[m] != given.padding;
     const float normaliser = row.largest + logf(row.sum);

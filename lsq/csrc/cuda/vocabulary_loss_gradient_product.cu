@@ -1,5 +1,5 @@
-// The gradient of logits of codes, which are made again, a tile a block: M rows, P words, a multiple of 16, K values,
-// likewise.
+// The gradient of logits of codes, which are made again, a tile a block: M rows, P words, a
+// multiple of 16, K values, likewise.
 //
 // -DROUNDED=1: rounded at random, by a bound that is known for each row; 0: as it is, Float.
 // lsq/ops/vocabulary_loss.py is the reference.
@@ -17,12 +17,14 @@ struct alignas(16) GradientRow {
     float shift;       // log of the normaliser
     float reciprocal;  // of its scale, 1 for floats; 0: the row's gradient is 0
     short place;       // of the target; -1 if it lies elsewhere
-    short likeliest;   // place of the other word that is no code, likewise
+    short likeliest;   // index of the other word that is no code, likewise
     uint32_t word;     // random, of column 0
 
-    __device__ __forceinline__ static GradientRow of(const VocabularyLossGradient& op, int64_t row) {
+    __device__ __forceinline__ static GradientRow of(const VocabularyLossGradient& op,
+                                                     int64_t row) {
         const int64_t word = op.prediction.target[row];
-        GradientRow made{op.normaliser[row], word != op.prediction.padding ? 1.0f : 0.0f, place_in_tile(word), -1, 0};
+        GradientRow made{op.normaliser[row], word != op.prediction.padding ? 1.0f : 0.0f,
+                         place_in_tile(word), -1, 0};
 #if ROUNDED
         const GradientScale scale = gradient_scale(op.bound[row], op.rounded.largest);
         if (blockIdx.x == 0) op.rounded.scale[row] = scale.scale * op.dloss[0];
@@ -35,7 +37,8 @@ struct alignas(16) GradientRow {
 };
 
 static_assert(TILE_M <= kProductThreads, "a thread prepares a row");
-static_assert(kRowsBytes + TILE_M * sizeof(GradientRow) <= STAGES * kStageBytes, "fits beside the rows");
+static_assert(kRowsBytes + TILE_M * sizeof(GradientRow) <= STAGES * kStageBytes,
+              "fits beside the rows");
 
 }  // namespace
 
@@ -48,10 +51,12 @@ LSQ_KERNEL __launch_bounds__(kProductThreads, kProductBlocks)
     GradientRow* of_rows = reinterpret_cast<GradientRow*>(beside_rows(stages));
     const int64_t own = block_row() + threadIdx.x;
     __syncthreads();  // all have read the last stage
-    if (threadIdx.x < TILE_M && own < given.rows) store_words(of_rows + threadIdx.x, GradientRow::of(op, own));
+    if (threadIdx.x < TILE_M && own < given.rows)
+        store_words(of_rows + threadIdx.x, GradientRow::of(op, own));
     const LogitColumns columns(given.x.coded, given.weight, given.vocabulary);
     const int first = static_cast<int>(columns.first - block_column());
-    const float factor = gradient_factor(given), each = given.each, target_weight = given.target_weight;
+    const float factor = gradient_factor(given), each = given.each,
+                target_weight = given.target_weight;
     const bool keeps = op.kept.likeliest != nullptr;
 #if ROUNDED
     const float q = op.rounded.largest;
@@ -67,7 +72,10 @@ LSQ_KERNEL __launch_bounds__(kProductThreads, kProductBlocks)
         if (of_row.reciprocal != 0.0f) {
 #pragma unroll
             for (int i = 0; i < kVector; ++i) {
-                x[i] = bounded_exponential(static_cast<float>(sum[i]) * columns.alpha[i] - of_row.shift) * factor - each;
+                x[i] = bounded_exponential(static_cast<float>(sum[i]) * columns.alpha[i] -
+                                           of_row.shift) *
+                           factor -
+                       each;
             }
             const int at = of_row.place - first, other = of_row.likeliest - first;
             if (at >= 0 && at < columns.words) {
@@ -85,7 +93,8 @@ LSQ_KERNEL __launch_bounds__(kProductThreads, kProductBlocks)
 #if ROUNDED
 #pragma unroll
         for (int i = 0; i < kVector; ++i) x[i] *= columns.scale[i];
-        store_words(op.rounded.codes + element, round8_at_random(x, of_row.reciprocal, of_row.word + offset, q));
+        store_words(op.rounded.codes + element,
+                    round8_at_random(x, of_row.reciprocal, of_row.word + offset, q));
 #else
 #pragma unroll
         for (int i = 0; i < kVector; ++i) x[i] *= upstream;

@@ -1,18 +1,22 @@
-// Logits of codes, a tile a block, added up where they are made: M rows, P words, a multiple of 16, K values, likewise.
+// Logits of codes, a tile a block, added up where they are made: M rows, P words, a multiple of 16,
+// K values, likewise.
 //
-// lsq/ops/vocabulary_loss.py is the reference; vocabulary_sums.cu joins what the tiles of a row leave.
+// lsq/ops/vocabulary_loss.py is the reference; vocabulary_sums.cu joins what the tiles of a row
+// leave.
 #include "vocabulary_loss_tile.cuh"
 
 namespace {
 
 static_assert(TILE_M <= kProductThreads, "a thread joins a row");
-static_assert(kRowsBytes + TILE_M * (kWarpsAcross * 2 * sizeof(float4) + 4) <= STAGES * kStageBytes, "fits beside the rows");
+static_assert(kRowsBytes + TILE_M * (kWarpsAcross * 2 * sizeof(float4) + 4) <= STAGES * kStageBytes,
+              "fits beside the rows");
 
 // Over the threads that share a row.
 __device__ __forceinline__ TwoLargest of_all_groups(TwoLargest found) {
 #pragma unroll
     for (int distance = kRowGroups / 2; distance; distance /= 2) {
-        found.add({__shfl_xor_sync(kAllLanes, found.first, distance), __shfl_xor_sync(kAllLanes, found.second, distance),
+        found.add({__shfl_xor_sync(kAllLanes, found.first, distance),
+                   __shfl_xor_sync(kAllLanes, found.second, distance),
                    __shfl_xor_sync(kAllLanes, found.word, distance)});
     }
     return found;
@@ -20,7 +24,8 @@ __device__ __forceinline__ TwoLargest of_all_groups(TwoLargest found) {
 
 }  // namespace
 
-// parts [2, gridDim.x, M] halves of LogitSums, chosen [M]: the logits of the targets that are words.
+// parts [2, gridDim.x, M] halves of LogitSums, chosen [M]: the logits of the targets that are
+// words.
 LSQ_KERNEL __launch_bounds__(kProductThreads, kProductBlocks) lsq_vocabulary_loss_product(
     const VocabularyLoss op, int64_t inner, Out<float> parts, Out<float> chosen) {
     extern __shared__ __align__(kPattern) unsigned char stages[];
@@ -29,7 +34,8 @@ LSQ_KERNEL __launch_bounds__(kProductThreads, kProductBlocks) lsq_vocabulary_los
     Sums sums = {};
     accumulate_logits(given, inner, stages, sums);
     constexpr int kWarpRows = kWarpsAcross * TILE_M;
-    float4* of_warps = reinterpret_cast<float4*>(beside_rows(stages));            // [2, kWarpRows] halves of LogitSums
+    // [2, kWarpRows] halves of LogitSums.
+    float4* of_warps = reinterpret_cast<float4*>(beside_rows(stages));
     int32_t* places = reinterpret_cast<int32_t*>(of_warps + 2 * kWarpRows);  // [TILE_M], of targets
     const int thread = threadIdx.x;
     const int64_t own = block_row() + thread;
@@ -71,12 +77,14 @@ LSQ_KERNEL __launch_bounds__(kProductThreads, kProductBlocks) lsq_vocabulary_los
         }
 #pragma unroll
         for (int i = 0; i < kVector; ++i) {
-            part.others.add({x[i] * columns.scale[i], 0.0f, static_cast<uint32_t>(columns.first + i)});
+            part.others.add(
+                {x[i] * columns.scale[i], 0.0f, static_cast<uint32_t>(columns.first + i)});
         }
         part.others = of_all_groups(part.others);
         part.sum = warp_reduce<Sum, kRowGroups>(part.sum);
         part.total = warp_reduce<Sum, kRowGroups>(part.total);
-        if (thread % kRowGroups == 0) part.store(of_warps + first / kWarpColumns * TILE_M + line, kWarpRows);
+        if (thread % kRowGroups == 0)
+            part.store(of_warps + first / kWarpColumns * TILE_M + line, kWarpRows);
     });
     __syncthreads();
     if (!has_row) return;

@@ -1,4 +1,5 @@
-// The losses of rows, from what tiles of logits have left of them, and their sums, in a fixed order.
+// The losses of rows, from what tiles of logits have left of them, and their sums, in a fixed
+// order.
 //
 // lsq/ops/vocabulary_loss.py is the reference.
 #include "vocabulary_loss.cuh"
@@ -9,12 +10,14 @@ constexpr int kThreads = 256, kSlices = kThreads / kWarp;  // threads of a row t
 
 }  // namespace
 
-// 32 rows a block. parts [2, tiles, M] halves of LogitSums; chosen [M]: the logits of the targets. A target outside the vocabulary makes
-// the losses and the row's bound NaN.
-LSQ_KERNEL __launch_bounds__(kThreads) lsq_vocabulary_losses(
-    const VocabularyLoss op, In<float> parts, int64_t tiles, In<float> chosen, Out<float> losses, Out<float> nlls) {
+// 32 rows a block. parts [2, tiles, M] halves of LogitSums; chosen [M]: the logits of the targets.
+// A target outside the vocabulary makes the losses and the row's bound NaN.
+LSQ_KERNEL __launch_bounds__(kThreads)
+    lsq_vocabulary_losses(const VocabularyLoss op, In<float> parts, int64_t tiles, In<float> chosen,
+                          Out<float> losses, Out<float> nlls) {
     const Prediction& given = op.prediction;
-    const int64_t rows = given.rows, m = static_cast<int64_t>(blockIdx.x) * kWarp + threadIdx.x % kWarp;
+    const int64_t rows = given.rows,
+                  m = static_cast<int64_t>(blockIdx.x) * kWarp + threadIdx.x % kWarp;
     const int slice = threadIdx.x / kWarp;
     LogitSums row;
     const float* from = parts;
@@ -47,11 +50,14 @@ LSQ_KERNEL __launch_bounds__(kThreads) lsq_vocabulary_losses(
     const float normaliser = write_losses(op, m, row, logit, losses, nlls);
     if (!op.bound) return;
     const float factor = gradient_factor(given), share = factor / row.sum;
-    const float own = bounded_exponential(logit - normaliser) * factor - given.each - given.target_weight;
+    const float own =
+        bounded_exponential(logit - normaliser) * factor - given.each - given.target_weight;
     const float multiple = op.kept.gradient ? row.others.second : row.others.first;
-    uint32_t found = Largest::join(magnitude_of(multiple * share), magnitude_of(given.each * float_of(most)));
+    uint32_t found =
+        Largest::join(magnitude_of(multiple * share), magnitude_of(given.each * float_of(most)));
     if (!known) found = magnitude_of(not_a_number());
-    if (known && !op.kept.gradient) found = Largest::join(found, magnitude_of(own * given.weight.scale[word]));
+    if (known && !op.kept.gradient)
+        found = Largest::join(found, magnitude_of(own * given.weight.scale[word]));
     const bool counted = word != given.padding;
     op.bound[m] = counted ? float_of(found) : 0.0f;
     if (!op.kept.gradient) return;
@@ -64,7 +70,8 @@ LSQ_KERNEL __launch_bounds__(kThreads) lsq_vocabulary_losses(
 LSQ_EXPORT(lsq_vocabulary_losses)
 
 // The loss by the first block, the nll by the second; in double precision.
-LSQ_KERNEL __launch_bounds__(kThreads) lsq_sum_losses(const VocabularyLoss op, In<float> losses, In<float> nlls) {
+LSQ_KERNEL __launch_bounds__(kThreads)
+    lsq_sum_losses(const VocabularyLoss op, In<float> losses, In<float> nlls) {
     __shared__ double part[kThreads];
     const float* of_rows = blockIdx.x ? nlls : losses;
     double sum = 0.0;

@@ -1,9 +1,10 @@
-// The gradient of a weight from a product that another kernel has made: scales, then weight_gradient_end.cuh.
+// The gradient of a weight from a product that another kernel has made: scales, then
+// weight_gradient_epilogue.cuh.
 //
-// The product is int32 sums (-DSUMS=1), such sums as floats (2), or float32. N rows, K = COLUMNS columns; lsq/ops/weight_gradient.py is the
-// reference.
+// The product is int32 sums (-DSUMS=1), such sums as floats (2), or float32. N rows, K = COLUMNS
+// columns; lsq/ops/weight_gradient.py is the reference.
 #include "rows.cuh"
-#include "weight_gradient_end.cuh"
+#include "weight_gradient_epilogue.cuh"
 
 #ifndef SUMS
 #define SUMS 1
@@ -19,10 +20,11 @@ using Value = float;
 
 }  // namespace
 
-// product [P, K] or null for zeros; column_scale [K] for int32 sums -> dweight [N, K], clip_sums [N]: what each row
-// adds to the gradient of its clip.
-LSQ_KERNEL __launch_bounds__(kThreads) lsq_project_weight_gradient(
-    const ProjectWeightGradient op, In<Value> product, In<float> column_scale, Out<float> clip_sums) {
+// product [P, K] or null for zeros; column_scale [K] for int32 sums -> dweight [N, K], clip_sums
+// [N]: what each row adds to the gradient of its clip.
+LSQ_KERNEL __launch_bounds__(kThreads)
+    lsq_project_weight_gradient(const ProjectWeightGradient op, In<Value> product,
+                                In<float> column_scale, Out<float> clip_sums) {
     const Value* values = product;
     const WeightGradientEnd end{op};
 #if SUMS
@@ -30,7 +32,8 @@ LSQ_KERNEL __launch_bounds__(kThreads) lsq_project_weight_gradient(
 #endif
     float* sums = clip_sums;
     // All threads of the block go on together, because rows may be shared by several warps.
-    for (int64_t first = kRows * static_cast<int64_t>(blockIdx.x); first < op.weight_rows; first += kRows * gridDim.x) {
+    for (int64_t first = kRows * static_cast<int64_t>(blockIdx.x); first < op.weight_rows;
+         first += kRows * gridDim.x) {
         const int64_t row = first + row_in_block();
         const bool inside = row < op.weight_rows;
         float sum = 0.0f;
@@ -48,7 +51,8 @@ LSQ_KERNEL __launch_bounds__(kThreads) lsq_project_weight_gradient(
                 if (values) load8(column_scales + column_of(v), scale);
 #pragma unroll
                 for (int i = 0; i < kVector; ++i) {
-                    gradient[i] = static_cast<float>(value[i]) * (scale[i] * input) * of_row.inverse;
+                    gradient[i] =
+                        static_cast<float>(value[i]) * (scale[i] * input) * of_row.inverse;
                 }
 #else
 #pragma unroll

@@ -1,8 +1,9 @@
-// The gradient of a weight whose parameter is [inputs, outputs] from a product that another kernel has made: scales, the
-// straight-through mask and what belongs to the clips, of which each column has one.
+// The gradient of a weight whose parameter is [inputs, outputs] from a product that another kernel
+// has made: scales, the straight-through mask and what belongs to the clips, of which each column
+// has one.
 //
-// The product is int32 sums (-DSUMS=1), such sums as floats (2), or float32. K rows, N = COLUMNS columns; lsq/ops/weight_gradient.py is the
-// reference.
+// The product is int32 sums (-DSUMS=1), such sums as floats (2), or float32. K rows, N = COLUMNS
+// columns; lsq/ops/weight_gradient.py is the reference.
 #include "rows.cuh"
 
 #ifndef SUMS
@@ -17,7 +18,8 @@ using Value = int32_t;
 using Value = float;
 #endif
 
-// Codes of outputs [column, column + 8) for one input: one after another where they are there transposed as well.
+// Codes of outputs [column, column + 8) for one input: one after another where they are there
+// transposed as well.
 __device__ __forceinline__ void load_codes(
     const ProjectWeightGradient& op, int64_t row, int64_t column, int32_t (&code)[kVector]) {
     const int8_t *codes = op.weight.codes, *transposed = op.weight.transposed;
@@ -37,8 +39,8 @@ __device__ __forceinline__ void load_codes(
 
 }  // namespace
 
-// product [K, N] or null for zeros; input_scale [K] for int32 sums -> dweight [K, N], parts of the gradients of the clips:
-// [blocks, N] of clips for columns, [blocks] of one clip.
+// product [K, N] or null for zeros; input_scale [K] for int32 sums -> dweight [K, N], parts of the
+// gradients of the clips: [blocks, N] of clips for columns, [blocks] of one clip.
 LSQ_KERNEL __launch_bounds__(kThreads) lsq_weight_gradient_in_out(
     const ProjectWeightGradient op, In<Value> product, In<float> input_scale, Out<float> parts) {
     const Value* values = product;
@@ -51,7 +53,8 @@ LSQ_KERNEL __launch_bounds__(kThreads) lsq_weight_gradient_in_out(
     ColumnSums sums;
     float sum = 0.0f;
     const int64_t step_of_rows = static_cast<int64_t>(kRows) * gridDim.x;
-    for (int64_t row = static_cast<int64_t>(kRows) * blockIdx.x + row_in_block(); row < op.columns; row += step_of_rows) {
+    for (int64_t row = static_cast<int64_t>(kRows) * blockIdx.x + row_in_block(); row < op.columns;
+         row += step_of_rows) {
 #if SUMS
         const float input = values ? of_inputs[row] * shared : 0.0f;
 #endif
@@ -74,7 +77,9 @@ LSQ_KERNEL __launch_bounds__(kThreads) lsq_weight_gradient_in_out(
 #else
                 gradient[i] = value[i];
 #endif
-                const float largest = op.weight.absmax ? infinity() : op.clips > 1 ? limit[i] : limits[0];
+                const float largest = op.weight.absmax ? infinity()
+                                      : op.clips > 1   ? limit[i]
+                                                       : limits[0];
                 const bool outside = fabsf(w[i]) > largest;
                 clip[i] = outside ? (w[i] > 0.0f ? gradient[i] : -gradient[i]) : 0.0f;
                 if (op.learned_step && !outside) {

@@ -1,4 +1,5 @@
-// Which arithmetic an Activation stands for; lsq/ops/nonlinearity.py is the reference. Included after operations.h.
+// Which arithmetic an Activation stands for; lsq/ops/nonlinearity.py is the reference. Included
+// after operations.h.
 #pragma once
 
 namespace lsq {

@@ -1,7 +1,9 @@
-// Arithmetic that the CPU loops, the CUDA kernels and their emulator share, so that every device rounds alike.
+// Arithmetic that the CPU loops, the CUDA kernels and their emulator share, so that every device
+// rounds alike.
 //
-// Compiled by a C++ compiler for the host and by NVRTC for a GPU, which knows no standard headers. Floats are float32;
-// nothing here may be contracted into fused multiply-adds but what asks for them.
+// Compiled by a C++ compiler for the host and by NVRTC for a GPU, which knows no standard headers.
+// Floats are float32; nothing here may be contracted into fused multiply-adds but what asks for
+// them.
 #pragma once
 
 #ifdef __CUDACC_RTC__
@@ -24,8 +26,10 @@ using uint64_t = unsigned long long;
 
 namespace lsq {
 
-constexpr float kSmallestGradient = 1e-35f;  // rows whose largest magnitude lies below are rounded to zero
-constexpr float kSmallestClip = 1e-25f;      // below, what a quotient leaves may vanish: values must be divided
+// Rows whose largest magnitude lies below are rounded to zero.
+constexpr float kSmallestGradient = 1e-35f;
+// Below, what a quotient leaves may vanish: values must be divided.
+constexpr float kSmallestClip = 1e-25f;
 
 LSQ_INLINE uint32_t bits_of(float x) {
 #ifdef __CUDACC_RTC__
@@ -64,7 +68,8 @@ LSQ_INLINE float clip_of(Magnitude x, float before) {
     return float_of(x > least ? x : least);
 }
 
-// The scale that goes with rounded values: NaN when a value was NaN, so that NaN reaches whatever reads the codes.
+// The scale that goes with rounded values: NaN when a value was NaN, so that NaN reaches whatever
+// reads the codes.
 LSQ_INLINE float poisoned(float scale, bool missing) { return missing ? not_a_number() : scale; }
 
 // x / scale within [-q, q], rounded half to even; 0 for NaN.
@@ -78,15 +83,16 @@ struct GradientScale {
     float scale, reciprocal;
 };
 
-// Of gradients whose largest magnitude this is, and is to become code q: (0, 0) for vanishing ones, (NaN, 0) for
-// non-finite ones.
+// Of gradients whose largest magnitude this is, and is to become code q: (0, 0) for vanishing ones,
+// (NaN, 0) for non-finite ones.
 LSQ_INLINE GradientScale gradient_scale(float largest, float q) {
     if (!(largest < infinity())) return {not_a_number(), 0.0f};
     if (largest < kSmallestGradient) return {0.0f, 0.0f};
     return {largest / q, q / largest};
 }
 
-// The same for values in a message, whose scale is a bfloat16: it is rounded up, so that no value exceeds q.
+// The same for values in a message, whose scale is a bfloat16: it is rounded up, so that no value
+// exceeds q.
 LSQ_INLINE GradientScale message_scale(float largest, float q) {
     const GradientScale exact = gradient_scale(largest, q);
     if (exact.reciprocal == 0.0f) return exact;
@@ -96,29 +102,29 @@ LSQ_INLINE GradientScale message_scale(float largest, float q) {
 
 // The scale of codes (a Coded) is the product of these two: of a row, and of all rows.
 template <class Codes>
-LSQ_INLINE float row_scale(const Codes& coded, int64_t row) { return coded.by_row ? coded.scale[row] : 1.0f; }
+LSQ_INLINE float row_scale(const Codes& coded, int64_t row) {
+    return coded.by_row ? coded.scale[row] : 1.0f;
+}
 template <class Codes>
 LSQ_INLINE float shared_scale(const Codes& coded) { return coded.by_row ? 1.0f : coded.scale[0]; }
 
-// x times the reciprocal of its GradientScale, rounded half to even; no bounds are needed. x is finite.
+// x times the reciprocal of its GradientScale, rounded half to even; no bounds are needed. x is
+// finite.
 LSQ_INLINE int8_t nearest_code(float scaled) {
-    return static_cast<int8_t>(bits_of(scaled + 12582912.0f));  // 1.5 * 2^23: leaves the whole number in the last bits
+    // 1.5 * 2^23: leaves the whole number in the last bits.
+    return static_cast<int8_t>(bits_of(scaled + 12582912.0f));
 }
 
-// Rounds without bias: up with a probability equal to the fraction. `word` is 32 random bits, of which 24 count. Not NaN.
+// Rounds without bias: up with a probability equal to the fraction. `word` is 32 random bits, of
+// which 24 count. Not NaN.
 LSQ_INLINE int8_t round_finite_at_random(float scaled, uint32_t word, float q) {
-    const float uniform = static_cast<float>(static_cast<int32_t>(word >> 8)) * 5.9604644775390625e-8f;  // 2^-24
+    // 2^-24.
+    const float uniform =
+        static_cast<float>(static_cast<int32_t>(word >> 8)) * 5.9604644775390625e-8f;
     float rounded = floorf(scaled + uniform);
     rounded = rounded < -q ? -q : rounded;
     rounded = rounded > q ? q : rounded;
     return static_cast<int8_t>(static_cast<int32_t>(rounded));
-}
-
-// The same; 0 for NaN.
-LSQ_INLINE int8_t round_at_random(float scaled, uint32_t word, float q) {
-    const bool missing = scaled != scaled;
-    const int8_t code = round_finite_at_random(missing ? 0.0f : scaled, word, q);
-    return missing ? static_cast<int8_t>(0) : code;
 }
 
 // a * b + c, rounded once where the processor can.
@@ -130,13 +136,15 @@ LSQ_INLINE float multiply_add(float a, float b, float c) {
 #endif
 }
 
-// exp(x) for x <= 88 and NaN to about 2 ulp, 0 below -87: 2^k * 2^r with |r| <= 1/2 and a polynomial for 2^r, as in
-// csrc/cpu/lanes.h, but with the rest of log2(e), which counts for x far from 0.
+// exp(x) for x <= 88 and NaN to about 2 ulp, 0 below -87: 2^k * 2^r with |r| <= 1/2 and a
+// polynomial for 2^r, as in csrc/cpu/lanes.h, but with the rest of log2(e), which counts for x far
+// from 0.
 LSQ_INLINE float bounded_exponential(float x) {
     const float bounded = x < -87.0f ? -87.0f : x, octaves = 1.4426950408889634f;
     // 1.5 * 2^23: rounds half to even; 127: the exponent's bias.
     const float shifted = multiply_add(bounded, octaves, 12582912.0f + 127.0f);
-    const float r = multiply_add(bounded, 1.925963033e-8f, multiply_add(bounded, octaves, (12582912.0f + 127.0f) - shifted));
+    const float r = multiply_add(bounded, 1.925963033e-8f,
+                                 multiply_add(bounded, octaves, (12582912.0f + 127.0f) - shifted));
     float p = 1.535336196e-4f;
     p = multiply_add(p, r, 1.339887502e-3f);
     p = multiply_add(p, r, 9.618436918e-3f);
@@ -152,10 +160,12 @@ struct Normal {
     float below, density;
 };
 
-// The standard normal distribution: the share below x and the density at x, with absolute errors below 2e-7. One
-// exponential serves both: M. Abramowitz and I. A. Stegun, Handbook of Mathematical Functions, 7.1.26.
+// The standard normal distribution: the share below x and the density at x, with absolute errors
+// below 2e-7. One exponential serves both: M. Abramowitz and I. A. Stegun, Handbook of Mathematical
+// Functions, 7.1.26.
 LSQ_INLINE Normal normal(float x) {
-    const float bell = bounded_exponential(-0.5f * x * x), t = 1.0f / (1.0f + 0.23164189f * fabsf(x));
+    const float bell = bounded_exponential(-0.5f * x * x),
+                t = 1.0f / (1.0f + 0.23164189f * fabsf(x));
     float p = 1.061405429f;
     p = multiply_add(p, t, -1.453152027f);
     p = multiply_add(p, t, 1.421413741f);
@@ -178,7 +188,8 @@ struct Logistic {
 
 // 1 / (1 + exp(-x)) and its derivative.
 LSQ_INLINE Logistic logistic(float x) {
-    const float less = bounded_exponential(x < 0.0f ? x : -x), near = 1.0f / (1.0f + less), far = less * near;
+    const float less = bounded_exponential(x < 0.0f ? x : -x), near = 1.0f / (1.0f + less),
+                far = less * near;
     return {x < 0.0f ? far : near, far * near};
 }
 
@@ -191,10 +202,13 @@ LSQ_INLINE float silu_slope(float x) {
 }
 
 // x / 2 * (1 + tanh(z / 2)) = x * logistic(z), z = sqrt(8 / pi) * (x + 0.044715 x^3).
-LSQ_INLINE float gelu_tanh(float x) { return x * logistic(1.5957691216057308f * x * (1.0f + 0.044715f * x * x)).value; }
+LSQ_INLINE float gelu_tanh(float x) {
+    return x * logistic(1.5957691216057308f * x * (1.0f + 0.044715f * x * x)).value;
+}
 
 LSQ_INLINE float gelu_tanh_slope(float x) {
-    const float low = x < -10.0f ? -10.0f : x, y = low > 10.0f ? 10.0f : low, square = y * y;  // flat beyond
+    // Flat beyond.
+    const float low = x < -10.0f ? -10.0f : x, y = low > 10.0f ? 10.0f : low, square = y * y;
     const Logistic gate = logistic(1.5957691216057308f * y * (1.0f + 0.044715f * square));
     return gate.value + y * gate.slope * (1.5957691216057308f * (1.0f + 0.134145f * square));
 }
@@ -202,7 +216,10 @@ LSQ_INLINE float gelu_tanh_slope(float x) {
 constexpr float kSlopeUnit = 112.0f;  // a slope times this, rounded, is an int8
 constexpr float kSteepest = 1.13f;    // slopes of GELU, its form with tanh, and SiLU stay below
 
-LSQ_INLINE int8_t slope_code(float slope) { return code_of(slope * kSlopeUnit, kSteepest * kSlopeUnit); }  // 0 for NaN
+// 0 for NaN.
+LSQ_INLINE int8_t slope_code(float slope) {
+    return code_of(slope * kSlopeUnit, kSteepest * kSlopeUnit);
+}
 
 LSQ_INLINE float slope_of(int32_t code) { return static_cast<float>(code) * (1.0f / kSlopeUnit); }
 
@@ -224,7 +241,8 @@ struct PhiloxWords {
 // lsq/quant/random.py.
 LSQ_INLINE PhiloxWords philox_group(uint64_t key, uint32_t subsequence, uint64_t group) {
     uint32_t key0 = static_cast<uint32_t>(key), key1 = static_cast<uint32_t>(key >> 32);
-    uint32_t c0 = static_cast<uint32_t>(group), c1 = static_cast<uint32_t>(group >> 32), c2 = subsequence, c3 = 0;
+    uint32_t c0 = static_cast<uint32_t>(group), c1 = static_cast<uint32_t>(group >> 32),
+             c2 = subsequence, c3 = 0;
     for (int round = 0; round < kPhiloxRounds; ++round) {
         const uint64_t p0 = static_cast<uint64_t>(c0) * kPhiloxMultiplier0;
         const uint64_t p1 = static_cast<uint64_t>(c2) * kPhiloxMultiplier1;
@@ -242,16 +260,21 @@ LSQ_INLINE PhiloxWords philox_group(uint64_t key, uint32_t subsequence, uint64_t
 LSQ_INLINE uint32_t philox_word(uint64_t key, uint32_t subsequence, uint64_t element) {
     const PhiloxWords group = philox_group(key, subsequence, element / 4);
     // An index that is known only at run time would send the words to a GPU's local memory.
-    const uint32_t low = element & 1 ? group.word[1] : group.word[0], high = element & 1 ? group.word[3] : group.word[2];
+    const uint32_t low = element & 1 ? group.word[1] : group.word[0],
+                   high = element & 1 ? group.word[3] : group.word[2];
     return element & 2 ? high : low;
 }
 
-// What a row is rounded at random with: the word of column n is the row's philox_word plus n times this.
+// What a row is rounded at random with: the word of column n is the row's philox_word plus n times
+// this.
 constexpr uint32_t kWordStep = 0x9E3779B9u;
 
-constexpr int64_t kKeys = int64_t{1} << 31;  // that a sentence may have, for the elements of probabilities
+// That a sentence may have, for the elements of probabilities.
+constexpr int64_t kKeys = int64_t{1} << 31;
 
 // The element of the probability of key 0; see lsq/ops/heads.py.
-LSQ_INLINE int64_t probability_element(int64_t row, int64_t heads, int64_t head) { return (row * heads + head) * kKeys; }
+LSQ_INLINE int64_t probability_element(int64_t row, int64_t heads, int64_t head) {
+    return (row * heads + head) * kKeys;
+}
 
 }  // namespace lsq

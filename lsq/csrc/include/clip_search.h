@@ -1,9 +1,10 @@
-// The search for the clip of least squared rounding error among magnitudes, within [0, 1] if it begins anew, as the CPU
-// loop and the CUDA kernel share it; lsq.quant.octav_clip explains it.
+// The search for the clip of least squared rounding error among magnitudes, within [0, 1] if it
+// begins anew, as the CPU loop and the CUDA kernel share it; lsq.quant.octav_clip explains it.
 //
-// Sums are taken in one order everywhere, so that every device finds the same clip: value i of a run of kRun belongs to
-// lane i % kRunLanes, a lane adds its values in order, and lanes are joined in halves. Runs are added in order, kJoined of
-// them in float32, and those sums in double precision.
+// Sums are taken in one order everywhere, so that every device finds the same clip: value i of a
+// run of kRun belongs to lane i % kRunLanes, a lane adds its values in order, and lanes are joined
+// in halves. Runs are added in order, kJoined of them in float32, and those sums in double
+// precision.
 #pragma once
 
 #include "arithmetic.h"
@@ -13,8 +14,8 @@ namespace lsq {
 constexpr int kRun = 512, kRunLanes = 32, kJoined = 8;
 constexpr int kIterations = 16, kTriedRoots = 32;
 
-// Each search goes around the best clip of the one before. Anew, there are three; again, near a clip that was found
-// before, two.
+// Each search goes around the best clip of the one before. Anew, there are three; again, near a
+// clip that was found before, two.
 constexpr int kAnew = 0, kAgain = 3, kSearches = 5;
 constexpr int kCandidates[kSearches] = {kTriedRoots + 1, 33, 65, 11, 11};
 
@@ -24,11 +25,13 @@ LSQ_INLINE float usable_magnitude(float x) {
     return magnitude < infinity() ? magnitude : 0.0f;
 }
 
-// Squared error of a magnitude that is rounded to codes up to q, in units of the scale. T: float, or a vector of them.
+// Squared error of a magnitude that is rounded to codes up to q, in units of the scale. T: float,
+// or a vector of them.
 template <class T>
 LSQ_INLINE T squared_error(T magnitude, T reciprocal, T q) {
     const T ratio = magnitude * reciprocal, bounded = ratio > q ? q : ratio;
-    const T difference = ((bounded + 12582912.0f) - 12582912.0f) - ratio;  // 1.5 * 2^23: rounds half to even
+    // 1.5 * 2^23: rounds half to even.
+    const T difference = ((bounded + 12582912.0f) - 12582912.0f) - ratio;
     return difference * difference;
 }
 
@@ -39,7 +42,8 @@ struct FixedPoint {
 
     // Of `values` magnitudes with that sum, so many of which are above 0.
     LSQ_INLINE FixedPoint(double sum, double nonzero, int64_t values, float q)
-        : nonzero(nonzero), q(q), clip(static_cast<float>(sum / static_cast<double>(values))), low(0.0f), high(1.0f) {}
+        : nonzero(nonzero), q(q), clip(static_cast<float>(sum / static_cast<double>(values))),
+          low(0.0f), high(1.0f) {}
 
     // `sum` and `count` of the magnitudes above `clip`.
     LSQ_INLINE void step(double sum, double count) {
@@ -52,8 +56,9 @@ struct FixedPoint {
     LSQ_INLINE float start() const { return clip > 1e-30f ? clip : 1e-30f; }
 };
 
-// What a search tries. Anew: from `around` up to 1, then within 50 % of it, then within 3 %. Again: within 31 %, then
-// within 4 %. Roots and products in double precision are the same everywhere, powers are not.
+// What a search tries. Anew: from `around` up to 1, then within 50 % of it, then within 3 %. Again:
+// within 31 %, then within 4 %. Roots and products in double precision are the same everywhere,
+// powers are not.
 LSQ_INLINE float candidate(int search, int number, float around) {
     const float n = static_cast<float>(number);
     if (search == kAnew + 1) return around * (0.5f + n / 32.0f);
@@ -77,12 +82,15 @@ struct BestClip {
         if (found < error) error = found, clip = tried;
     }
 
-    // After the first search again, around `before`: whether the least error lies near it. Beyond 1.5 times the largest
-    // magnitude it does not, however the errors there may vary, nor below 2^-16 of it, where clips differ by less than
-    // sums of float32 can tell, nor where none of the errors is a number.
+    // After the first search again, around `before`: whether the least error lies near it. Beyond
+    // 1.5 times the largest magnitude it does not, however the errors there may vary, nor below
+    // 2^-16 of it, where clips differ by less than sums of float32 can tell, nor where none of the
+    // errors is a number.
     LSQ_INLINE bool near(float before, float largest) const {
-        const float low = candidate(kAgain, 0, before), high = candidate(kAgain, kCandidates[kAgain] - 1, before);
-        return error < infinity() && low < clip && clip < high && clip <= 1.5f * largest && largest <= 65536.0f * clip;
+        const float low = candidate(kAgain, 0, before),
+                    high = candidate(kAgain, kCandidates[kAgain] - 1, before);
+        return error < infinity() && low < clip && clip < high && clip <= 1.5f * largest &&
+               largest <= 65536.0f * clip;
     }
 };
 

@@ -1,4 +1,5 @@
-// Groups of weights of 4 bits, as the CPU and the kernels of a GPU share them; lsq/quant/formats.py has the formulas.
+// Groups of weights of 4 bits, as the CPU and the kernels of a GPU share them; lsq/quant/formats.py
+// has the formulas.
 #pragma once
 
 #include "arithmetic.h"
@@ -11,7 +12,8 @@ constexpr int kTried = 4;           // multipliers
 // A group as the format stores it.
 struct Int4Group {
     int8_t multiplier;
-    uint8_t pairs[kInt4Group / 2];  // codes i in the lower half and i + kInt4Group / 2 in the upper half
+    // Codes i in the lower half and i + kInt4Group / 2 in the upper half.
+    uint8_t pairs[kInt4Group / 2];
 };
 
 // The code of x, in steps of the scale, from -8 to 7.
@@ -20,15 +22,16 @@ LSQ_INLINE float code_of_four_bits(float x, float multiplier) {
     return rounded < -8.0f ? -8.0f : rounded > 7.0f ? 7.0f : rounded;
 }
 
-// The squared error of x under a multiplier, in whole numbers of parts of a step, which add up alike everywhere.
+// The squared error of x under a multiplier, in whole numbers of parts of a step, which add up
+// alike everywhere.
 LSQ_INLINE int32_t squared_parts(float x, float multiplier) {
     const float rest = (x - code_of_four_bits(x, multiplier) * multiplier) * 64.0f;
     const int32_t parts = static_cast<int32_t>(nearbyintf(rest));
     return parts * parts;
 }
 
-// The multiplier to try `less` steps below the one that gives the largest value of a group code -8, by its least and its
-// largest value; its sign is that which makes this code so.
+// The multiplier to try `less` steps below the one that gives the largest value of a group code -8,
+// by its least and its largest value; its sign is that which makes this code so.
 LSQ_INLINE float tried_multiplier(float low, float high, int less) {
     const float largest = -low > high ? -low : high, first = ceilf(largest / 8.0f);
     const float tried = (first < 1.0f ? 1.0f : first) - static_cast<float>(less);

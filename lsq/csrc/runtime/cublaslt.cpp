@@ -1,4 +1,5 @@
-// Opens libcublasLt, describes products to it, and runs them with an algorithm that was chosen before.
+// Opens libcublasLt, describes products to it, and runs them with an algorithm that was chosen
+// before.
 #include "cublaslt.h"
 
 #include <dlfcn.h>
@@ -18,17 +19,14 @@ enum PreferenceAttribute : int32_t {
     kPreferenceFirstAlignment = 5,  // of A; those of B, C and D follow
     kPreferenceLastAlignment = 8,
 };
-enum ConfigAttribute : int32_t { kConfigReductionScheme = 3, kConfigInnerShape = 7, kConfigClusterShape = 8 };
-enum Capability : int32_t { kCapabilityNumerics = 15 };
+enum ConfigAttribute : int32_t { kConfigReductionScheme = 3 };
 enum ReductionScheme : uint32_t { kReduceInComputeType = 2, kReduceAnyhow = 7 };
 
 constexpr uint32_t kOperandAlignment = 16;
 constexpr uintptr_t kWorkspaceAlignment = 256;
 
-bool aligned(const void* pointer, uintptr_t bytes) { return reinterpret_cast<uintptr_t>(pointer) % bytes == 0; }
-
-size_t configuration_bytes(int64_t attribute) {
-    return attribute == kConfigInnerShape || attribute == kConfigClusterShape ? 2 : 4;
+bool aligned(const void* pointer, uintptr_t bytes) {
+    return reinterpret_cast<uintptr_t>(pointer) % bytes == 0;
 }
 
 const char* name(int64_t type) {
@@ -48,11 +46,14 @@ std::string shape(int64_t rows, int64_t columns) {
 template <typename Function>
 void load(void* library, Function& function, const char* name) {
     function = reinterpret_cast<Function>(dlsym(library, name));
-    if (!function) throw Error(kLibraryMissing, std::string("libcublasLt has no function ") + name + "; it is too old");
+    if (!function)
+        throw Error(kLibraryMissing,
+                    std::string("libcublasLt has no function ") + name + "; it is too old");
 }
 
 template <typename Value, typename Target>
-int set(int (*setter)(Target*, int32_t, const void*, size_t), Target* target, int32_t attribute, Value value) {
+int set(int (*setter)(Target*, int32_t, const void*, size_t), Target* target, int32_t attribute,
+        Value value) {
     return setter(target, attribute, &value, sizeof value);
 }
 
@@ -60,7 +61,8 @@ int set(int (*setter)(Target*, int32_t, const void*, size_t), Target* target, in
 
 CublasLt::CublasLt(const char* path) {
     void* library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
-    if (!library) throw Error(kLibraryMissing, std::string("libcublasLt cannot be loaded: ") + dlerror());
+    if (!library)
+        throw Error(kLibraryMissing, std::string("libcublasLt cannot be loaded: ") + dlerror());
     load(library, create, "cublasLtCreate");
     load(library, destroy, "cublasLtDestroy");
     load(library, desc_create, "cublasLtMatmulDescCreate");
@@ -73,10 +75,6 @@ CublasLt::CublasLt(const char* path) {
     load(library, preference_destroy, "cublasLtMatmulPreferenceDestroy");
     load(library, get_heuristic, "cublasLtMatmulAlgoGetHeuristic");
     load(library, algorithm_check, "cublasLtMatmulAlgoCheck");
-    load(library, algorithm_ids, "cublasLtMatmulAlgoGetIds");
-    load(library, algorithm_init, "cublasLtMatmulAlgoInit");
-    load(library, capability_get, "cublasLtMatmulAlgoCapGetAttribute");
-    load(library, config_set, "cublasLtMatmulAlgoConfigSetAttribute");
     load(library, config_get, "cublasLtMatmulAlgoConfigGetAttribute");
     load(library, matmul, "cublasLtMatmul");
     load(library, status_string, "cublasLtGetStatusString");
@@ -94,16 +92,19 @@ void* CublasLt::handle() {
         const int status = create(&handle_);
         if (status != kSuccess) {
             handle_ = nullptr;
-            throw Error(status, explain(status, "cublasLtCreate") +
-                                    ". A CUDA context must be current on this thread: initialise the device first "
-                                    "(torch.cuda.init(), torch.cuda.set_device)");
+            throw Error(
+                status,
+                explain(status, "cublasLtCreate") +
+                    ". A CUDA context must be current on this thread: initialise the device first "
+                    "(torch.cuda.init(), torch.cuda.set_device)");
         }
     }
     return handle_;
 }
 
 std::string CublasLt::explain(int status, const char* call, const std::string& about) const {
-    std::string words = std::string(call) + ": " + status_name(status) + ", " + status_string(status);
+    std::string words =
+        std::string(call) + ": " + status_name(status) + ", " + status_string(status);
     if (status == kOutOfMemory) words += "; the device is out of memory: use smaller batches";
     return about.empty() ? words : about + ": " + words;
 }
@@ -112,36 +113,12 @@ void CublasLt::expect(int status, const char* call, const std::string& about) co
     if (status != kSuccess) throw Error(status, explain(status, call, about));
 }
 
-int64_t CublasLt::configuration(const Algorithm& algorithm, int64_t attribute) const {
-    int64_t value = 0;  // little-endian, as every machine with a GPU: the lower bytes are filled
+uint32_t CublasLt::reduction_scheme(const Algorithm& algorithm) const {
+    uint32_t scheme = 0;
     size_t written = 0;
-    expect(config_get(&algorithm, static_cast<int32_t>(attribute), &value, configuration_bytes(attribute), &written),
-           "cublasLtMatmulAlgoConfigGetAttribute", "attribute " + std::to_string(attribute));
-    return value;
-}
-
-void CublasLt::configure(Algorithm& algorithm, int64_t attribute, int64_t value) const {
-    expect(config_set(&algorithm, static_cast<int32_t>(attribute), &value, configuration_bytes(attribute)),
-           "cublasLtMatmulAlgoConfigSetAttribute",
-           "attribute " + std::to_string(attribute) + " = " + std::to_string(value));
-}
-
-std::vector<int64_t> CublasLt::capability(const Algorithm& algorithm, int64_t attribute) const {
-    const auto what = static_cast<int32_t>(attribute);
-    const auto get = [&](void* values, size_t bytes) {
-        size_t written = 0;
-        expect(capability_get(&algorithm, what, values, bytes, &written), "cublasLtMatmulAlgoCapGetAttribute",
-               "attribute " + std::to_string(attribute));
-        return written;
-    };
-    if (what == kCapabilityNumerics) {
-        int64_t flags = 0;
-        get(&flags, sizeof flags);
-        return {flags};
-    }
-    std::vector<uint32_t> values(get(nullptr, 0) / sizeof(uint32_t));
-    if (!values.empty()) get(values.data(), values.size() * sizeof(uint32_t));
-    return {values.begin(), values.end()};
+    expect(config_get(&algorithm, kConfigReductionScheme, &scheme, sizeof scheme, &written),
+           "cublasLtMatmulAlgoConfigGetAttribute");
+    return scheme;
 }
 
 MatrixProduct::MatrixProduct(std::shared_ptr<CublasLt> library, const ProductSpec& spec)
@@ -150,19 +127,22 @@ MatrixProduct::MatrixProduct(std::shared_ptr<CublasLt> library, const ProductSpe
       out_(nullptr, library_->layout_destroy) {
     const bool integers = spec.type == static_cast<int64_t>(DataType::kInt8);
     const bool int32_out = spec.out_type == static_cast<int64_t>(DataType::kInt32);
-    compute_type_ = integers ? kCompute32I : kCompute32F;
-    scale_type_ = static_cast<int32_t>(integers && int32_out ? DataType::kInt32 : DataType::kFloat32);
+    scale_type_ =
+        static_cast<int32_t>(integers && int32_out ? DataType::kInt32 : DataType::kFloat32);
 
     void* desc = nullptr;
-    expect(library_->desc_create(&desc, compute_type_, scale_type_), "cublasLtMatmulDescCreate");
+    expect(library_->desc_create(&desc, integers ? kCompute32I : kCompute32F, scale_type_),
+           "cublasLtMatmulDescCreate");
     desc_.reset(desc);
-    const auto mode = spec.alpha == static_cast<int64_t>(Alpha::kVector) ? PointerMode::kAlphaDeviceVectorBetaHost
-                                                                         : PointerMode::kHost;
+    const auto mode = spec.alpha == static_cast<int64_t>(Alpha::kVector)
+                          ? PointerMode::kAlphaDeviceVectorBetaHost
+                          : PointerMode::kHost;
     const auto attribute = [&](DescAttribute which, int32_t value) {
         expect(set(library_->desc_set, desc, which, value), "cublasLtMatmulDescSetAttribute");
     };
     attribute(kDescPointerMode, static_cast<int32_t>(mode));
-    // Row-major [N,K] is column-major [K,N]: transposed, it is op(A)[N,K]. Our a [M,K] is op(B)[K,M] as it lies.
+    // Row-major [N,K] is column-major [K,N]: transposed, it is op(A)[N,K]. Our a [M,K] is
+    // op(B)[K,M] as it lies.
     attribute(kDescTransposeA, spec.transpose_b ? kPlain : kTransposed);
     attribute(kDescTransposeB, spec.transpose_a ? kTransposed : kPlain);
 
@@ -173,9 +153,12 @@ MatrixProduct::MatrixProduct(std::shared_ptr<CublasLt> library, const ProductSpe
     out_ = layout(spec.out_type, spec.n, spec.m, spec.leading_out);
 }
 
-void MatrixProduct::expect(int status, const char* call) const { library_->expect(status, call, describe()); }
+void MatrixProduct::expect(int status, const char* call) const {
+    library_->expect(status, call, describe());
+}
 
-MatrixProduct::Descriptor MatrixProduct::layout(int64_t type, int64_t rows, int64_t columns, int64_t leading) const {
+MatrixProduct::Descriptor MatrixProduct::layout(int64_t type, int64_t rows, int64_t columns,
+                                                int64_t leading) const {
     void* made = nullptr;
     expect(library_->layout_create(&made, static_cast<int32_t>(type), rows, columns, leading),
            "cublasLtMatrixLayoutCreate");
@@ -194,16 +177,18 @@ std::vector<Candidate> MatrixProduct::candidates(size_t workspace_bytes, int lim
     expect(library_->preference_create(&made), "cublasLtMatmulPreferenceCreate");
     const Descriptor preference(made, library_->preference_destroy);
     const auto prefer = [&](int32_t attribute, auto value) {
-        expect(set(library_->preference_set, made, attribute, value), "cublasLtMatmulPreferenceSetAttribute");
+        expect(set(library_->preference_set, made, attribute, value),
+               "cublasLtMatmulPreferenceSetAttribute");
     };
     prefer(kPreferenceWorkspace, static_cast<uint64_t>(workspace_bytes));
     prefer(kPreferenceReductionSchemes, reduction_schemes());
-    for (int32_t i = kPreferenceFirstAlignment; i <= kPreferenceLastAlignment; ++i) prefer(i, kOperandAlignment);
+    for (int32_t i = kPreferenceFirstAlignment; i <= kPreferenceLastAlignment; ++i)
+        prefer(i, kOperandAlignment);
 
     std::vector<Candidate> found(limit);
     int count = 0;
-    expect(library_->get_heuristic(library_->handle(), desc_.get(), b_.get(), a_.get(), out_.get(), out_.get(), made,
-                                   limit, found.data(), &count),
+    expect(library_->get_heuristic(library_->handle(), desc_.get(), b_.get(), a_.get(), out_.get(),
+                                   out_.get(), made, limit, found.data(), &count),
            "cublasLtMatmulAlgoGetHeuristic");
     found.resize(count);
     const auto failed = [](const Candidate& candidate) { return candidate.status != kSuccess; };
@@ -213,13 +198,14 @@ std::vector<Candidate> MatrixProduct::candidates(size_t workspace_bytes, int lim
 
 Candidate MatrixProduct::check(const Algorithm& algorithm) const {
     Candidate result{};
-    expect(library_->algorithm_check(library_->handle(), desc_.get(), b_.get(), a_.get(), out_.get(), out_.get(),
-                                     &algorithm, &result),
+    expect(library_->algorithm_check(library_->handle(), desc_.get(), b_.get(), a_.get(),
+                                     out_.get(), out_.get(), &algorithm, &result),
            "cublasLtMatmulAlgoCheck");
-    const int64_t scheme = library_->configuration(algorithm, kConfigReductionScheme);
-    if (scheme & ~static_cast<int64_t>(reduction_schemes()))
-        throw Error(kNotSupported, describe() + ": reduction scheme " + std::to_string(scheme) +
-                                       " rounds parts of the sum to the output type; choose another algorithm");
+    const uint32_t scheme = library_->reduction_scheme(algorithm);
+    if (scheme & ~reduction_schemes())
+        throw Error(kNotSupported,
+                    describe() + ": reduction scheme " + std::to_string(scheme) +
+                        " rounds parts of the sum to the output type; choose another algorithm");
     result.algorithm = algorithm;
     return result;
 }
@@ -227,29 +213,6 @@ Candidate MatrixProduct::check(const Algorithm& algorithm) const {
 void MatrixProduct::choose(const Algorithm& algorithm) {
     chosen_ = check(algorithm);
     handle_ = library_->handle();
-}
-
-std::vector<int> MatrixProduct::algorithm_ids() const {
-    const auto type = static_cast<int32_t>(spec_.type), out = static_cast<int32_t>(spec_.out_type);
-    std::vector<int> ids(64);
-    for (;;) {
-        int count = 0;
-        expect(library_->algorithm_ids(library_->handle(), compute_type_, scale_type_, type, type, out, out,
-                                       static_cast<int>(ids.size()), ids.data(), &count),
-               "cublasLtMatmulAlgoGetIds");
-        const bool all = count < static_cast<int>(ids.size());
-        ids.resize(all ? count : 2 * ids.size());
-        if (all) return ids;
-    }
-}
-
-Algorithm MatrixProduct::start(int id) const {
-    const auto type = static_cast<int32_t>(spec_.type), out = static_cast<int32_t>(spec_.out_type);
-    Algorithm algorithm{};
-    expect(library_->algorithm_init(library_->handle(), compute_type_, scale_type_, type, type, out, out, id,
-                                    &algorithm),
-           "cublasLtMatmulAlgoInit");
-    return algorithm;
 }
 
 int MatrixProduct::run(const void* a, const void* b, void* out, const void* alpha, void* workspace,
@@ -266,20 +229,24 @@ int MatrixProduct::run(const void* a, const void* b, void* out, const void* alph
     const void* zero = integers ? static_cast<const void*>(&kZeroInt) : &kZeroFloat;
     if (spec_.alpha == static_cast<int64_t>(Alpha::kOne)) alpha = one;
     if (!alpha) return kInvalidValue;
-    return library_->matmul(handle_, desc_.get(), alpha, b, b_.get(), a, a_.get(), zero, out, out_.get(), out,
-                            out_.get(), &chosen_.algorithm, workspace, workspace_bytes, stream);
+    return library_->matmul(handle_, desc_.get(), alpha, b, b_.get(), a, a_.get(), zero, out,
+                            out_.get(), out, out_.get(), &chosen_.algorithm, workspace,
+                            workspace_bytes, stream);
 }
 
 std::string MatrixProduct::describe() const {
-    const std::string a = spec_.transpose_a ? shape(spec_.k, spec_.m) + "^T" : shape(spec_.m, spec_.k);
-    const std::string b = spec_.transpose_b ? shape(spec_.k, spec_.n) : shape(spec_.n, spec_.k) + "^T";
+    const std::string a =
+        spec_.transpose_a ? shape(spec_.k, spec_.m) + "^T" : shape(spec_.m, spec_.k);
+    const std::string b =
+        spec_.transpose_b ? shape(spec_.k, spec_.n) : shape(spec_.n, spec_.k) + "^T";
     const std::string operands = std::string(name(spec_.type)) + " " + a + " x " + b;
     return operands + " -> " + name(spec_.out_type) + " " + shape(spec_.m, spec_.n);
 }
 
 std::string MatrixProduct::explain(int status) const {
     std::string words = library_->explain(status, "cublasLtMatmul", describe());
-    if (status == kNotInitialized && !handle_) words += "; no algorithm was chosen for this product";
+    if (status == kNotInitialized && !handle_)
+        words += "; no algorithm was chosen for this product";
     if (status == kInvalidValue)
         words += "; operands must lie at multiples of 16 bytes and the workspace, at least " +
                  std::to_string(chosen_.workspace_bytes) + " bytes, at a multiple of 256";

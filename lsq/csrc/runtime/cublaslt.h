@@ -1,9 +1,10 @@
-// Matrix products of cuBLASLt. The library is opened at run time and no CUDA header is needed: the enums carry the
-// documented values of cublasLt.h, and only those that are used.
+// Matrix products of cuBLASLt. The library is opened at run time and no CUDA header is needed: the
+// enums carry the documented values of cublasLt.h, and only those that are used.
 //
-// out[M,N] = alpha * a[M,K] * b[N,K]^T, everything row-major. cuBLASLt is column-major:
-// our out is its matrix D[N,M], our b its operand A, our a its operand B. The only form that it has for int8 ("TN") is
-// this one, both operands contiguous along K. Its vector alpha, one number per row of D, is one per column of out.
+// out[M,N] = alpha * a[M,K] * b[N,K]^T, everything row-major. cuBLASLt is column-major: our out is
+// its matrix D[N,M], our b its operand A, our a its operand B. The only form that it has for int8
+// ("TN") is this one, both operands contiguous along K. Its vector alpha, one number per row of D,
+// is one per column of out.
 #pragma once
 
 #include <cstddef>
@@ -29,7 +30,8 @@ enum Status : int {
     kLibraryMissing = -1,  // ours: the library or one of its functions is not there
 };
 
-// cublasLtMatmulAlgo_t: opaque; may be saved for the same version of the library and the same model of device.
+// cublasLtMatmulAlgo_t: opaque; may be saved for the same version of the library and the same model
+// of device.
 struct Algorithm {
     uint64_t data[8];
 };
@@ -43,7 +45,8 @@ struct Candidate {
 };
 static_assert(sizeof(Algorithm) == 64 && sizeof(Candidate) == 96, "the layout of cublasLt.h");
 
-// What is multiplied. Leading dimensions count elements; the order of the fields is that of products.py.
+// What is multiplied. Leading dimensions count elements; the order of the fields is that of
+// products.py.
 struct ProductSpec {
     int64_t m, n, k;
     int64_t type, out_type;  // DataType
@@ -58,8 +61,9 @@ struct Error : std::runtime_error {
     int status;
 };
 
-// The functions of one libcublasLt and a handle of it, made at the first lookup of an algorithm for the device whose
-// context is current then; use one per device. Descriptors need no handle. Never unloaded: a process may be exiting.
+// The functions of one libcublasLt and a handle of it, made at the first lookup of an algorithm for
+// the device whose context is current then; use one per device. Descriptors need no handle. Never
+// unloaded: a process may be exiting.
 class CublasLt {
    public:
     explicit CublasLt(const char* path);
@@ -68,9 +72,7 @@ class CublasLt {
     CublasLt& operator=(const CublasLt&) = delete;
 
     void* handle();
-    int64_t configuration(const Algorithm& algorithm, int64_t attribute) const;
-    void configure(Algorithm& algorithm, int64_t attribute, int64_t value) const;
-    std::vector<int64_t> capability(const Algorithm& algorithm, int64_t attribute) const;
+    uint32_t reduction_scheme(const Algorithm& algorithm) const;
     void expect(int status, const char* call, const std::string& about = "") const;
     std::string explain(int status, const char* call, const std::string& about = "") const;
 
@@ -79,25 +81,22 @@ class CublasLt {
     int (*desc_create)(void** desc, int32_t compute_type, int32_t scale_type);
     int (*desc_set)(void* desc, int32_t attribute, const void* value, size_t bytes);
     int (*desc_destroy)(void* desc);
-    int (*layout_create)(void** layout, int32_t type, uint64_t rows, uint64_t columns, int64_t leading);
+    int (*layout_create)(void** layout, int32_t type, uint64_t rows, uint64_t columns,
+                         int64_t leading);
     int (*layout_destroy)(void* layout);
     int (*preference_create)(void** preference);
     int (*preference_set)(void* preference, int32_t attribute, const void* value, size_t bytes);
     int (*preference_destroy)(void* preference);
-    int (*get_heuristic)(void* handle, void* desc, void* a, void* b, void* c, void* d, void* preference, int requested,
-                         Candidate* candidates, int* returned);
-    int (*algorithm_check)(void* handle, void* desc, void* a, void* b, void* c, void* d, const Algorithm* algorithm,
-                           Candidate* result);
-    int (*algorithm_ids)(void* handle, int32_t compute_type, int32_t scale_type, int32_t a, int32_t b, int32_t c,
-                         int32_t d, int requested, int* ids, int* returned);
-    int (*algorithm_init)(void* handle, int32_t compute_type, int32_t scale_type, int32_t a, int32_t b, int32_t c,
-                          int32_t d, int id, Algorithm* algorithm);
-    int (*capability_get)(const Algorithm* algorithm, int32_t attribute, void* value, size_t bytes, size_t* written);
-    int (*config_set)(Algorithm* algorithm, int32_t attribute, const void* value, size_t bytes);
-    int (*config_get)(const Algorithm* algorithm, int32_t attribute, void* value, size_t bytes, size_t* written);
-    int (*matmul)(void* handle, void* desc, const void* alpha, const void* a, void* a_layout, const void* b,
-                  void* b_layout, const void* beta, const void* c, void* c_layout, void* d, void* d_layout,
-                  const Algorithm* algorithm, void* workspace, size_t workspace_bytes, void* stream);
+    int (*get_heuristic)(void* handle, void* desc, void* a, void* b, void* c, void* d,
+                         void* preference, int requested, Candidate* candidates, int* returned);
+    int (*algorithm_check)(void* handle, void* desc, void* a, void* b, void* c, void* d,
+                           const Algorithm* algorithm, Candidate* result);
+    int (*config_get)(const Algorithm* algorithm, int32_t attribute, void* value, size_t bytes,
+                      size_t* written);
+    int (*matmul)(void* handle, void* desc, const void* alpha, const void* a, void* a_layout,
+                  const void* b, void* b_layout, const void* beta, const void* c, void* c_layout,
+                  void* d, void* d_layout, const Algorithm* algorithm, void* workspace,
+                  size_t workspace_bytes, void* stream);
     const char* (*status_string)(int status);
     const char* (*status_name)(int status);
     size_t (*version)();
@@ -107,31 +106,29 @@ class CublasLt {
     void* handle_ = nullptr;
 };
 
-// One matrix product: its descriptors and its algorithm. `run` looks nothing up and allocates nothing, so it may be
-// captured in a graph, and several threads may run one product. Whoever runs it has made its device current.
+// One matrix product: its descriptors and its algorithm. `run` looks nothing up and allocates
+// nothing, so it may be captured in a graph, and several threads may run one product. Whoever runs
+// it has made its device current.
 class MatrixProduct {
    public:
     MatrixProduct(std::shared_ptr<CublasLt> library, const ProductSpec& spec);
 
-    // What the library proposes, best first, with a workspace of at most so many bytes; may be empty.
+    // What the library proposes, best first, with a workspace of at most so many bytes; may be
+    // empty.
     std::vector<Candidate> candidates(size_t workspace_bytes, int limit) const;
-    // Workspace and waves of an algorithm, or an Error where it does not fit this product, device or library.
+    // The workspace of an algorithm, or an Error where it does not fit this product, device or
+    // library.
     Candidate check(const Algorithm& algorithm) const;
     // Takes an algorithm, after `check`.
     void choose(const Algorithm& algorithm);
     size_t workspace_bytes() const { return chosen_.workspace_bytes; }
 
-    // For an exhaustive search: the algorithms for these types, and one of them in its default configuration.
-    std::vector<int> algorithm_ids() const;
-    Algorithm start(int id) const;
+    // Returns a Status. Addresses are multiples of 16 bytes, that of the workspace of 256. `alpha`
+    // is ignored for Alpha::kOne, points to a float of the host for kScalar (read at once) and to N
+    // floats of the device for kVector.
+    int run(const void* a, const void* b, void* out, const void* alpha, void* workspace,
+            size_t workspace_bytes, void* stream) const noexcept;
 
-    // Returns a Status. Addresses are multiples of 16 bytes, that of the workspace of 256. `alpha` is ignored for
-    // Alpha::kOne, points to a float of the host for kScalar (read at once) and to N floats of the device for kVector.
-    int run(const void* a, const void* b, void* out, const void* alpha, void* workspace, size_t workspace_bytes,
-            void* stream) const noexcept;
-
-    const ProductSpec& spec() const { return spec_; }
-    CublasLt& library() const { return *library_; }
     std::string describe() const;           // "int8 [41,64] x [48,64]^T -> int32 [41,48]"
     std::string explain(int status) const;  // what a status of `run` means, and what to do
 
@@ -143,7 +140,7 @@ class MatrixProduct {
 
     std::shared_ptr<CublasLt> library_;
     ProductSpec spec_;
-    int32_t compute_type_, scale_type_;
+    int32_t scale_type_;
     Descriptor desc_, a_, b_, out_;
     Candidate chosen_{};
     void* handle_ = nullptr;  // set once an algorithm is chosen

@@ -12,14 +12,16 @@ template <class Function>
 void find(void* library, const char* path, const char* name, Function& function) {
     function = reinterpret_cast<Function>(dlsym(library, name));
     if (function) return;
-    throw std::runtime_error(std::string(path) + " has no function " + name + "; update the NVIDIA driver");
+    throw std::runtime_error(std::string(path) + " has no function " + name +
+                             "; update the NVIDIA driver");
 }
 
 }  // namespace
 
 Driver::Driver(const char* path, int ordinal) : ordinal_(ordinal) {
     void* library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
-    if (!library) throw std::runtime_error(std::string("the NVIDIA driver cannot be opened: ") + dlerror());
+    if (!library)
+        throw std::runtime_error(std::string("the NVIDIA driver cannot be opened: ") + dlerror());
     find(library, path, "cuInit", init);
     find(library, path, "cuDriverGetVersion", version);
     find(library, path, "cuDeviceGet", device_get);
@@ -40,7 +42,8 @@ Driver::Driver(const char* path, int ordinal) : ordinal_(ordinal) {
     find(library, path, "cuLaunchKernel", launch);
     find(library, path, "cuGetErrorName", error_name);
     find(library, path, "cuGetErrorString", error_string);
-    if (const int status = init(0)) throw std::runtime_error("the NVIDIA driver does not start: " + explain(status));
+    if (const int status = init(0))
+        throw std::runtime_error("the NVIDIA driver does not start: " + explain(status));
 }
 
 int Driver::context(void** context) const {
@@ -56,7 +59,8 @@ std::string Driver::explain(int status) const {
     const char *name = nullptr, *text = nullptr;
     error_name(status, &name);
     error_string(status, &text);
-    const std::string found = std::string(name ? name : "CUDA error") + " (" + std::to_string(status) + ")";
+    const std::string found =
+        std::string(name ? name : "CUDA error") + " (" + std::to_string(status) + ")";
     return text ? found + ": " + text : found;
 }
 

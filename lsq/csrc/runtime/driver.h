@@ -1,4 +1,5 @@
-// The few functions of libcuda.so that launching takes; the library is opened at run time, no CUDA header is needed.
+// The few functions of libcuda.so that launching takes; the library is opened at run time, no CUDA
+// header is needed.
 #pragma once
 
 #include <cstddef>
@@ -9,12 +10,12 @@
 
 namespace lsq {
 
-// One device and its primary context, which PyTorch works in as well. Never unloaded nor released: a process may be
-// exiting. Every function returns a CUresult, 0 for success.
+// One device and its primary context, which PyTorch works in as well. Never unloaded nor released:
+// a process may be exiting. Every function returns a CUresult, 0 for success.
 class Driver {
 public:
-    // Opens the library at `path` and starts it, for device `ordinal`. Throws std::runtime_error: it is missing, lacks a
-    // function, or finds no GPU.
+    // Opens the library at `path` and starts it, for device `ordinal`. Throws std::runtime_error:
+    // it is missing, lacks a function, or finds no GPU.
     Driver(const char* path, int ordinal);
 
     // The device's primary context, retained, and thereby made, when it is first wanted.
@@ -30,10 +31,12 @@ public:
     int (*module_function)(void** function, void* module, const char* name);
     int (*get_attribute)(int* value, int attribute, void* function);
     int (*set_attribute)(void* function, int attribute, int value);
-    int (*launch)(void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y,
-                  unsigned block_z, unsigned shared_bytes, void* stream, void** parameters, void** extra);
+    int (*launch)(void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z,
+                  unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared_bytes,
+                  void* stream, void** parameters, void** extra);
 
-    // Lets what is launched on stream `after` from now on wait for everything that was launched on `before` so far.
+    // Lets what is launched on stream `after` from now on wait for everything that was launched on
+    // `before` so far.
     int follow(void* before, void* after) const;
     int (*is_capturing)(void* stream, int* capturing);
 
@@ -57,8 +60,8 @@ private:
     mutable void* context_ = nullptr;
 };
 
-// As long as it lives, the driver's context is current in this thread; then it is as before. A fresh thread, such as
-// those of autograd, has none.
+// As long as it lives, the driver's context is current in this thread; then it is as before. A
+// fresh thread, such as those of autograd, has none.
 class Current {
 public:
     explicit Current(const Driver& driver);

@@ -1,8 +1,9 @@
 // A list of kernel launches and matrix products, replayed on a stream by one call.
 //
-// Parameters and operands are read, at every run, where they were said to stand: in words of the host's memory that the
-// caller keeps alive and may write between two runs. A run allocates nothing, looks nothing up and does not synchronise,
-// so that it can be captured in a CUDA graph, with what stands there at that moment.
+// Parameters and operands are read, at every run, where they were said to stand: in words of the
+// host's memory that the caller keeps alive and may write between two runs. A run allocates
+// nothing, looks nothing up and does not synchronise, so that it can be captured in a CUDA graph,
+// with what stands there at that moment.
 #pragma once
 
 #include <array>

@@ -1,4 +1,5 @@
-// The C interface of cublaslt.h, for Python. Every call returns a Status (0: success) and fills `message` otherwise.
+// The C interface of cublaslt.h, for Python. Every call returns a Status (0: success) and fills
+// `message` otherwise.
 #include <algorithm>
 #include <cstring>
 
@@ -43,97 +44,62 @@ lsq::Algorithm copied(const void* bytes) {
     return algorithm;
 }
 
-template <typename Values>
-void write_list(const Values& values, int64_t* out, int64_t limit, int64_t* count) {
-    *count = static_cast<int64_t>(values.size());
-    std::copy_n(values.begin(), std::min(limit, *count), out);
-}
-
 }  // namespace
 
-LSQ_EXPORT int64_t lsq_product_open(const char* path, Library** library, char* text, int64_t bytes) {
-    return guarded({text, bytes}, [&] { *library = new Library(std::make_shared<lsq::CublasLt>(path)); });
+LSQ_EXPORT int64_t lsq_product_open(const char* path, Library** library, char* text,
+                                    int64_t bytes) {
+    return guarded({text, bytes},
+                   [&] { *library = new Library(std::make_shared<lsq::CublasLt>(path)); });
 }
 
 // Products that are left keep the library open.
 LSQ_EXPORT void lsq_product_close(Library* library) { delete library; }
 
-LSQ_EXPORT int64_t lsq_product_version(Library* library) { return static_cast<int64_t>((*library)->version()); }
+LSQ_EXPORT int64_t lsq_product_version(Library* library) {
+    return static_cast<int64_t>((*library)->version());
+}
 
-LSQ_EXPORT int64_t lsq_product_create(Library* library, const lsq::ProductSpec* spec, lsq::MatrixProduct** product,
-                                      char* text, int64_t bytes) {
+LSQ_EXPORT int64_t lsq_product_create(Library* library, const lsq::ProductSpec* spec,
+                                      lsq::MatrixProduct** product, char* text, int64_t bytes) {
     return guarded({text, bytes}, [&] { *product = new lsq::MatrixProduct(*library, *spec); });
 }
 
 LSQ_EXPORT void lsq_product_destroy(lsq::MatrixProduct* product) { delete product; }
 
-// Up to `limit` algorithms of 64 bytes each, with the workspace and the waves of each.
-LSQ_EXPORT int64_t lsq_product_candidates(const lsq::MatrixProduct* product, int64_t workspace_bytes, int64_t limit,
-                                          void* algorithms, int64_t* workspaces, float* waves, int64_t* count,
-                                          char* text, int64_t bytes) {
+// Up to `limit` algorithms of 64 bytes each, with the workspace of each.
+LSQ_EXPORT int64_t lsq_product_candidates(const lsq::MatrixProduct* product,
+                                          int64_t workspace_bytes, int64_t limit, void* algorithms,
+                                          int64_t* workspaces, int64_t* count, char* text,
+                                          int64_t bytes) {
     return guarded({text, bytes}, [&] {
         const auto found = product->candidates(workspace_bytes, static_cast<int>(limit));
         *count = static_cast<int64_t>(found.size());
         for (size_t i = 0; i < found.size(); ++i) {
-            std::memcpy(static_cast<lsq::Algorithm*>(algorithms) + i, &found[i].algorithm, sizeof(lsq::Algorithm));
+            std::memcpy(static_cast<lsq::Algorithm*>(algorithms) + i, &found[i].algorithm,
+                        sizeof(lsq::Algorithm));
             workspaces[i] = static_cast<int64_t>(found[i].workspace_bytes);
-            waves[i] = found[i].waves;
         }
     });
 }
 
-LSQ_EXPORT int64_t lsq_product_check(const lsq::MatrixProduct* product, const void* algorithm, int64_t* workspace_bytes,
-                                     float* waves, char* text, int64_t bytes) {
+LSQ_EXPORT int64_t lsq_product_check(const lsq::MatrixProduct* product, const void* algorithm,
+                                     int64_t* workspace_bytes, char* text, int64_t bytes) {
     return guarded({text, bytes}, [&] {
-        const lsq::Candidate result = product->check(copied(algorithm));
-        *workspace_bytes = static_cast<int64_t>(result.workspace_bytes);
-        *waves = result.waves;
+        *workspace_bytes = static_cast<int64_t>(product->check(copied(algorithm)).workspace_bytes);
     });
 }
 
-LSQ_EXPORT int64_t lsq_product_choose(lsq::MatrixProduct* product, const void* algorithm, char* text, int64_t bytes) {
+LSQ_EXPORT int64_t lsq_product_choose(lsq::MatrixProduct* product, const void* algorithm,
+                                      char* text, int64_t bytes) {
     return guarded({text, bytes}, [&] { product->choose(copied(algorithm)); });
 }
 
-LSQ_EXPORT int64_t lsq_product_algorithm_ids(const lsq::MatrixProduct* product, int64_t* ids, int64_t limit,
-                                             int64_t* count, char* text, int64_t bytes) {
-    return guarded({text, bytes}, [&] { write_list(product->algorithm_ids(), ids, limit, count); });
-}
-
-LSQ_EXPORT int64_t lsq_product_start(const lsq::MatrixProduct* product, int64_t id, void* algorithm, char* text,
-                                     int64_t bytes) {
-    return guarded({text, bytes}, [&] {
-        const lsq::Algorithm made = product->start(static_cast<int>(id));
-        std::memcpy(algorithm, &made, sizeof made);
-    });
-}
-
-// Attributes are those of cublasLtMatmulAlgoConfigAttributes_t and cublasLtMatmulAlgoCapAttributes_t.
-LSQ_EXPORT int64_t lsq_product_configuration(Library* library, const void* algorithm, int64_t attribute, int64_t* value,
-                                             char* text, int64_t bytes) {
-    return guarded({text, bytes}, [&] { *value = (*library)->configuration(copied(algorithm), attribute); });
-}
-
-LSQ_EXPORT int64_t lsq_product_configure(Library* library, void* algorithm, int64_t attribute, int64_t value,
-                                         char* text, int64_t bytes) {
-    return guarded({text, bytes}, [&] {
-        lsq::Algorithm changed = copied(algorithm);
-        (*library)->configure(changed, attribute, value);
-        std::memcpy(algorithm, &changed, sizeof changed);
-    });
-}
-
-LSQ_EXPORT int64_t lsq_product_capability(Library* library, const void* algorithm, int64_t attribute, int64_t* values,
-                                          int64_t limit, int64_t* count, char* text, int64_t bytes) {
-    return guarded({text, bytes}, [&] {
-        write_list((*library)->capability(copied(algorithm), attribute), values, limit, count);
-    });
-}
-
-LSQ_EXPORT int64_t lsq_product_run(const lsq::MatrixProduct* product, const void* a, const void* b, void* out,
-                                   const void* alpha, void* workspace, int64_t workspace_bytes, void* stream,
-                                   char* text, int64_t bytes) {
-    const int status = product->run(a, b, out, alpha, workspace, static_cast<size_t>(workspace_bytes), stream);
+LSQ_EXPORT int64_t lsq_product_run(const lsq::MatrixProduct* product, const void* a, const void* b,
+                                   void* out, const void* alpha, void* workspace,
+                                   int64_t workspace_bytes, void* stream, char* text,
+                                   int64_t bytes) {
+    const int status =
+        product->run(a, b, out, alpha, workspace, static_cast<size_t>(workspace_bytes), stream);
     if (status != lsq::kSuccess) Message{text, bytes}.write(product->explain(status));
     return status;
 }

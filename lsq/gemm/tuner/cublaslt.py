@@ -1,44 +1,37 @@
 """Trials of cuBLASLt's products: algorithms, operands on a GPU, exact checks, and times by CUDA
 events.
 
-An algorithm is an id with a tile, stages, parts of K that are added up, and more
-(lsq.native.products.CONFIGURATION). The library proposes some, and says what each can do and
-whether it runs the product at hand (AlgoCheck, which takes microseconds). On the CPU, with the
-emulated library, the same code runs and times mean nothing.
+On the CPU, with the emulated library, the same code runs and times mean nothing.
+
+int32 sums are checked without a second product: each row of the sums is multiplied by a random
+vector r, modulo 2^64: out r = a (b^T r) holds for every r if out is right. A row with a wrong sum
+passes for at most one in 2^32 of the vectors, since the difference of two int32 numbers is no
+multiple of a higher power of two. The check takes M * N operations, the product M * N * K.
 """
 
 import contextlib
 import dataclasses
-import itertools
-import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from lsq.gemm.configuration import CublasConfiguration
 from lsq.gemm.cublaslt import Products
-from lsq.gemm.product_key import ADDRESS_MULTIPLE, MATMUL, ProductKey
+from lsq.gemm.product_key import MATMUL, ProductKey
 from lsq.gemm.tuner.ended import EndedTrial, Operations
-from lsq.gemm.tuner.operands import LARGEST, RowChecksums, laid, whole_numbers
 from lsq.native.device import Device, aligned_workspace
-from lsq.native.products import Matmul, ProductError, ProductLibrary
-
-SPLITS = (2, 3, 4, 6, 8, 12, 16, 32)
-"""Numbers of parts of K that are tried."""
-SCHEMES = {"int32": (1, 2, 4)}
-"""Ways to add up the parts, by dtype of the result: in place, in the dtype of the sums, in that of
-the result. Floats, and sums that are rounded afterwards, only in the dtype of the sums, in a fixed
-order."""
-CLUSTERS = (2, 3, 4, 5, 6, 7, 8, 9, 11, 12)
-"""cublasLtClusterShape_t beside 0, automatic: from 1 x 1 to 8 blocks."""
-MOST_CHECKED = 50_000
+from lsq.native.products import Matmul, ProductError
 
 MOST_REPEATS = 400
 MOST_SETS = 128
 MOST_BYTES = 2**33
 REFERENCE_ELEMENTS = 2**24
 """Results that are computed in float64 at a time."""
+LARGEST = torch.iinfo(torch.int8).max
+"""Largest code of operands."""
+_ELEMENTS = 2**18
+"""Numbers that are widened to int64 at a time: they stay in the cache."""
 LARGEST_FACTOR = 7
 """Of floats, so that every sum is a whole number that float32 holds."""
 
@@ -50,7 +43,6 @@ class CublasBackend:
         products: of the device; their workspace is the most that algorithms may take.
         device: runs the kernels of epilogues; None: products are tried without.
         operations: representative ones, whose products are tried with their epilogues.
-        exhaustive: try every algorithm, not only the library's proposals.
         cache: bytes that the operands of a product exceed together; by default the L2 cache.
     """
 
@@ -60,12 +52,10 @@ class CublasBackend:
         *,
         device: Device | None = None,
         operations: Operations | None = None,
-        exhaustive: bool = False,
         cache: int | None = None,
     ) -> None:
         self.products = products
         self.device, self.operations = device, operations or {}
-        self.exhaustive = exhaustive
         self.on_gpu = products.device.type == "cuda"
         self.workspace = aligned_workspace(products.workspace_bytes, products.device)
         if cache is None:
@@ -77,7 +67,7 @@ class CublasBackend:
         self.cache = cache
 
     def candidates(self, key: ProductKey) -> Sequence[CublasConfiguration]:
-        """The library's proposals; in an exhaustive search, then all others within the workspace.
+        """The library's proposals.
 
         Raises:
             ValueError, RuntimeError: cuBLASLt has no such product, or nothing for it.
@@ -87,7 +77,7 @@ class CublasBackend:
             raise RuntimeError(
                 f"cuBLASLt has no algorithm for {key} in {self.products.workspace_bytes} bytes"
             )
-        return proposals + self._others(key, proposals) if self.exhaustive else proposals
+        return proposals
 
     def copies(self, key: ProductKey) -> int:
         """Sets of operands of a product that are used in turn."""
@@ -138,60 +128,6 @@ class CublasBackend:
             end.record()
             end.synchronize()
         return begin.elapsed_time(end) * 1e-3 / repeats
-
-    def _others(
-        self, key: ProductKey, proposals: list[CublasConfiguration]
-    ) -> list[CublasConfiguration]:
-        """All other algorithms, in a fixed random order: a search may stop anywhere."""
-        products, seen, others = self.products, {each.algorithm for each in proposals}, []
-        with contextlib.closing(products.describe(key)) as native, products.current():
-            data = [
-                each for each in _all_algorithms(products.library, native, key) if each not in seen
-            ]
-            random.Random(0).shuffle(data)
-            for each in data[:MOST_CHECKED]:
-                try:
-                    checked = native.check(each)
-                except ProductError:
-                    continue
-                if each not in seen and checked.workspace_bytes <= products.workspace_bytes:
-                    seen.add(each)
-                    others.append(products.algorithm(checked))
-        return others
-
-
-def _all_algorithms(library: ProductLibrary, native: Matmul, key: ProductKey) -> Iterator[bytes]:
-    for algorithm_id in native.algorithm_ids():
-        try:
-            fresh = native.start(algorithm_id)
-            can = library.capabilities(fresh)
-        except ProductError:  # an id that exists, but not for this product
-            continue
-        if max(can["alignment_a"], can["alignment_b"], can["alignment_d"]) > ADDRESS_MULTIPLE:
-            continue
-        for tile, stages in itertools.product(can["tiles"] or [0], can["stages"] or [0]):
-            for changes in _variants(can, key):
-                try:
-                    yield library.configure(fresh, tile=tile, stages=stages, **changes)
-                except ProductError:  # a value that this algorithm does not take
-                    continue
-
-
-def _variants(can: dict, key: ProductKey) -> Iterator[dict[str, int]]:
-    """Changes of an algorithm, one at a time: all combinations would be millions."""
-    yield {}
-    if can["split_k"]:
-        allowed = [
-            scheme for scheme in SCHEMES.get(key.out, (2,)) if can["reduction_schemes"] & scheme
-        ]
-        for parts, scheme in itertools.product(SPLITS, allowed):
-            yield {"split_k": parts, "reduction_scheme": scheme}
-    if can["swizzle"]:
-        yield {"swizzle": 1}
-    for option in range(1, can["custom_option_max"] + 1):
-        yield {"custom_option": option}
-    for cluster in CLUSTERS:
-        yield {"cluster_shape": cluster}
 
 
 class _Operands:
@@ -312,3 +248,42 @@ class CublasTrial:
                 scaled = scaled.round().clamp(-LARGEST - 1, LARGEST)
             parts.append(scaled.to(getattr(torch, key.out)))
         return torch.cat(parts)
+
+
+def whole_numbers(
+    key: ProductKey, name: str, largest: int, generator: torch.Generator
+) -> torch.Tensor:
+    """int8 [length] of operand "a" or "b": random values up to `largest`, which fills the first row
+    and column, so that sums are largest there and narrow instructions saturate."""
+    values = torch.randint(
+        -largest, largest + 1, (key.lengths[name],), dtype=torch.int8, generator=generator
+    )
+    matrix = laid(values, key, name)
+    matrix[0], matrix[:, 0] = largest, -largest
+    return values
+
+
+def laid(flat: torch.Tensor, key: ProductKey, name: str) -> torch.Tensor:
+    """Elements [length] viewed as the matrix "a", "b" or "out" of a key."""
+    return flat.as_strided(key.matrices[name], (key.leading[f"leading_{name}"], 1))
+
+
+class RowChecksums:
+    """Checksums of the rows of a int8 [M, K] times b int8 [N, K] transposed."""
+
+    def __init__(self, a: torch.Tensor, b: torch.Tensor, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        least, most = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
+        self._vector = torch.randint(least, most, (b.shape[0],), generator=generator).to(b.device)
+        self._expected = _times(a, _times(b.t(), self._vector))
+
+    def first_wrong_row(self, sums: torch.Tensor) -> int | None:
+        """The first wrong row of `sums` int32 [M, N]."""
+        wrong = (_times(sums, self._vector) != self._expected).nonzero()
+        return None if len(wrong) == 0 else int(wrong[0])
+
+
+def _times(matrix: torch.Tensor, vector: torch.Tensor) -> torch.Tensor:
+    """int64 [R]: integers [R, C] times int64 [C], modulo 2^64."""
+    rows = max(1, _ELEMENTS // matrix.shape[1])
+    return torch.cat([(block.to(torch.int64) * vector).sum(dim=1) for block in matrix.split(rows)])

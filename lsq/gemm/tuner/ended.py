@@ -21,10 +21,11 @@ from lsq.gemm.configuration import (
     Configuration,
     CublasConfiguration,
     TileConfiguration,
+    default_tile,
 )
 from lsq.gemm.cublaslt import ChosenProduct
-from lsq.gemm.default_tile import default_tile
-from lsq.gemm.product_key import OVER_TOKENS, ProductKey
+from lsq.gemm.operations import OVER_TOKENS
+from lsq.gemm.product_key import ProductKey
 from lsq.native.device import Device
 from lsq.native.launch import TICKETS, Launch, Product
 from lsq.native.launch_list import LaunchList

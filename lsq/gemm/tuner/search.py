@@ -10,8 +10,7 @@ from pathlib import Path
 from lsq.files.lock import locked_file
 from lsq.gemm import configuration_file
 from lsq.gemm.configuration import Entry, Times, now
-from lsq.gemm.configuration_file import ConfigurationFile
-from lsq.gemm.device import Validators, difference
+from lsq.gemm.configuration_file import ConfigurationFile, Validators, difference
 from lsq.gemm.product_key import ProductKey
 from lsq.gemm.tuner.trial import Outcome, Settings, Trials, compare
 

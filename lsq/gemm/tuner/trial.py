@@ -252,8 +252,7 @@ def entry_fault(entry: Entry, trials: Trials) -> str | None:
     needed = entry.key.bytes
     if needed > LARGEST_PRODUCT:
         return (
-            f"not run, because its operands and its result take {needed / 2**30:.1f} GiB;"
-            " remove"
+            f"not run, because its operands and its result take {needed / 2**30:.1f} GiB; remove"
             " the entry"
         )
     try:

@@ -1,4 +1,4 @@
-"""Layers of transformers and PyTorch that have a program, an architecture a file."""
+"""Layers of transformers and PyTorch that have a program."""
 
 from __future__ import annotations
 
@@ -12,51 +12,28 @@ from lsq.layers.in_place import class_in_place
 if TYPE_CHECKING:
     from lsq.models.fused_layer import FusedLayer
 
-LAYERS = {
-    **dict.fromkeys(
-        ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"),
-        "llama.LlamaLayer",
-    ),
-    "GPT2Block": "gpt2.GPT2Layer",
-    **dict.fromkeys(
-        (
-            "BertLayer",
-            "BertGenerationLayer",
-            "CamembertLayer",
-            "Data2VecTextLayer",
-            "ElectraLayer",
-            "ErnieLayer",
-            "RobertaLayer",
-            "RoCBertLayer",
-            "XLMRobertaLayer",
-        ),
-        "bert.BertLayer",
-    ),
-    **dict.fromkeys(
-        (
-            "ViTLayer",
-            "ASTLayer",
-            "DeiTLayer",
-            "IJepaLayer",
-            "ViTMAELayer",
-            "ViTMSNLayer",
-            "VivitLayer",
-        ),
-        "vit.ViTLayer",
-    ),
+_BERT = "Bert BertGeneration Camembert Data2VecText Electra Ernie Roberta RoCBert XLMRoberta"
+_NAMES = {
+    "transformers.LlamaLayer": [
+        f"{one}DecoderLayer" for one in "Llama Mistral Qwen2 Qwen3".split()
+    ],
+    "transformers.GPT2Layer": ["GPT2Block"],
+    "transformers.BertLayer": [f"{one}Layer" for one in _BERT.split()],
+    "transformers.ViTLayer": [
+        f"{one}Layer" for one in "ViT AST DeiT IJepa ViTMAE ViTMSN Vivit".split()
+    ],
     **{
-        f"{name}{part}Layer": f"marian.{part}Layer"
-        for name in ("Marian", "Bart")
+        f"transformers.{kind}{part}Layer": [f"{one}{part}Layer" for one in names]
+        for kind, names in (
+            ("Marian", ("Marian", "Bart")),
+            ("MBart", ("MBart", "M2M100", "Pegasus")),
+        )
         for part in ("Encoder", "Decoder")
     },
-    **{
-        f"{name}{part}Layer": f"marian.PreNorm{part}Layer"
-        for name in ("MBart", "M2M100", "Pegasus")
-        for part in ("Encoder", "Decoder")
-    },
-    **dict.fromkeys(("T5Block", "MT5Block"), "t5.block_class"),
-    "TransformerEncoderLayer": "pytorch.EncoderLayer",
+    "t5.block_class": ["T5Block", "MT5Block"],
+    "pytorch.EncoderLayer": ["TransformerEncoderLayer"],
 }
+LAYERS = {name: home for home, names in _NAMES.items() for name in names}
 """Names of their classes -> the file of this folder and the class in it, or a function of the layer
 that returns the class."""
 

@@ -2,20 +2,10 @@
 
 import torch
 from torch import nn
-from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from lsq.config import LayerConfig, QuantConfig
-from lsq.models.batch import HIDDEN, causal, remembered
+from lsq.models.batch import HIDDEN, remembered, visible
 from lsq.models.fused_layer import FusedLayer, SideInputs
-from lsq.models.reading import (
-    activation_of,
-    biases,
-    dropout_of,
-    layer_norm_epsilon,
-    plain,
-    plain_linears,
-    sources,
-)
+from lsq.models.reading import activation_of, at, sources
 
 
 class EncoderLayer(FusedLayer):
@@ -25,49 +15,37 @@ class EncoderLayer(FusedLayer):
     """
 
     STATE = (*FusedLayer.STATE, "causal")
-    causal = False
     PARTS = {}
-    SOURCES = {
+    MODULES = {
+        "self_attn.out": "self_attn.out_proj",
+        "self_attn_layer_norm": "norm1",
+        "feed_forward.fc1": "linear1",
+        "feed_forward.fc2": "linear2",
+        "final_layer_norm": "norm2",
+    }
+    SOURCES = sources(MODULES) | {
         "self_attn.qkv_weight": ("self_attn.in_proj_weight",),
         "self_attn.qkv_bias": ("self_attn.in_proj_bias",),
-        **sources(
-            {
-                "self_attn.out": "self_attn.out_proj",
-                "self_attn_layer_norm": "norm1",
-                "feed_forward.fc1": "linear1",
-                "feed_forward.fc2": "linear2",
-                "final_layer_norm": "norm2",
-            }
-        ),
     }
+    SHAPE = {}
+    SETTINGS = at(
+        heads="self_attn.num_heads",
+        attention_dropout="self_attn.dropout",
+        activation_dropout="dropout.p",
+        dropout=("dropout1.p", "dropout2.p"),
+        pre_norm="norm_first",
+        layer_norm_epsilon=("norm1.eps", "norm2.eps"),
+    )
 
-    @staticmethod
-    def config_of(layer: nn.Module, quantization: QuantConfig) -> LayerConfig:
-        (attention,) = plain(nn.MultiheadAttention, layer, "self_attn")
-        (out,) = plain(NonDynamicallyQuantizableLinear, attention, "out_proj")
-        first, second = plain_linears(layer, "linear1", "linear2")
-        return LayerConfig(
-            hidden=attention.embed_dim,
-            feed_forward=first.out_features,
-            bias=biases(out, first, second),
-            head_bias=attention.in_proj_bias is not None,
-            quant=quantization,
-            **EncoderLayer.settings(layer),
-        )
+    @classmethod
+    def shape(cls, layer: nn.Module) -> dict[str, object]:
+        return {**super().shape(layer), "head_bias": layer.self_attn.in_proj_bias is not None}
 
-    @staticmethod
-    def settings(layer: nn.Module) -> dict[str, object]:
+    @classmethod
+    def settings(cls, layer: nn.Module) -> dict[str, object]:
         if layer.self_attn.add_zero_attn:
             raise ValueError("its attention has add_zero_attn")
-        return {
-            "heads": layer.self_attn.num_heads,
-            "activation": activation_of(layer.activation),
-            "attention_dropout": layer.self_attn.dropout,
-            "activation_dropout": layer.dropout.p,
-            "dropout": dropout_of(layer.dropout1, layer.dropout2),
-            "pre_norm": layer.norm_first,
-            "layer_norm_epsilon": layer_norm_epsilon(layer.norm1, layer.norm2),
-        }
+        return {**super().settings(layer), "activation": activation_of(layer.activation)}
 
     @classmethod
     def _check_attention(cls, layer: nn.Module) -> None:
@@ -150,8 +128,8 @@ def _read(
         return None
     if sees.all():
         return False, present
-    every = torch.ones_like(sees[:1])
-    return (True, present) if torch.equal(sees, causal(None, every)[0]) else None
+    past = visible(torch.ones_like(sees[:1]), causal=True)[0]
+    return (True, present) if torch.equal(sees, past) else None
 
 
 def _seen(mask: torch.Tensor) -> torch.Tensor | None:

@@ -7,35 +7,37 @@ time, N heads.
 """
 
 from functools import lru_cache
+from operator import attrgetter
 
 import torch
 from torch import nn
 
-from lsq.config import LayerConfig, QuantConfig, RelativeBias
+from lsq.config import RelativeBias
 from lsq.layers.module import beside_the_graph
 from lsq.layers.packing import Packing
 from lsq.layers.positions import bucket_of_distances
 from lsq.models.fused_layer import FusedLayer, SideInputs, cache_of
-from lsq.models.reading import activation_of, biases, dropout_of, plain_linears, sources, the_same
+from lsq.models.reading import Attributes, at, sources
 
 TABLE = "_lsq_table"
 """The attribute of biases of pairs that is the table [buckets, N] they are made of."""
+SELF, OTHER = "layer.0.SelfAttention", "layer.1.EncDecAttention"
 
 
-def _sources(last: int) -> dict[str, tuple[str, ...]]:
-    """Paths of the parameters of a block whose feed-forward part has this number, with a gate or
-    without one."""
+def _modules(last: int) -> dict[str, str | list[str]]:
+    """Paths of the modules of a block whose feed-forward part, with a gate or without one, has this
+    number."""
     dense = f"layer.{last}.DenseReluDense"
     cross = {
         "encoder_attn_layer_norm": "layer.1.layer_norm",
-        "encoder_attn.query": "layer.1.EncDecAttention.q",
-        "encoder_attn.key_value": [f"layer.1.EncDecAttention.{name}" for name in "kv"],
-        "encoder_attn.out": "layer.1.EncDecAttention.o",
+        "encoder_attn.query": f"{OTHER}.q",
+        "encoder_attn.key_value": [f"{OTHER}.k", f"{OTHER}.v"],
+        "encoder_attn.out": f"{OTHER}.o",
     }
-    modules = {
+    return {
         "self_attn_layer_norm": "layer.0.layer_norm",
-        "self_attn.qkv": [f"layer.0.SelfAttention.{name}" for name in "qkv"],
-        "self_attn.out": "layer.0.SelfAttention.o",
+        "self_attn.qkv": [f"{SELF}.{name}" for name in "qkv"],
+        "self_attn.out": f"{SELF}.o",
         **(cross if last > 1 else {}),
         "feed_forward.fc1": f"{dense}.wi",
         "feed_forward.gate": f"{dense}.wi_0",
@@ -43,83 +45,53 @@ def _sources(last: int) -> dict[str, tuple[str, ...]]:
         "feed_forward.fc2": f"{dense}.wo",
         "final_layer_norm": f"layer.{last}.layer_norm",
     }
-    return sources(modules, bias=False, norm_bias=False)
 
 
 def _parts(last: int) -> dict[str, str]:
-    """The modules of a block whose feed-forward part has this number."""
-    cross = (
-        {"layer.1": "LayerCrossAttention", "layer.1.EncDecAttention": "Attention"}
-        if last > 1
-        else {}
-    )
+    cross = {"layer.1": "LayerCrossAttention", OTHER: "Attention"} if last > 1 else {}
     norms = {f"layer.{number}.layer_norm": "LayerNorm" for number in range(last + 1)}
     dense = {f"layer.{last}": "LayerFF", f"layer.{last}.DenseReluDense": "ActDense"}
-    return {
-        "layer.0": "LayerSelfAttention",
-        "layer.0.SelfAttention": "Attention",
-        **cross,
-        **norms,
-        **dense,
-    }
+    return {"layer.0": "LayerSelfAttention", SELF: "Attention", **cross, **norms, **dense}
+
+
+def _shape(last: int, *attentions: str) -> Attributes:
+    return at(
+        heads=[f"{one}.n_heads" for one in attentions],
+        head_width=[f"{one}.key_value_proj_dim" for one in attentions],
+        activation=f"layer.{last}.DenseReluDense.act",
+    )
+
+
+def _settings(last: int, *attentions: str) -> Attributes:
+    parts = [f"layer.{number}" for number in range(last + 1)]
+    return at(
+        dropout=[f"{part}.dropout.p" for part in parts],
+        activation_dropout=f"layer.{last}.DenseReluDense.dropout.p",
+        attention_dropout=[f"{one}.dropout" for one in attentions],
+        softmax_scale=[f"{one}.scaling" for one in attentions],
+        layer_norm_epsilon=[f"{part}.layer_norm.variance_epsilon" for part in parts],
+    )
 
 
 class EncoderBlock(FusedLayer):
     """Self-attention with biases by distance and a feed-forward block, an RMSNorm before each."""
 
-    SOURCES, PARTS, causal = _sources(1), _parts(1), False
-    INPUTS = ("layer.0.SelfAttention.relative_attention_bias.weight",)
+    PARTS, MODULES = _parts(1), _modules(1)
+    SOURCES = sources(MODULES, bias=False, norm_bias=False)
+    INPUTS = (f"{SELF}.relative_attention_bias.weight",)
+    attends = attrgetter(SELF)
+    FIXED = {"pre_norm": True, "norm": "rms"}
+    SHAPE, SETTINGS = _shape(1, SELF), _settings(1, SELF)
 
-    @staticmethod
-    def config_of(layer: nn.Module, quantization: QuantConfig) -> LayerConfig:
-        attentions, dense = EncoderBlock.attentions(layer), layer.layer[-1].DenseReluDense
-        gated = hasattr(dense, "wi_0")
-        inner, *linears = plain_linears(dense, *(("wi_0", "wi_1") if gated else ("wi",)), "wo")
-        for one in attentions:
-            linears += plain_linears(one, "q", "k", "v", "o")
-        if biases(inner, *linears):
-            raise ValueError("its projections have biases")
+    @classmethod
+    def shape(cls, layer: nn.Module) -> dict[str, object]:
+        attention = layer.layer[0].SelfAttention
         relative = RelativeBias(
-            buckets=attentions[0].relative_attention_num_buckets,
-            farthest=attentions[0].relative_attention_max_distance,
+            buckets=attention.relative_attention_num_buckets,
+            farthest=attention.relative_attention_max_distance,
             shared=True,
         )
-        return LayerConfig(
-            hidden=attentions[0].d_model,
-            heads=the_same("heads", [one.n_heads for one in attentions]),
-            head_width=the_same("widths of heads", [one.key_value_proj_dim for one in attentions]),
-            relative_bias=relative,
-            feed_forward=inner.out_features,
-            activation=activation_of(dense.act),
-            gated=gated,
-            bias=False,
-            pre_norm=True,
-            norm="rms",
-            quant=quantization,
-            **EncoderBlock.settings(layer),
-        )
-
-    @staticmethod
-    def settings(layer: nn.Module) -> dict[str, object]:
-        attentions, parts = EncoderBlock.attentions(layer), list(layer.layer)
-        return {
-            "dropout": dropout_of(*(one.dropout for one in parts)),
-            "activation_dropout": parts[-1].DenseReluDense.dropout.p,
-            "attention_dropout": the_same(
-                "dropouts of attention", [one.dropout for one in attentions]
-            ),
-            "softmax_scale": the_same("factors of scores", [one.scaling for one in attentions]),
-            "layer_norm_epsilon": the_same(
-                "epsilons of norms", [one.layer_norm.variance_epsilon for one in parts]
-            ),
-        }
-
-    @staticmethod
-    def attentions(layer: nn.Module) -> list[nn.Module]:
-        return [
-            layer.layer[0].SelfAttention,
-            *([layer.layer[1].EncDecAttention] if layer.is_decoder else []),
-        ]
+        return {**super().shape(layer), "relative_bias": relative}
 
     def original(
         self, x: torch.Tensor, mask: torch.Tensor | None, side: SideInputs
@@ -159,10 +131,12 @@ class EncoderBlock(FusedLayer):
 
 class DecoderBlock(EncoderBlock):
     """Causal self-attention with biases, attention to an encoder's output and a feed-forward block,
-    an RMSNorm before each.
-    """
+    an RMSNorm before each."""
 
-    SOURCES, PARTS, causal, CROSS = _sources(2), _parts(2), True, True
+    causal, CROSS = True, True
+    PARTS, MODULES = _parts(2), _modules(2)
+    SOURCES = sources(MODULES, bias=False, norm_bias=False)
+    SHAPE, SETTINGS = _shape(2, SELF, OTHER), _settings(2, SELF, OTHER)
 
 
 def block_class(layer: nn.Module) -> type[FusedLayer]:

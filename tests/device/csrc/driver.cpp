@@ -67,7 +67,8 @@ void record_event(void** event, c10::Stream stream) {
 
 void wait_event(void* event, c10::Stream stream) {
     const Current current(stream.device());
-    if (event) check(call("cuStreamWaitEvent", handle(stream.id()), static_cast<Handle>(event), 0u));
+    if (event)
+        check(call("cuStreamWaitEvent", handle(stream.id()), static_cast<Handle>(event), 0u));
 }
 
 void destroy_event(void* event, c10::Device device) {
@@ -90,10 +91,12 @@ void synchronize_device(c10::Device device) {
     check(call("cuCtxSynchronize"));
 }
 
-void use(c10::Device device, const std::string& what, const void* address, size_t bytes, bool writes) {
+void use(c10::Device device, const std::string& what, const void* address, size_t bytes,
+         bool writes) {
     if (!bytes) return;
     const Current current(device);
-    check(call("lsq_emulator_use", handle(current_stream(device).id()), what.c_str(), address, bytes, int{writes}));
+    check(call("lsq_emulator_use", handle(current_stream(device).id()), what.c_str(), address,
+               bytes, int{writes}));
 }
 
 int64_t order(bool on) {
@@ -107,9 +110,11 @@ void begin_memory(c10::Stream stream, const void* address, size_t bytes) {
     check(call("lsq_emulator_memory_begin", handle(stream.id()), "of PyTorch", address, bytes));
 }
 
-std::string end_memory(c10::Stream stream, const void* address, const std::vector<c10::StreamId>& others) {
+std::string end_memory(c10::Stream stream, const void* address,
+                       const std::vector<c10::StreamId>& others) {
     const Current current(stream.device());
-    const int status = call("lsq_emulator_memory_end", handle(stream.id()), address, others.data(), others.size());
+    const int status =
+        call("lsq_emulator_memory_end", handle(stream.id()), address, others.data(), others.size());
     return status ? words(status) : "";
 }
 

@@ -1,4 +1,5 @@
-// The emulated driver, on whose streams the test device works: it knows what streams and events order.
+// The emulated driver, on whose streams the test device works: it knows what streams and events
+// order.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -21,13 +22,16 @@ void synchronize_stream(c10::Stream stream);
 void synchronize_device(c10::Device device);
 
 // An operation of PyTorch touches memory on the current stream.
-void use(c10::Device device, const std::string& what, const void* address, size_t bytes, bool writes);
+void use(c10::Device device, const std::string& what, const void* address, size_t bytes,
+         bool writes);
 
 // Begins or ends to look at the order of what touches memory; returns how often that was said.
 int64_t order(bool on);
 
-// Memory begins and ends in the order of a stream; it ends behind the work of `others`, too. What is wrong with that.
+// Memory begins and ends in the order of a stream; it ends behind the work of `others`, too. What
+// is wrong with that.
 void begin_memory(c10::Stream stream, const void* address, size_t bytes);
-std::string end_memory(c10::Stream stream, const void* address, const std::vector<c10::StreamId>& others);
+std::string end_memory(c10::Stream stream, const void* address,
+                       const std::vector<c10::StreamId>& others);
 
 }  // namespace standin

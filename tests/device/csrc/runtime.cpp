@@ -1,5 +1,6 @@
-// Memory, streams, events and random numbers of the test device. Work is done at once, on the host, in the thread that
-// asks for it; what streams and events order is told to the emulated driver, and whoever waits for one is counted.
+// Memory, streams, events and random numbers of the test device. Work is done at once, on the host,
+// in the thread that asks for it; what streams and events order is told to the emulated driver, and
+// whoever waits for one is counted.
 #include "runtime.h"
 
 #include <ATen/CPUGeneratorImpl.h>
@@ -45,7 +46,8 @@ class Registry {
     void* take(size_t bytes, c10::Stream stream, int64_t epoch) {
         void* found = nullptr;
         const size_t rounded = (bytes + kAlignment - 1) / kAlignment * kAlignment;
-        TORCH_CHECK(!posix_memalign(&found, kAlignment, rounded), "the test device is out of memory");
+        TORCH_CHECK(!posix_memalign(&found, kAlignment, rounded),
+                    "the test device is out of memory");
         std::memset(found, kRubbish, rounded);
         const std::lock_guard<std::mutex> guard(mutex_);
         pieces_.emplace(found, Piece{rounded, stream, epoch});
@@ -62,7 +64,8 @@ class Registry {
     void record(const void* address, c10::StreamId stream) {
         const std::lock_guard<std::mutex> guard(mutex_);
         const auto piece = pieces_.find(const_cast<void*>(address));
-        if (piece != pieces_.end() && piece->second.stream.id() != stream) piece->second.others.push_back(stream);
+        if (piece != pieces_.end() && piece->second.stream.id() != stream)
+            piece->second.others.push_back(stream);
     }
 
     bool holds(const void* address) {
@@ -103,7 +106,9 @@ void free_pinned(void* address) {
     std::free(address);
 }
 
-c10::Device with_index(c10::Device device) { return {kType, device.has_index() ? device.index() : device_now}; }
+c10::Device with_index(c10::Device device) {
+    return {kType, device.has_index() ? device.index() : device_now};
+}
 
 c10::Stream stream_of(c10::Device device, c10::StreamId id) {
     return c10::Stream(c10::Stream::UNSAFE, with_index(device), id);
@@ -117,16 +122,21 @@ struct DeviceAllocator final : c10::Allocator {
         return {found, found, &free_device, current_device()};
     }
     c10::DeleterFnPtr raw_deleter() const override { return &free_device; }
-    void copy_data(void* to, const void* from, size_t bytes) const override { std::memcpy(to, from, bytes); }
+    void copy_data(void* to, const void* from, size_t bytes) const override {
+        std::memcpy(to, from, bytes);
+    }
 };
 
 struct PinnedAllocator final : at::HostAllocator {
     c10::DataPtr allocate(size_t bytes) override {
-        void* found = bytes ? pinned_memory().take(bytes, current_stream(current_device()), 0) : nullptr;
+        void* found =
+            bytes ? pinned_memory().take(bytes, current_stream(current_device()), 0) : nullptr;
         return {found, found, &free_pinned, c10::Device(c10::DeviceType::CPU)};
     }
     c10::DeleterFnPtr raw_deleter() const override { return &free_pinned; }
-    void copy_data(void* to, const void* from, size_t bytes) const override { std::memcpy(to, from, bytes); }
+    void copy_data(void* to, const void* from, size_t bytes) const override {
+        std::memcpy(to, from, bytes);
+    }
     bool record_event(void*, void*, c10::Stream) override { return true; }
     void empty_cache() override {}
     at::HostStats get_stats() override { return {}; }
@@ -144,7 +154,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     c10::Device getDevice() const override { return current_device(); }
     c10::DeviceIndex deviceCount() const noexcept override { return kDevices; }
     void setDevice(c10::Device device) const override {
-        TORCH_CHECK(device.index() < kDevices, "there is no ", device, "; there are ", int{kDevices}, " test devices");
+        TORCH_CHECK(device.index() < kDevices, "there is no ", device, "; there are ",
+                    int{kDevices}, " test devices");
         uncheckedSetDevice(device);
     }
     void uncheckedSetDevice(c10::Device device) const noexcept override {
@@ -161,13 +172,17 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     c10::Stream getNewStream(c10::Device device, int) const override {
         return stream_of(device, new_stream(with_index(device)));
     }
-    c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override { return getNewStream(device, 0); }
+    c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override {
+        return getNewStream(device, 0);
+    }
     c10::Stream exchangeStream(c10::Stream given) const override {
         const c10::Stream before = getStream(given.device());
         streams_now[given.device_index()] = given.id();
         return before;
     }
-    void* getStreamNativeHandle(const c10::Stream given) const override { return reinterpret_cast<void*>(given.id()); }
+    void* getStreamNativeHandle(const c10::Stream given) const override {
+        return reinterpret_cast<void*>(given.id());
+    }
     bool queryStream(const c10::Stream&) const override { return true; }
     void synchronizeStream(const c10::Stream& given) const override {
         tell(kWait, "Stream.synchronize");
@@ -177,11 +192,13 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
         tell(kWait, "synchronize");
         synchronize_device(c10::Device(kType, index));
     }
-    void recordDataPtrOnStream(const c10::DataPtr& memory, const c10::Stream& given) const override {
+    void recordDataPtrOnStream(const c10::DataPtr& memory,
+                               const c10::Stream& given) const override {
         record_stream(memory.get_context(), given);
     }
 
-    void record(void** event, const c10::Stream& given, c10::DeviceIndex, c10::EventFlag) const override {
+    void record(void** event, const c10::Stream& given, c10::DeviceIndex,
+                c10::EventFlag) const override {
         record_event(event, given);
     }
     void block(void* event, const c10::Stream& given) const override { wait_event(event, given); }
@@ -209,18 +226,23 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     bool isAvailable() const override { return true; }
     bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
     c10::DeviceIndex deviceCount() const override { return kDevices; }
-    void setCurrentDevice(c10::DeviceIndex index) const override { Guard().setDevice(c10::Device(kType, index)); }
+    void setCurrentDevice(c10::DeviceIndex index) const override {
+        Guard().setDevice(c10::Device(kType, index));
+    }
     c10::DeviceIndex getCurrentDevice() const override { return device_now; }
     c10::DeviceIndex exchangeDevice(c10::DeviceIndex index) const override {
         return Guard().exchangeDevice(c10::Device(kType, index)).index();
     }
-    c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex index) const override { return exchangeDevice(index); }
+    c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex index) const override {
+        return exchangeDevice(index);
+    }
     bool isPinnedPtr(const void* address) const override { return is_pinned(address); }
     c10::Allocator* getPinnedMemoryAllocator() const override { return &pinned_allocator; }
     const at::Generator& getDefaultGenerator(c10::DeviceIndex index) const override {
         static std::array<at::Generator, kDevices> all = [] {
             std::array<at::Generator, kDevices> made;
-            for (c10::DeviceIndex i = 0; i < kDevices; ++i) made[i] = at::make_generator<DeviceGenerator>(i);
+            for (c10::DeviceIndex i = 0; i < kDevices; ++i)
+                made[i] = at::make_generator<DeviceGenerator>(i);
             return made;
         }();
         return all.at(index < 0 ? device_now : index);
@@ -253,14 +275,24 @@ void tell(What what, const std::string& name) {
 }
 
 c10::Device current_device() { return {kType, device_now}; }
-c10::Stream current_stream(c10::Device device) { return stream_of(device, streams_now[with_index(device).index()]); }
-void record_stream(const void* memory, c10::Stream stream) { device_memory().record(memory, stream.id()); }
+c10::Stream current_stream(c10::Device device) {
+    return stream_of(device, streams_now[with_index(device).index()]);
+}
+void record_stream(const void* memory, c10::Stream stream) {
+    device_memory().record(memory, stream.id());
+}
 c10::Allocator* allocator() { return &device_allocator; }
 bool is_pinned(const void* address) { return pinned_memory().holds(address); }
-at::Generator default_generator(c10::DeviceIndex index) { return hooks().getDefaultGenerator(index); }
+at::Generator default_generator(c10::DeviceIndex index) {
+    return hooks().getDefaultGenerator(index);
+}
 
-extern "C" __attribute__((visibility("default"))) void standin_watch(Watcher given) { watcher = given; }
-extern "C" __attribute__((visibility("default"))) void standin_open(const char* driver) { open_driver(driver); }
+extern "C" __attribute__((visibility("default"))) void standin_watch(Watcher given) {
+    watcher = given;
+}
+extern "C" __attribute__((visibility("default"))) void standin_open(const char* driver) {
+    open_driver(driver);
+}
 extern "C" __attribute__((visibility("default"))) void standin_order(int on) {
     const int64_t number = order(on);
     ordering = on ? number : 0;

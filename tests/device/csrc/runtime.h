@@ -14,8 +14,8 @@ constexpr auto kType = c10::DeviceType::PrivateUse1;
 // What a watcher is told of.
 enum What : int64_t { kLaunch = 0, kWait = 1, kFault = 2 };
 
-// Tells the watcher, if there is one, of an operation that the device runs, of what the host waits for, or of memory
-// that ended while somebody used it.
+// Tells the watcher, if there is one, of an operation that the device runs, of what the host waits
+// for, or of memory that ended while somebody used it.
 void tell(What what, const std::string& name);
 
 c10::Device current_device();

@@ -56,7 +56,9 @@ extern "C" __global__ void misaligned_load(const unsigned char* x, float* out) {
 }
 LSQ_EXPORT(misaligned_load)
 
-extern "C" __global__ void write_beyond(float* out, int64_t count) { out[threadIdx.x + count] = 1.0f; }
+extern "C" __global__ void write_beyond(float* out, int64_t count) {
+    out[threadIdx.x + count] = 1.0f;
+}
 LSQ_EXPORT(write_beyond)
 
 template <typename T>
@@ -68,7 +70,9 @@ __device__ T exchange(T value, int64_t count) {
     return part[0];
 }
 
-extern "C" __global__ void write_beyond_shared(float* out, int64_t count) { out[threadIdx.x] = exchange(1.0f, count); }
+extern "C" __global__ void write_beyond_shared(float* out, int64_t count) {
+    out[threadIdx.x] = exchange(1.0f, count);
+}
 LSQ_EXPORT(write_beyond_shared)
 
 extern "C" __global__ void write_beyond_dynamic(float* out, int64_t count) {
@@ -121,8 +125,10 @@ extern "C" __global__ void crash(float* out, int64_t kind) {
 }
 LSQ_EXPORT(crash)
 
-// The last of three blocks to arrive adds up what all left; block 1 crashes before it arrives, if that is wanted.
-extern "C" __global__ void last_of_three(const float* crashes, unsigned* ticket, float* parts, float* out) {
+// The last of three blocks to arrive adds up what all left; block 1 crashes before it arrives, if
+// that is wanted.
+extern "C" __global__ void last_of_three(const float* crashes, unsigned* ticket, float* parts,
+                                         float* out) {
     if (blockIdx.x == 1 && crashes[0] != 0.0f) __builtin_trap();
     parts[blockIdx.x] = 1.0f;
     if (atomicAdd(ticket, 1) < 2) return;

@@ -1,7 +1,9 @@
 // Kernels without faults, whose launches somebody must order.
 #include "emulation.h"
 
-extern "C" __global__ void fill(int* out, int64_t value) { out[blockIdx.x * blockDim.x + threadIdx.x] = value; }
+extern "C" __global__ void fill(int* out, int64_t value) {
+    out[blockIdx.x * blockDim.x + threadIdx.x] = value;
+}
 LSQ_EXPORT(fill)
 
 extern "C" __global__ void copy(const int* x, int* out) {
@@ -9,7 +11,9 @@ extern "C" __global__ void copy(const int* x, int* out) {
 }
 LSQ_EXPORT(copy)
 
-extern "C" __global__ void take_ticket(unsigned* ticket, int* out) { out[blockIdx.x] = atomicAdd(ticket, 1u); }
+extern "C" __global__ void take_ticket(unsigned* ticket, int* out) {
+    out[blockIdx.x] = atomicAdd(ticket, 1u);
+}
 LSQ_EXPORT(take_ticket)
 
 // A local array with an address, on the thread's own stack.

@@ -1,4 +1,5 @@
-// Kernels without faults: block sums through shared memory, warp shuffles, dynamic shared memory, tickets.
+// Kernels without faults: block sums through shared memory, warp shuffles, dynamic shared memory,
+// tickets.
 #include "emulation.h"
 
 template <typename T>
@@ -24,12 +25,14 @@ __device__ T block_sum(T value) {
 }
 
 // out[r, c] = x[r, c] minus the mean of row r, plus offset; one block per row.
-extern "C" __global__ void __launch_bounds__(256) centre(const float* x, float* out, int64_t columns, float offset) {
+extern "C" __global__ void __launch_bounds__(256)
+    centre(const float* x, float* out, int64_t columns, float offset) {
     const float* line = x + blockIdx.x * columns;
     float sum = 0.0f;
     for (int64_t c = threadIdx.x; c < columns; c += blockDim.x) sum += line[c];
     const float mean = block_sum(sum) / columns;
-    for (int64_t c = threadIdx.x; c < columns; c += blockDim.x) out[blockIdx.x * columns + c] = line[c] - mean + offset;
+    for (int64_t c = threadIdx.x; c < columns; c += blockDim.x)
+        out[blockIdx.x * columns + c] = line[c] - mean + offset;
 }
 LSQ_EXPORT(centre)
 
@@ -78,7 +81,8 @@ extern "C" __global__ void exchanges(int* out) {
 }
 LSQ_EXPORT(exchanges)
 
-// The last block to arrive sums up what all blocks left: total[0] = sum of partial[b] = sum of b + 1.
+// The last block to arrive sums up what all blocks left: total[0] = sum of partial[b] = sum of b +
+// 1.
 extern "C" __global__ void ticket_sum(float* partial, unsigned* ticket, float* total) {
     __shared__ bool last;
     if (threadIdx.x == 0) {

@@ -12,11 +12,12 @@
 #define SIZE 16
 #endif
 
-// out [16, 8] += a [16, 32] times b [8, 32] transposed, every word where NVIDIA's documentation says.
+// out [16, 8] += a [16, 32] times b [8, 32] transposed, every word where NVIDIA's documentation
+// says.
 LSQ_KERNEL one_multiplication(In<uint32_t> a, In<uint32_t> b, Out<int32_t> out) {
     const int group = threadIdx.x / 4, part = threadIdx.x % 4;
-    const uint32_t of_a[4] = {a[8 * group + part], a[8 * (group + 8) + part], a[8 * group + part + 4],
-                              a[8 * (group + 8) + part + 4]};
+    const uint32_t of_a[4] = {a[8 * group + part], a[8 * (group + 8) + part],
+                              a[8 * group + part + 4], a[8 * (group + 8) + part + 4]};
     const uint32_t of_b[2] = {b[8 * group + part], b[8 * group + part + 4]};
     int32_t sums[4];
     for (int i = 0; i < 4; ++i) sums[i] = out[8 * (group + i / 2 * 8) + 2 * part + i % 2];
@@ -25,13 +26,15 @@ LSQ_KERNEL one_multiplication(In<uint32_t> a, In<uint32_t> b, Out<int32_t> out) 
 }
 LSQ_EXPORT(one_multiplication)
 
-// out [16, 8] += a [16, 64], of which 32 columns are stored and `kept` [16, 2] has the places, times b [8, 64] transposed.
-LSQ_KERNEL one_sparse_multiplication(In<uint32_t> a, In<uint32_t> kept, In<uint32_t> b, Out<int32_t> out) {
+// out [16, 8] += a [16, 64], of which 32 columns are stored and `kept` [16, 2] has the places,
+// times b [8, 64] transposed.
+LSQ_KERNEL one_sparse_multiplication(In<uint32_t> a, In<uint32_t> kept, In<uint32_t> b,
+                                     Out<int32_t> out) {
     const int group = threadIdx.x / 4, part = threadIdx.x % 4;
-    const uint32_t of_a[4] = {a[8 * group + part], a[8 * (group + 8) + part], a[8 * group + part + 4],
-                              a[8 * (group + 8) + part + 4]};
-    const uint32_t of_b[4] = {b[16 * group + part], b[16 * group + part + 4], b[16 * group + part + 8],
-                              b[16 * group + part + 12]};
+    const uint32_t of_a[4] = {a[8 * group + part], a[8 * (group + 8) + part],
+                              a[8 * group + part + 4], a[8 * (group + 8) + part + 4]};
+    const uint32_t of_b[4] = {b[16 * group + part], b[16 * group + part + 4],
+                              b[16 * group + part + 8], b[16 * group + part + 12]};
     int32_t sums[4];
     for (int i = 0; i < 4; ++i) sums[i] = out[8 * (group + i / 2 * 8) + 2 * part + i % 2];
     multiply_sparse(sums, of_a, of_b, kept[2 * (group + part % 2 * 8) + part / 2]);
@@ -42,8 +45,8 @@ LSQ_EXPORT(one_sparse_multiplication)
 // out [16, 8] += a [16, 16] times b [8, 16] transposed, bfloat16 in pairs.
 LSQ_KERNEL one_bfloat16_multiplication(In<uint32_t> a, In<uint32_t> b, Out<float> out) {
     const int group = threadIdx.x / 4, part = threadIdx.x % 4;
-    const uint32_t of_a[4] = {a[8 * group + part], a[8 * (group + 8) + part], a[8 * group + part + 4],
-                              a[8 * (group + 8) + part + 4]};
+    const uint32_t of_a[4] = {a[8 * group + part], a[8 * (group + 8) + part],
+                              a[8 * group + part + 4], a[8 * (group + 8) + part + 4]};
     const uint32_t of_b[2] = {b[8 * group + part], b[8 * group + part + 4]};
     float sums[4];
     for (int i = 0; i < 4; ++i) sums[i] = out[8 * (group + i / 2 * 8) + 2 * part + i % 2];
@@ -58,14 +61,17 @@ LSQ_KERNEL pairs(In<float> x, Out<uint32_t> out) {
 }
 LSQ_EXPORT(pairs)
 
-// out [32, COUNT]: what each lane gets of x, rows of 16 bytes that lie `stride` bytes apart, `shift` bytes too far.
-LSQ_KERNEL matrices(In<uint32_t> x, Out<uint32_t> out, int64_t stride, int64_t shift, int64_t fault) {
+// out [32, COUNT]: what each lane gets of x, rows of 16 bytes that lie `stride` bytes apart,
+// `shift` bytes too far.
+LSQ_KERNEL matrices(In<uint32_t> x, Out<uint32_t> out, int64_t stride, int64_t shift,
+                    int64_t fault) {
     alignas(16) __shared__ unsigned char rows[32 * 144 + 16];
     uint32_t* row = reinterpret_cast<uint32_t*>(rows + stride * threadIdx.x);
     for (int i = 0; i < 4; ++i) row[i] = x[4 * threadIdx.x + i];
     __syncwarp();
     uint32_t words[COUNT];
-    const void* from = fault ? static_cast<const void*>(x + 4 * threadIdx.x) : rows + stride * threadIdx.x;
+    const void* from =
+        fault ? static_cast<const void*>(x + 4 * threadIdx.x) : rows + stride * threadIdx.x;
     load_matrices<COUNT, TURNED != 0>(static_cast<const unsigned char*>(from) + shift, words);
     for (int i = 0; i < COUNT; ++i) out[COUNT * threadIdx.x + i] = words[i];
 }
@@ -83,7 +89,8 @@ LSQ_KERNEL halves(Out<int32_t> out, int64_t fault) {
 }
 LSQ_EXPORT(halves)
 
-// out [3, 128] = x [3, 128], words of which thread 127 - i reads what thread i copied: a group each, all under way at once.
+// out [3, 128] = x [3, 128], words of which thread 127 - i reads what thread i copied: a group
+// each, all under way at once.
 LSQ_KERNEL copies(In<uint32_t> x, Out<uint32_t> out, int64_t inside, int64_t fault) {
     constexpr int words = SIZE / 4, threads = 128 / words;
     alignas(16) __shared__ uint32_t stages[3][128];
@@ -98,12 +105,17 @@ LSQ_KERNEL copies(In<uint32_t> x, Out<uint32_t> out, int64_t inside, int64_t fau
         if (i == 2) wait_copies<0>();
         if (fault != 2) __syncthreads();  // 2: others may not have waited yet
         const int other = words * (threads - 1 - threadIdx.x);
-        for (int word = 0; word < words; ++word) out[128 * i + other + word] = stages[i][other + word];
-        if (fault == 3 && i == 0) stages[2][mine] = 0;                                  // still under way
+        for (int word = 0; word < words; ++word)
+            out[128 * i + other + word] = stages[i][other + word];
+        // Still under way.
+        if (fault == 3 && i == 0) stages[2][mine] = 0;
         if (fault == 4 && i == 0) copy_async<SIZE>(stages[1] + mine, x + mine);        // likewise
-        if (fault == 5 && i == 0) copy_async<SIZE>(stages[0] + mine, x + mine);        // which others still read
-        if (fault == 6 && i == 0) copy_async<SIZE>(stages[0] + mine, x + mine + 1);    // which is not aligned
-        if (fault == 7 && i == 0) copy_async<SIZE>(out + mine, x + mine);              // no shared memory
+        // Which others still read.
+        if (fault == 5 && i == 0) copy_async<SIZE>(stages[0] + mine, x + mine);
+        // Which is not aligned.
+        if (fault == 6 && i == 0) copy_async<SIZE>(stages[0] + mine, x + mine + 1);
+        // No shared memory.
+        if (fault == 7 && i == 0) copy_async<SIZE>(out + mine, x + mine);
     }
 }
 LSQ_EXPORT(copies)

@@ -14,17 +14,17 @@ class Clock:
 
 
 def way(number):
-    """A configuration by its id, which the tests use as its name."""
-    return cublas(id=number)
+    """A configuration by its number, which the tests use as its name."""
+    return cublas(workspace_bytes=number)
 
 
 class FakeTrial:
     """A trial whose candidates take given times.
 
     Args:
-        times: id of the configuration -> seconds of a run, or a function of the number of its
+        times: number of the configuration -> seconds of a run, or a function of the number of its
             measurement.
-        faults: id -> what is wrong with the result.
+        faults: number -> what is wrong with the result.
     """
 
     def __init__(self, times, faults=(), clock=None, floats=10.0):
@@ -42,14 +42,14 @@ class FakeTrial:
         return [way(number) for number in self.times]
 
     def fault(self, configuration):
-        self.log.append(("checked", configuration.id))
+        self.log.append(("checked", configuration.workspace_bytes))
         self.clock.now += self._time(configuration)
-        return self.faults.get(configuration.id)
+        return self.faults.get(configuration.workspace_bytes)
 
     def seconds(self, configuration, repeats):
-        self.log.append(("timed", configuration.id))
+        self.log.append(("timed", configuration.workspace_bytes))
         time = self._time(configuration)
-        self.measured[configuration.id] += 1
+        self.measured[configuration.workspace_bytes] += 1
         self.clock.now += time * repeats
         return time
 
@@ -61,8 +61,8 @@ class FakeTrial:
         self.closed = True
 
     def _time(self, configuration):
-        time = self.times[configuration.id]
-        return time(self.measured[configuration.id]) if callable(time) else time
+        time = self.times[configuration.workspace_bytes]
+        return time(self.measured[configuration.workspace_bytes]) if callable(time) else time
 
 
 class FakeBackend:

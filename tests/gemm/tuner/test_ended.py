@@ -7,9 +7,8 @@ import shutil
 import pytest
 
 from lsq.gemm import configuration_file
-from lsq.gemm.configuration import CublasConfiguration, TileConfiguration
-from lsq.gemm.default_tile import default_tile
-from lsq.gemm.product_key import TILED_ALONE
+from lsq.gemm.configuration import CublasConfiguration, TileConfiguration, default_tile
+from lsq.gemm.operations import TILED_ALONE
 from lsq.gemm.tuner import ended
 from lsq.gemm.tuner.cublaslt import CublasBackend
 from lsq.gemm.tuner.search import tune

@@ -45,7 +45,7 @@ def test_the_best_of_the_other_kind_is_measured_beside_the_chosen(times, chosen,
     found = compare(
         FakeTrial({abs(number): time for number, time in times.items()}), ways, SETTINGS
     )
-    assert (found.configuration.id, found.other) == (chosen, other)
+    assert (found.configuration.workspace_bytes, found.other) == (chosen, other)
 
 
 def test_wrong_results_are_refused_before_they_are_timed():

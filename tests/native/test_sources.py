@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from lsq.native import loader, runtime, shared_library, sources
-from lsq.native.shared_library import LibraryError
+from lsq.native import loader, runtime, sources
+from lsq.native.sources import LibraryError
 
 
 def built() -> Path:
@@ -48,7 +48,7 @@ def test_a_damaged_library_is_named_with_the_remedy(tmp_path, damage):
     with pytest.raises(
         LibraryError, match="libcpu_v1.so is damaged, or was not built by this .*`make library`"
     ):
-        shared_library.load(path, "cpu")
+        sources.load(path, "cpu")
 
 
 def test_the_loader_and_the_launcher_look_before_they_load(tmp_path, monkeypatch):
@@ -64,4 +64,4 @@ def test_the_loader_and_the_launcher_look_before_they_load(tmp_path, monkeypatch
 
 def test_a_whole_copy_is_loaded(tmp_path):
     path = shutil.copy(built(), tmp_path / "libcpu_v1.so")
-    assert shared_library.load(Path(path), "cpu").lsq_sources() == sources.checksum("cpu") % 2**32
+    assert sources.load(Path(path), "cpu").lsq_sources() == sources.checksum("cpu") % 2**32

@@ -1,7 +1,9 @@
-// The end of the product for the gradient of an input, 8 neighbouring columns of a row at a time: the straight-through
-// mask, dropout, the slope of the activation, another gradient. lsq/ops/input_gradient.py is the reference.
+// The epilogue of the product for the gradient of an input, 8 neighbouring columns of a row at a
+// time: the straight-through mask, dropout, the slope of the activation, another gradient.
+// lsq/ops/input_gradient.py is the reference.
 //
-// -DACTIVATION is an Activation where its slope is made of what stands before it; -DACCUMULATED=1: another product has accumulated a gradient.
+// -DACTIVATION is an Activation where its slope is made of what stands before it; -DACCUMULATED=1:
+// another product has accumulated a gradient.
 #pragma once
 
 #include "rounding.cuh"
@@ -17,7 +19,7 @@
 
 namespace lsq {
 
-// The end of what made x, with its pointers at hand.
+// The epilogue of what made x, with its pointers at hand.
 struct ActivationSlope {
     Activation kind;
     const uint8_t* positive;
@@ -42,7 +44,8 @@ struct ActivationSlope {
             float y[kVector];
             load8(before + element, y);
 #pragma unroll
-            for (int i = 0; i < kVector; ++i) gradient[i] *= activation_slope<static_cast<Activation>(ACTIVATION)>(y[i]);
+            for (int i = 0; i < kVector; ++i)
+                gradient[i] *= activation_slope<static_cast<Activation>(ACTIVATION)>(y[i]);
         }
     }
 };
@@ -64,8 +67,8 @@ struct InputGradientEnd {
     {
     }
 
-    // Elements [element, element + 8) of the product with its scales -> of the gradient, in place. -> what they add to
-    // the gradient of x's clip
+    // Elements [element, element + 8) of the product with its scales -> of the gradient, in place.
+    // -> what they add to the gradient of x's clip
     __device__ __forceinline__ float apply8(int64_t element, float (&gradient)[kVector]) const {
 #if ACCUMULATED
         float more[kVector];

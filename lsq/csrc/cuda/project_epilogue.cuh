@@ -1,4 +1,5 @@
-// The end of a product, 8 neighbouring columns of a row at a time: scale, bias, activation, dropout, rounding.
+// The epilogue of a product, 8 neighbouring columns of a row at a time: scale, bias, activation,
+// dropout, rounding.
 //
 // -DACTIVATION is an Activation. P columns, a multiple of 8; lsq/ops/project.py is the reference.
 #pragma once
@@ -15,9 +16,11 @@ namespace lsq {
 
 constexpr Activation kActivation = static_cast<Activation>(ACTIVATION);
 
-// What turns sums of columns [column, column + 8) into floats, times row_scale; of a Project or a SparseProject.
+// What turns sums of columns [column, column + 8) into floats, times row_scale; of a Project or a
+// SparseProject.
 template <class Operation>
-__device__ __forceinline__ void factor8(const Operation& op, int64_t column, float (&factor)[kVector]) {
+__device__ __forceinline__ void factor8(const Operation& op, int64_t column,
+                                        float (&factor)[kVector]) {
     load8(op.weight.scale + column, factor);
     const float scale = shared_scale(op.x.coded);
 #pragma unroll
@@ -36,7 +39,8 @@ struct ProjectEnd {
 
     template <class Operation>
     __device__ __forceinline__ ProjectEnd(const Operation& op, const float* bias)
-        : nonlinearity(op.nonlinearity), codes(op.rounded), dropout(op.nonlinearity.dropout), bias(bias), out(op.out) {}
+        : nonlinearity(op.nonlinearity), codes(op.rounded), dropout(op.nonlinearity.dropout),
+          bias(bias), out(op.out) {}
 
     // The bias of columns [column, column + 8), zeros where there is none.
     __device__ __forceinline__ void bias8(int64_t column, float (&added)[kVector]) const {
@@ -45,27 +49,33 @@ struct ProjectEnd {
         if (bias) load8(bias + column, added);
     }
 
-    // y -> activation(y), in place, and what the backward pass wants to know of elements [element, element + 8).
+    // y -> activation(y), in place, and what the backward pass wants to know of elements [element,
+    // element + 8).
     __device__ __forceinline__ void activate8(int64_t element, float (&y)[kVector]) const {
         if (nonlinearity.before) store8(static_cast<Float*>(nonlinearity.before) + element, y);
         if (kActivation == Activation::relu && nonlinearity.positive) {
             uint32_t bits = 0;
 #pragma unroll
             for (int i = 0; i < kVector; ++i) bits |= static_cast<uint32_t>(y[i] > 0.0f) << i;
-            static_cast<uint8_t*>(nonlinearity.positive)[element / kVector] = static_cast<uint8_t>(bits);
+            static_cast<uint8_t*>(nonlinearity.positive)[element / kVector] =
+                static_cast<uint8_t>(bits);
         }
-        if (kActivation != Activation::none && kActivation != Activation::relu && nonlinearity.slope) {
+        if (kActivation != Activation::none && kActivation != Activation::relu &&
+            nonlinearity.slope) {
             int8_t slope[kVector];
 #pragma unroll
-            for (int i = 0; i < kVector; ++i) slope[i] = slope_code(activation_slope<kActivation>(y[i]));
+            for (int i = 0; i < kVector; ++i)
+                slope[i] = slope_code(activation_slope<kActivation>(y[i]));
             store8(static_cast<int8_t*>(nonlinearity.slope) + element, slope);
         }
 #pragma unroll
         for (int i = 0; i < kVector; ++i) y[i] = activated<kActivation>(y[i]);
     }
 
-    // Writes what elements [element, element + 8) of the product, before bias, become. -> the largest magnitude
-    __device__ __forceinline__ Magnitude write8(int64_t element, const float (&added)[kVector], float (&y)[kVector]) const {
+    // Writes what elements [element, element + 8) of the product, before bias, become. -> the
+    // largest magnitude
+    __device__ __forceinline__ Magnitude write8(int64_t element, const float (&added)[kVector],
+                                                float (&y)[kVector]) const {
 #pragma unroll
         for (int i = 0; i < kVector; ++i) y[i] += added[i];
         activate8(element, y);

@@ -9,7 +9,7 @@ from torch import nn
 
 import lsq
 from lsq.layers.in_place import InPlace
-from tests.models.checks import FLOAT
+from tests.models.zoo import FLOAT
 
 HIDDEN, HEADS, TIME, SENTENCES = 48, 3, 11, 5
 
@@ -28,6 +28,7 @@ def fused(model: nn.Module, quant: lsq.QuantConfig = FLOAT) -> nn.Module:
     mine = copy.deepcopy(model)
     report = lsq.convert(mine, quant)
     assert len(report.fused) == sum(isinstance(one, InPlace) for one in mine.modules()) > 0
+    assert not quant.quantized or str(report).startswith(f"{4 * len(report.fused)} of ")
     return mine
 
 
@@ -113,14 +114,11 @@ def test_which_masks_the_program_takes(monkeypatch):
 def test_time_major_and_single_sentences():
     model = encoder(batch_first=False)
     mine, x = fused(model), sentences(batch_first=False)
-    masks = {"src_key_padding_mask": PADDING}
-    there = ~PADDING.t()
-    torch.testing.assert_close(
-        mine(x, **masks)[there], model(x, **masks)[there], rtol=1e-4, atol=1e-4
-    )
-    one, masks = x[:, 1], {"src_key_padding_mask": PADDING[1]}
-    found, expected = (each(one, **masks)[~PADDING[1]] for each in (mine, model))
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    for given, padding in ((x, PADDING), (x[:, 1], PADDING[1])):
+        found, expected = (
+            one(given, src_key_padding_mask=padding)[~padding.t()] for one in (mine, model)
+        )
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_nested_tensors_in_evaluation():
@@ -156,27 +154,28 @@ def own_block(layer):
     layer._ff_block = lambda x: 2 * ours(x)
 
 
+def heads(layer):
+    layer.self_attn.num_heads, layer.self_attn.head_dim = 6, 8
+
+
+def in_eval_mode(layer):
+    for one in (layer.dropout, layer.dropout1, layer.dropout2, layer.self_attn):
+        one.eval()
+
+
+def nothing_left(layer):
+    layer.dropout1.p = layer.dropout2.p = 1.0
+
+
 @pytest.mark.parametrize(
     "change, own",
     [
         (lambda layer: setattr(layer, "activation", nn.functional.gelu), False),
         (lambda layer: setattr(layer, "activation", torch.tanh), True),
-        (
-            lambda layer: (
-                setattr(layer.self_attn, "num_heads", 6),
-                setattr(layer.self_attn, "head_dim", 8),
-            ),
-            False,
-        ),
+        (heads, False),
         (own_block, True),
-        (
-            lambda layer: [
-                one.eval()
-                for one in (layer.dropout, layer.dropout1, layer.dropout2, layer.self_attn)
-            ],
-            True,
-        ),
-        (lambda layer: [setattr(one, "p", 1.0) for one in (layer.dropout1, layer.dropout2)], True),
+        (in_eval_mode, True),
+        (nothing_left, True),
     ],
 )
 def test_what_changes_after_the_conversion_is_seen(change, own, monkeypatch):
@@ -225,10 +224,7 @@ def test_a_hint_without_a_mask_and_masks_of_other_shapes_are_refused_as_by_pytor
 
 def test_a_hint_is_not_believed_where_padding_is():
     model = encoder(layers=1)
-    mine, masks = (
-        fused(model),
-        {"src_mask": MASKS["a window"]["mask"], "src_key_padding_mask": PADDING},
-    )
+    mine, masks = fused(model), {**MASKS["padding"], "src_mask": MASKS["a window"]["mask"]}
     found, expected = (
         one.layers[0](sentences(), is_causal=True, **masks)[~PADDING] for one in (mine, model)
     )
@@ -294,14 +290,11 @@ def test_why_a_layer_is_not_fused(change, reason):
     }
 
 
-def test_layers_of_64_bits_are_not_fused():
-    (whole,) = lsq.convert(encoder(layers=1).double(), FLOAT).whole
-    assert whole.reason == "it has parameters of torch.float64"
-
-
-def test_layers_of_other_classes_are_left():
+def test_layers_of_other_classes_and_of_64_bits_are_left():
     report = lsq.convert(Changed(HIDDEN, HEADS, 80), minimum_width=16)
     assert not report.whole and len(report.converted) == 2
+    (whole,) = lsq.convert(encoder(layers=1).double(), FLOAT).whole
+    assert whole.reason == "it has parameters of torch.float64"
 
 
 def test_weights_of_attention_are_counted():
@@ -325,9 +318,3 @@ def test_weights_of_attention_are_counted():
     assert all("MultiheadAttention" in reason for reason in report.left.values())
     total = 4 * 64 * 64 + (2 * 64 + 32 + 96) * 64 + 64 * 128
     assert f"{64 * 128:,} of their {total:,} weights" in str(report)
-
-
-def test_the_report_of_a_fused_encoder():
-    report = lsq.convert(encoder())
-    assert str(report).startswith("8 of 8 linear layers run in int8")
-    assert len(report.fused) == 2
