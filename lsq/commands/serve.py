@@ -1,7 +1,6 @@
 """`lsq serve`: translations over HTTP."""
 
 import asyncio
-import functools
 import sys
 from argparse import ArgumentParser, Namespace
 from dataclasses import fields
@@ -59,18 +58,17 @@ def run(arguments: list[str]) -> int:
         raise ValueError(f"--port is {given.port}; it must be from 0 to {MOST_PORT}")
     limits = limits_of(given)
     # here, since packages of the extra may be missing
-    from lsq.serving.http.server import bound, make_room, server_of
+    from lsq.serving.http.server import listen, server_of
     from lsq.serving.http.service import Service
 
     logs.to_standard_error()
     logs.quieten()
-    make_room(limits.connections)
-    with bound(given.host, given.port) as address:
+    with listen(given.host, given.port) as address:
         translator = translator_of(given)
         service = Service(translator, search_options(given, translator.options), limits)
         host, port, *_ = address.getsockname()
         shown = f"[{host}]" if ":" in host else host
         message = f"serving {translator.model.file} at http://{shown}:{port}"
-        ready = functools.partial(print, message, file=sys.stderr, flush=True)
-        asyncio.run(server_of(service.application(), limits, ready).serve(sockets=[address]))
+        print(message, file=sys.stderr, flush=True)
+        asyncio.run(server_of(service.application()).serve(sockets=[address]))
     return 0

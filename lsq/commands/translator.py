@@ -20,16 +20,18 @@ from lsq.serving import model_file
 from lsq.serving.architecture import check_codes
 from lsq.serving.search_options import SearchOptions
 from lsq.serving.subwords import Subwords, processor_of
-from lsq.serving.translation_model import (
+from lsq.serving.translator import (
+    BATCH_TOKENS,
     DEVICES,
+    LONG_LINES,
+    TextTranslator,
     TranslationModel,
     backend_of,
+    check_settings,
     longest_source,
     read_exported,
     stamp_of,
-    symbols_of,
 )
-from lsq.serving.translator import BATCH_TOKENS, LONG_LINES, TextTranslator, check_settings
 
 
 class Translator(TextTranslator):
@@ -124,7 +126,6 @@ def _read_trained(files: run_files.Source, device: Backend) -> TranslationModel:
         file=files.checkpoint,
         stamp=stamp,
         steps=steps_of([found.model], device),
-        symbols=symbols_of(target, found.target.pad()),
         subwords=Subwords(source, target, files.subwords and processor_of(files.subwords)),
         longest_source=longest_source(found.model.max_positions()[0], found.trained_length),
         options=found.search,

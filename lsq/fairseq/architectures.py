@@ -15,7 +15,7 @@ SUFFIXES = ("", "_iwslt_de_en", "_wmt_en_de", "_wmt_en_de_big")
 
 
 def register(model: str, name: str, of_fairseq: Callable[[Namespace], None]) -> None:
-    """Register the architecture `name` of a model of lsq: with the dimensions that fairseq's own
+    """Register the architecture `name` of a model of lsq, with the dimensions that fairseq's own
     function fills in."""
 
     def fill_in(given: Namespace | DictConfig) -> None:
@@ -27,8 +27,7 @@ def register(model: str, name: str, of_fairseq: Callable[[Namespace], None]) -> 
 
 
 def task_of(architecture: str) -> str:
-    """The task that a training of this architecture takes by itself; of fairseq's own,
-    lsq_translation."""
+    """The task that a training of this architecture takes by itself."""
     return getattr(ARCH_MODEL_REGISTRY.get(architecture), "task", LSQModel.task)
 
 
@@ -38,11 +37,7 @@ def is_ours(architecture: str) -> bool:
 
 
 def model_of(architecture: str) -> type[LSQModel]:
-    """The model's class.
-
-    Raises:
-        ValueError: the architecture is not of lsq.
-    """
+    """The model's class; ValueError if it is not of lsq."""
     if not is_ours(architecture):
         raise ValueError(
             f"arch is {architecture!r}; allowed: {', '.join(filter(is_ours, ARCH_MODEL_REGISTRY))}"

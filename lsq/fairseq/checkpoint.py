@@ -14,42 +14,30 @@ from torch import Tensor, nn
 from lsq import quant
 from lsq.config import QuantConfig
 from lsq.config.quantization import CONSTANT, RENAMED, of_trained
-from lsq.fairseq import calibration
 from lsq.fairseq.parameter_names import rename
-from lsq.layers import clip_format, weight_masks
+from lsq.layers import ProgramModule, clip_format, weight_masks
 from lsq.models.sparsity import wants_sparsity
 from lsq.observe import quantized_tensors
 
-_SAME = (
-    "activation_fn",
-    "encoder_attention_heads",
-    "decoder_attention_heads",
-    "encoder_learned_pos",
-    "decoder_learned_pos",
-    "encoder_normalize_before",
-    "decoder_normalize_before",
-    "layernorm_embedding",
-    "no_scale_embedding",
-)
-"""Options that change what the same parameters compute, so that the two models must agree on them.
-"""
-
+_SAME = """
+    activation_fn encoder_attention_heads decoder_attention_heads encoder_learned_pos
+    decoder_learned_pos encoder_normalize_before decoder_normalize_before layernorm_embedding
+    no_scale_embedding
+""".split()
+"""Options that change what the same parameters compute, so that two models must agree on them."""
 PREFIX = "lsq_"
-"""A field of QuantConfig is this plus its name in fairseq's namespaces: `bits` is `lsq_bits`,
---lsq-bits."""
+"""A field of QuantConfig is this plus its name in fairseq's namespaces."""
 MASK = weight_masks.SUFFIX
-"""How the names of masks of weights end there."""
 CLIP = "_clip"
-"""How the names of clips end in checkpoints."""
+"""Ends of the names of masks of weights, and of clips."""
 LAST = "checkpoint_last.pt"
 """fairseq's name of the checkpoint in --save-dir to go on from; any other name is a path."""
 
 
 def load_float(model: nn.Module, state: dict[str, Tensor]) -> None:
     """Copy the parameters of a float model, fairseq's transformer or lsq's, into `model`, and
-    measure the clips of its weights on them. Of a sparse model they are what its masks leave.
-
-    The clips of activations are measured on the next batch.
+    measure the clips of its weights on them; those of activations follow on the next batch. Of a
+    sparse model the weights are what its masks leave.
 
     Raises:
         ValueError: lists every parameter that only one of the two has, or that has another shape;
@@ -58,20 +46,17 @@ def load_float(model: nn.Module, state: dict[str, Tensor]) -> None:
     if any(name.endswith(CLIP) for name in state):
         raise ValueError(
             "--lsq-from was given an int8 model's checkpoint (it holds clips), but it starts from a"
-            " float "
-            "model; continue an int8 model with --restore-file or --finetune-from-model"
+            " float model; continue an int8 model with --restore-file or --finetune-from-model"
         )
-    given, clips = (
-        rename(weight_masks.without_masks(state)),
-        {name + CLIP for name, _ in quantized_tensors(model)},
-    )
+    given = rename(weight_masks.without_masks(state))
+    clips = {name + CLIP for name, _ in quantized_tensors(model)}
     own = {
         name: parameter
         for name, parameter in model.named_parameters(remove_duplicate=False)
         if name not in clips
     }
     here, there = (
-        {name: list(tensor.shape) for name, tensor in found.items()} for found in (own, given)
+        {name: list(tensor.shape) for name, tensor in tensors.items()} for tensors in (own, given)
     )
     problems = [
         f"  {name}: {there.get(name, 'nothing')} in the checkpoint, {here.get(name, 'nothing')}"
@@ -79,95 +64,67 @@ def load_float(model: nn.Module, state: dict[str, Tensor]) -> None:
         for name in here | there
         if here.get(name) != there.get(name)
     ]
-    problems += _untied(own, given)
+    first: dict[int, str] = {}
+    for name, parameter in own.items():
+        other = first.setdefault(id(parameter), name)
+        if name in given and other in given and not torch.equal(given[name], given[other]):
+            problems.append(
+                f"  {name}: the same parameter as {other} here, but different values in the"
+                " checkpoint"
+            )
     if problems:
         raise ValueError(
             "the checkpoint does not fit this model; choose the architecture, the dictionaries and"
-            " the sharing of "
-            "embeddings that it was trained with:\n" + "\n".join(sorted(problems))
+            " the sharing of embeddings that it was trained with:\n" + "\n".join(sorted(problems))
         )
     with torch.no_grad():
         for name, parameter in own.items():
             parameter.copy_(given[name])
-    calibration.restart(model)
+    for module in model.modules():
+        if isinstance(module, ProgramModule) and module.quant.quantized:
+            module.calibrate_weights()
+            module.schedule.restart()
 
 
-def _untied(own: dict[str, Tensor], given: dict[str, Tensor]) -> list[str]:
-    """A line for each parameter with several names here that has several values in the
-    checkpoint."""
-    first: dict[int, str] = {}
-    found = []
-    for name, parameter in own.items():
-        other = first.setdefault(id(parameter), name)
-        if name in given and other in given and not torch.equal(given[name], given[other]):
-            found.append(
-                f"  {name}: the same parameter as {other} here, but different values in the"
-                " checkpoint"
-            )
-    return found
-
-
-def check_clips(model: nn.Module, state: dict[str, Tensor]) -> None:
-    """Check the clips in a checkpoint of this model before they are loaded.
+def check_fits(model: nn.Module, state: dict[str, Tensor]) -> None:
+    """Check clips and masks in a checkpoint of this model before it is loaded.
 
     Raises:
-        ValueError: the checkpoint has no clips and the model needs them, or the other way round; or
-            a clip is not above 0, NaN or infinite.
+        ValueError: the checkpoint has no clips and the model needs them, or the other way round; a
+            clip is not above 0, NaN or infinite; or the checkpoint is sparse and the model dense.
     """
     wanted = any(True for _ in quantized_tensors(model))
-    found = sorted(name for name in state if name.endswith(CLIP))
-    if wanted and not found:
+    clips = sorted(name for name in state if name.endswith(CLIP))
+    if wanted and not clips:
         raise ValueError(
             "the checkpoint holds no clips: it is a float model's. To start from its weights, train"
-            " with "
-            "--lsq-from CHECKPOINT; to use it as it is, with --lsq-mode float"
+            " with --lsq-from CHECKPOINT; to use it as it is, with --lsq-mode float"
         )
-    if found and not wanted:
+    if clips and not wanted:
         raise ValueError(
-            f"the checkpoint holds {len(found)} clips: it is an int8 model's, but this model was"
-            " made with "
-            "--lsq-mode float; use --lsq-mode int8"
+            f"the checkpoint holds {len(clips)} clips: it is an int8 model's, but this model was"
+            " made with --lsq-mode float; use --lsq-mode int8"
         )
-    for name in found:
+    for name in clips:
         quant.check_clip(state[name], f"{name} in the checkpoint")
-
-
-def check_masks(model: nn.Module, state: dict[str, Tensor]) -> None:
-    """Check that there are masks here for those in a checkpoint.
-
-    The other way round, masks are chosen.
-
-    Raises:
-        ValueError: the checkpoint is of a sparse model, and this one is dense.
-    """
     if any(name.endswith(MASK) for name in state) and not wants_sparsity(model):
         raise ValueError(
             "the checkpoint is of a sparse model (it holds masks of weights), but this model was"
-            " made dense; add "
-            "--lsq-sparsity 2:4, or to train on without masks from the same weights --lsq-sparsity"
-            " 2:4,end=1"
+            " made dense; add --lsq-sparsity 2:4, or to train on without masks from the same"
+            " weights --lsq-sparsity 2:4,end=1"
         )
 
 
 def say_formats(state: dict[str, Tensor], path: str) -> None:
-    """Let the parameters in a checkpoint say the format of their clips, as its options do.
-
-    Earlier versions did not.
-
-    Works in place.
-
-    Args:
-        state: parameters by name, of any model.
-        path: the file, whose options are read again where formats are missing: nobody has changed
-            those.
-    """
+    """Add the formats of clips, which earlier versions did not write, to the parameters of any
+    model, as the options in the file at `path` say them. Works in place."""
     counted = [name.removesuffix("calibrated") for name in state if name.endswith(".calibrated")]
-    layers = [
-        one
-        for one in counted
-        if not any(one != other and one.startswith(other) for other in counted)
+    missing = [
+        prefix
+        for prefix in counted
+        if prefix + clip_format.NAME not in state
+        and not any(prefix != other and prefix.startswith(other) for other in counted)
     ]
-    missing = [prefix for prefix in layers if prefix + clip_format.NAME not in state]
     if missing:
         trained = quantization(options_in(Path(path), "model"))
         for prefix in missing:
@@ -190,18 +147,15 @@ def quantizer_fields(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def start_from(model: nn.Module, path: str, args: Any) -> None:
-    """Start `model`, built from fairseq's options `args`, from the float checkpoint at `path`: see
-    `load_float`.
+    """Start `model`, built from fairseq's options `args`, from the float checkpoint at `path`.
 
     Raises:
         FileNotFoundError, IsADirectoryError: there is no such file.
-        ValueError: it is damaged, another kind of file, or a model that does not fit (see
-            `load_float`), or one with options under which the same parameters compute something
-            else.
+        ValueError: it is damaged, another kind of file, does not fit (see `load_float`), or has
+            options under which the same parameters compute something else.
     """
     state = checkpoint_utils.load_checkpoint_to_cpu(path)
-    given = options_of(state, "model")
-    before, now = TransformerConfig.from_namespace(given), TransformerConfig.from_namespace(args)
+    before, now = map(TransformerConfig.from_namespace, (options_of(state, "model"), args))
     different = [
         f"  --{name.replace('_', '-')}: {getattr(before, name)} in the checkpoint,"
         f" {getattr(now, name)} here"
@@ -217,12 +171,8 @@ def start_from(model: nn.Module, path: str, args: Any) -> None:
 
 def trained_with(args: Any) -> dict[str, Any]:
     """The fields of QuantConfig in the checkpoint that a training with these options goes on from;
-    without one, none.
-
-    Args:
-        args: fairseq's options; where there is no training, they lack `restore_file`.
-    """
-    name = getattr(args, "restore_file", None)
+    without one, none."""
+    name = getattr(args, "restore_file", None)  # lacking where there is no training
     path = Path(args.save_dir, name) if name == LAST else Path(name or "")
     return of_trained(quantizer_fields(options_in(path, "model")))
 
@@ -233,8 +183,8 @@ def options_in(path: Path, part: str) -> Mapping[str, Any]:
     if not path.is_file():
         return {}
     try:
-        found = options_of(torch.load(path, map_location="cpu", mmap=True), part)
-        return found if isinstance(found, Mapping) else vars(found)
+        options = options_of(torch.load(path, map_location="cpu", mmap=True), part)
+        return options if isinstance(options, Mapping) else vars(options)
     # whatever is in the file decides what fails; fairseq loads it next, and then it is reported
     except Exception:
         return {}

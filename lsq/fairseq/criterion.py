@@ -12,7 +12,7 @@ from fairseq.criterions.label_smoothed_cross_entropy import (
 from fairseq.models import BaseFairseqModel
 from torch import Tensor
 
-from lsq.fairseq.paddings import BATCH
+from lsq.fairseq.model import PADDINGS
 
 
 @register_criterion(
@@ -28,11 +28,8 @@ class LSQLabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion):
     def forward(
         self, model: BaseFairseqModel, sample: dict[str, Any], reduce: bool = True
     ) -> tuple[Tensor, int, dict[str, Any]]:
-        """(loss summed over the batch, sample size that divides its gradient, what to log).
-
-        Raises:
-            ValueError: the model does not compute a loss, or `reduce` is off.
-        """
+        """(loss summed over the batch, sample size that divides its gradient, what to log);
+        ValueError if the model does not compute a loss, or `reduce` is off."""
         if not reduce:
             raise ValueError(
                 "lsq_label_smoothed_cross_entropy only has sums; use label_smoothed_cross_entropy"
@@ -41,15 +38,17 @@ class LSQLabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion):
         if not getattr(model, "computes_loss", False):
             raise ValueError(
                 "lsq_label_smoothed_cross_entropy needs a model that computes its own loss, such as"
-                " lsq_transformer; "
-                "use label_smoothed_cross_entropy for this one"
+                " lsq_transformer; use label_smoothed_cross_entropy for this one"
             )
-        target = self._target(sample["target"])
+        target = sample["target"]
+        if self.ignore_prefix_size:  # padding does not count
+            target = target.clone()
+            target[:, : self.ignore_prefix_size] = self.padding_idx
         loss, nll_loss, features = model(
             **sample["net_input"],
             target=target,
             label_smoothing=self.eps,
-            paddings=sample.get(BATCH),
+            paddings=sample.get(PADDINGS),
         )
         sample_size = sample["target"].size(0) if self.sentence_avg else sample["ntokens"]
         logging_output = {
@@ -60,29 +59,12 @@ class LSQLabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion):
             "sample_size": sample_size,
         }
         if self.report_accuracy:
-            tokens = sample["net_input"].get(
-                "prev_output_tokens", sample["net_input"]["src_tokens"]
-            )
-            words = tokens.ne(self.padding_idx)
-            correct, total = self._accuracy(model, features, target[words])
-            logging_output["n_correct"], logging_output["total"] = correct, total
+            net_input = sample["net_input"]
+            tokens = net_input.get("prev_output_tokens", net_input["src_tokens"])
+            words = target[tokens.ne(self.padding_idx)]
+            counted = words.ne(self.padding_idx)
+            with torch.no_grad():  # makes the logits [M, V] once more
+                best = model.decoder.output_layer(features.detach()).argmax(dim=1)
+            logging_output["n_correct"] = int((best.eq(words) & counted).sum())
+            logging_output["total"] = int(counted.sum())
         return loss, sample_size, logging_output
-
-    def _target(self, target: Tensor) -> Tensor:
-        """target int64 [B, T] with the first `ignore_prefix_size` words turned into padding, which
-        does not count."""
-        if self.ignore_prefix_size == 0:
-            return target
-        target = target.clone()
-        target[:, : self.ignore_prefix_size] = self.padding_idx
-        return target
-
-    @torch.no_grad()
-    def _accuracy(
-        self, model: BaseFairseqModel, features: Tensor, target: Tensor
-    ) -> tuple[int, int]:
-        """(words predicted right, words) for features [M, H], target int64 [M]; makes the logits
-        [M, V] once more."""
-        counted = target.ne(self.padding_idx)
-        predicted = model.decoder.output_layer(features.detach()).argmax(dim=1)
-        return int((predicted.eq(target) & counted).sum()), int(counted.sum())

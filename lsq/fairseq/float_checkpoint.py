@@ -2,9 +2,8 @@
 
 A rounded weight becomes the floats that its codes stand for, so that the exported model multiplies
 the same weights; it rounds no activations. Where the table of words is also the projection onto the
-vocabulary, lsq rounds it for the
-projection alone: the two are then apart in the checkpoint. It holds plain values only, so that
-torch.load takes it with fairseq alone.
+vocabulary, lsq rounds it for the projection alone: the two are then apart in the checkpoint. It
+holds plain values only, so that torch.load takes it with fairseq alone.
 """
 
 from argparse import ArgumentParser, Namespace
@@ -60,14 +59,6 @@ def write(
         ValueError: the clips of the model were never measured.
         OSError: it cannot be written.
     """
-    content = checkpoint_of(model, options, languages, updates)
-    files.write(path, lambda file: torch.save(content, file))
-
-
-def checkpoint_of(
-    model: nn.Module, options: Mapping[str, Any], languages: Languages, updates: int
-) -> dict[str, Any]:
-    """What `write` writes."""
     translates = hasattr(model, "encoder")
     given = (of_translation if translates else of_language_model)(options)
     state = floats(model)
@@ -75,22 +66,19 @@ def checkpoint_of(
         apart = ("share_all_embeddings", "share_decoder_input_output_embed")
         given |= {name: False for name in apart if name in given}
     if translates:
-        state |= {f"{side}.version": torch.tensor([VERSION]) for side in ("encoder", "decoder")}
-        task = {
-            "_name": "translation",
-            "source_lang": languages.source,
-            "target_lang": languages.target,
-        }
+        task = {"_name": "translation", "source_lang": languages.source}
+        task["target_lang"] = languages.target
     else:
-        state["decoder.version"] = torch.tensor([VERSION])
         task = {"_name": "language_modeling", "tokens_per_sample": given["tokens_per_sample"]}
+    for side in ("encoder", "decoder") if translates else ("decoder",):
+        state[f"{side}.version"] = torch.tensor([VERSION])
     history = {
         "criterion_name": "CrossEntropyCriterion",
         "optimizer_name": "FairseqAdam",
         "lr_scheduler_state": {},
         "num_updates": updates,
     }
-    return {
+    content = {
         "args": None,
         "cfg": {"model": given, "task": {**task, "data": ""}},
         "model": state,
@@ -99,6 +87,7 @@ def checkpoint_of(
         "task_state": {},
         "extra_state": {"train_iterator": {"epoch": 1, "iterations_in_epoch": 0}},
     }
+    files.write(path, lambda file: torch.save(content, file))
 
 
 @torch.no_grad()
@@ -137,15 +126,14 @@ def of_translation(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def of_language_model(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of transformer_lm."""
-    names = [field.name for field in fields(TransformerLanguageModelConfig)]
-    given = {name: options[name] for name in names if name in options and not name.startswith("_")}
-    return {"_name": "transformer_lm", **_plain(given)}
+    """The options of fairseq's transformer_lm among those of ours."""
+    names = {field.name for field in fields(TransformerLanguageModelConfig)} - {"_name"}
+    known = {name: value for name, value in options.items() if name in names}
+    return {"_name": "transformer_lm", **_plain(known)}
 
 
 def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
     """Those of types that torch.load takes by itself; choices are strings."""
-    values = {
-        name: str(value) if isinstance(value, str) else value for name, value in options.items()
-    }
-    return {name: value for name, value in values.items() if type(value) in PLAIN}
+    texts = {name: str(value) for name, value in options.items() if isinstance(value, str)}
+    kept = {name: value for name, value in options.items() if type(value) in PLAIN}
+    return kept | texts

@@ -25,19 +25,15 @@ from lsq.serving.subwords import Words
 logger = logging.getLogger(__name__)
 
 FIELDS = {
-    "beam": "beam",
-    "max_len_a": "max_len_a",
-    "max_len_b": "max_len_b",
-    "min_len": "min_len",
+    **{
+        name: name
+        for name in """
+        beam max_len_a max_len_b min_len temperature no_repeat_ngram_size sampling sampling_topk
+        sampling_topp diverse_beam_groups diverse_beam_strength
+    """.split()
+    },
     "length_penalty": "lenpen",
     "unk_penalty": "unkpen",
-    "temperature": "temperature",
-    "no_repeat_ngram_size": "no_repeat_ngram_size",
-    "sampling": "sampling",
-    "sampling_topk": "sampling_topk",
-    "sampling_topp": "sampling_topp",
-    "diverse_beam_groups": "diverse_beam_groups",
-    "diverse_beam_strength": "diverse_beam_strength",
 }
 """Field of SearchOptions -> fairseq's name for it."""
 OTHERS = {
@@ -59,9 +55,8 @@ def obstacle(models: Sequence[nn.Module], args: Any, given: dict[str, Any]) -> s
         args: fairseq's options of a generation.
         given: what else fairseq's generator would be built from, by name.
     """
-    other = obstacle_of_options(args)
-    if other is not None:
-        return other
+    if (option := obstacle_of_options(args)) is not None:
+        return option
     for name, value in given.items():
         if value is not None and name != "lm_weight":
             return "--lm-path" if name == "lm_model" else name
@@ -84,18 +79,15 @@ def obstacle_of_options(args: Any) -> str | None:
 
 
 def options_of(args: Any) -> SearchOptions:
-    """The same for lsq's search, which finds as many hypotheses as the beam has.
-
-    Raises:
-        ValueError: one is out of its range, or two do not go together.
-    """
-    found = {own: getattr(args, theirs) for own, theirs in FIELDS.items() if hasattr(args, theirs)}
+    """fairseq's options of a generation for lsq's search, which finds as many hypotheses as the
+    beam has; ValueError if one is out of its range, or two do not go together."""
+    given = {own: getattr(args, theirs) for own, theirs in FIELDS.items() if hasattr(args, theirs)}
     for name in ("sampling_topk", "sampling_topp", "diverse_beam_groups"):
-        if found.get(name, -1) <= 0:
-            found[name] = -1
-    beam = found.setdefault("beam", SearchOptions.beam)
+        if given.get(name, -1) <= 0:
+            given[name] = -1
+    beam = given.setdefault("beam", SearchOptions.beam)
     return SearchOptions(
-        **found, nbest=beam, normalize_scores=not getattr(args, "unnormalized", False)
+        **given, nbest=beam, normalize_scores=not getattr(args, "unnormalized", False)
     )
 
 
@@ -105,21 +97,20 @@ def evaluation_of_task(task: Any) -> SearchOptions | None:
     if not getattr(task, "eval_bleu", False):
         return None
     args = Namespace(**json.loads(task.eval_bleu_args or "{}"))
-    other = obstacle_of_options(args)
-    if other is not None:
+    if (option := obstacle_of_options(args)) is not None:
         logger.warning(
             "the training translates its validation set with %s, which lsq's search leaves out",
-            other,
+            option,
         )
     return replace(options_of(args), nbest=1)
 
 
-def engine_place(models: Sequence[nn.Module]) -> Backend | None:
-    """Where the int8 engine decodes these, as their layers compute there; None: they decode by
+def engine_backend(models: Sequence[nn.Module]) -> Backend | None:
+    """Where the int8 engine decodes `models`: where their layers compute. None: they decode by
     steps of their own.
 
     The engine takes one model of lsq whose layers all are in int8, or all in int4, and compute in
-    one place, with compiled loops or kernels.
+    one backend, with compiled loops or kernels.
     """
     if len(models) != 1 or not isinstance(models[0], LSQModel):
         return None
@@ -127,27 +118,26 @@ def engine_place(models: Sequence[nn.Module]) -> Backend | None:
     rounded = {module.quant for module in modules if module.quant.quantized}
     if len(rounded) != 1 or not all(quant.coded and not quant.formats_differ for quant in rounded):
         return None
-    places = {module.target for module in modules}
-    return places.pop() if len(places) == 1 and backend("reference") not in places else None
+    backends = {module.target for module in modules}
+    return backends.pop() if len(backends) == 1 and backend("reference") not in backends else None
 
 
-def steps_of(models: Sequence[nn.Module], place: Backend | None = None) -> Steps:
-    """What the search asks: the int8 engine where it can decode `models`, else their own
-    incremental steps.
+def steps_of(models: Sequence[nn.Module], target: Backend | None = None) -> Steps:
+    """The int8 engine where it can decode `models`, else their own incremental steps.
 
     Args:
-        place: where the engine decodes; None: where the layers compute.
+        target: where the engine decodes; None: where the layers compute.
 
     Raises:
         ValueError: clips were never measured, or the models need their own steps, and not on the
             CPU.
     """
-    found = engine_place(models)
-    if found is not None:
-        return Engine(model_of(models[0]), place or found)
-    if place not in (None, backend("cpu")):
+    own = engine_backend(models)
+    if own is not None:
+        return Engine(model_of(models[0]), target or own)
+    if target not in (None, backend("cpu")):
         raise ValueError(
-            f"only models in int8 are translated on {place.name}; translate on the CPU"
+            f"only models in int8 are translated on {target.name}; translate on the CPU"
         )
     return FairseqSteps(*models)
 
@@ -174,7 +164,7 @@ class LSQGenerator:
         self._steps: Steps | None = None
 
     def forget_weights(self) -> None:
-        """To be called when the models' weights have changed: the int8 engine has packed them."""
+        """Drop the int8 engine, which has packed the weights; to be called when they change."""
         self._steps = None
 
     @torch.no_grad()
@@ -189,7 +179,7 @@ class LSQGenerator:
         """The hypotheses of each sentence of a batch, as fairseq's generator returns them.
 
         Args:
-            models: not looked at, as in fairseq: those of the constructor generate.
+            models: not looked at, as in fairseq.
             sample: a batch of fairseq's with src_tokens int64 [B, S].
             prefix_tokens: int64 [B, P], what the hypotheses begin with, filled with padding.
             bos_token: what every hypothesis starts from; the end of a sentence unless given.
@@ -201,24 +191,20 @@ class LSQGenerator:
             raise ValueError(
                 "lsq's search knows no constraints; give --constraints when the generator is built"
             )
-        words = self.dictionary
-        symbols = Symbols(
-            start=words.eos() if bos_token is None else bos_token,
-            padding=words.pad(),
-            end=words.eos(),
-            unknown=words.unk(),
-        )
-        sources = without(sample["net_input"]["src_tokens"], words.pad())
-        prefixes = None if prefix_tokens is None else without(prefix_tokens, words.pad())
+        end, padding, unknown = (getattr(self.dictionary, name)() for name in ("eos", "pad", "unk"))
+        start = end if bos_token is None else bos_token
+        symbols = Symbols(start=start, padding=padding, end=end, unknown=unknown)
+        sources = without(sample["net_input"]["src_tokens"], padding)
+        prefixes = None if prefix_tokens is None else without(prefix_tokens, padding)
         drawn = torch.default_generator  # fairseq's generator draws from it, too
         if sources and sources[0].is_cuda:
             drawn = torch.cuda.default_generators[sources[0].device.index]
         if self._steps is None:
             self._steps = steps_of(self.models)
-        found = search(
+        results = search(
             self._steps, sources, self.options, prefixes, symbols=symbols, generator=drawn
         )
-        return [[as_fairseq(hypothesis) for hypothesis in sentence] for sentence in found]
+        return [[as_fairseq(hypothesis) for hypothesis in sentence] for sentence in results]
 
 
 def words_of(dictionary: Dictionary) -> Words:
@@ -226,6 +212,7 @@ def words_of(dictionary: Dictionary) -> Words:
     return Words(
         symbols=dictionary.symbols,
         beginning=dictionary.bos(),
+        padding=dictionary.pad(),
         end=dictionary.eos(),
         unknown=dictionary.unk(),
     )

@@ -2,10 +2,7 @@
 `lsq.dist` does.
 
 A task takes part by deriving its options from GradientOptions and itself from GradientTask, before
-fairseq's class:
-
-    @register_task("mine", dataclass=MyConfig)          # class MyConfig(TranslationConfig,
-    GradientOptions) class MyTask(GradientTask, TranslationTask): ...
+fairseq's classes.
 """
 
 import logging
@@ -14,63 +11,53 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Optional
 
-from fairseq import checkpoint_utils
 from fairseq.dataclass import ChoiceEnum
 from fairseq.distributed import utils as distributed_utils
+from fairseq.trainer import Trainer
 from omegaconf import II
 from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from lsq.dist import GradientCompression, GradientConfig, compress_gradients, roll_call
 from lsq.dist.config import MODES
-from lsq.fairseq.compatibility import CPUSafeDataParallel
 
 logger = logging.getLogger(__name__)
 
 NONE = "none"
 GONE = ("int4_hier",)
 """Modes of version 0.1, whose error says what to take instead."""
+EARLIER = ("block", "rounding", "error_feedback")
+"""Options of version 0.1 that are constant now; see lsq.config.checks.without_constants."""
 DDP_BACKENDS = ("pytorch_ddp", "c10d")
 """fairseq's names of PyTorch's DistributedDataParallel."""
-_fairseq_load = checkpoint_utils.load_checkpoint
+_fairseq_begin_epoch = Trainer.begin_epoch
 
 
-def _earlier(default: Any) -> Any:
-    return field(default=default, metadata={"help": SUPPRESS})
-
-
-@dataclass
-class EarlierOptions:
-    """Options of version 0.1 that are constant now; see lsq.config.checks.without_constants."""
-
-    lsq_gradients_block: Optional[int] = _earlier(None)  # noqa: UP045  fairseq cannot read X | None
-    lsq_gradients_rounding: Optional[str] = _earlier(None)  # noqa: UP045
-    lsq_gradients_error_feedback: bool = _earlier(False)
+def option(default: Any, text: str) -> Any:
+    """A field of fairseq's dataclasses of options, with its help."""
+    return field(default=default, metadata={"help": text})
 
 
 @dataclass
-class GradientOptions(EarlierOptions):
+class GradientOptions:
     """Options of the exchange between workers; the last ones are fairseq's own."""
 
-    lsq_gradients: ChoiceEnum((NONE, *MODES, *GONE)) = field(
-        default=NONE,
-        metadata={
-            "help": "how workers average gradients: as DDP does by itself (none), in int8 (int8: in"
-            " two hops; int8_hier: between nodes only; gcq: LightSeq's scheme, for few workers), in"
-            " bf16 or fp16, or as fits the launch (auto)"
-        },
+    lsq_gradients: ChoiceEnum((NONE, *MODES, *GONE)) = option(
+        NONE,
+        "how workers average gradients: as DDP does by itself (none), in int8 (int8: in two hops;"
+        " int8_hier: between nodes only; gcq: LightSeq's scheme, for few workers), in bf16 or fp16,"
+        " or as fits the launch (auto)",
     )
-    lsq_gradients_node_size: Optional[int] = field(  # noqa: UP045
-        default=None, metadata={"help": "workers on a node; default: as torchrun started them"}
+    lsq_gradients_node_size: Optional[int] = option(  # noqa: UP045  fairseq cannot read X | None
+        None, "workers on a node; default: as torchrun started them"
     )
-    lsq_timeout: float = field(
-        default=GradientConfig.timeout_s,
-        metadata={
-            "help": (
-                "seconds that a worker waits for the others in an exchange before the training"
-                " fails"
-            )
-        },
+    lsq_timeout: float = option(
+        GradientConfig.timeout_s,
+        "seconds that a worker waits for the others in an exchange before the training fails",
     )
+    lsq_gradients_block: Optional[int] = option(None, SUPPRESS)  # noqa: UP045
+    lsq_gradients_rounding: Optional[str] = option(None, SUPPRESS)  # noqa: UP045
+    lsq_gradients_error_feedback: bool = option(False, SUPPRESS)
     ddp_backend: str = II("distributed_training.ddp_backend")
     ddp_comm_hook: str = II("distributed_training.ddp_comm_hook")
 
@@ -81,26 +68,21 @@ class GradientTask:
 
     compression: GradientCompression | None = None
     """Once the hook is installed; None under "none" and with one worker."""
-    updates_done = 0
-    """Updates of the checkpoint that this training goes on from."""
-    _prepared = False
+    updates_done: int | None = None
+    """Updates of the checkpoint that this training goes on from; None before the first epoch."""
 
-    def begin_epoch(self, epoch: int, model: nn.Module) -> None:
-        """Called by fairseq before each epoch, with the model itself: the last moment before the
-        first forward.
-
-        Here, not in the first `train_step`: fairseq answers a mistake there by writing crash.pt.
+    def prepare(self, trainer: Trainer) -> None:
+        """Called once, before the first epoch: fairseq answers a mistake in a step by writing
+        crash.pt.
 
         Raises:
             ValueError: the options do not fit each other or the launch.
         """
-        super().begin_epoch(epoch, model)
-        if not self._prepared:
-            self._prepared = True
-            limit_waiting(self.cfg.lsq_timeout)
-            roll_call.register()
-            if str(self.cfg.lsq_gradients) != NONE:
-                self.compression = install(self.cfg, model)
+        self.updates_done = trainer.get_num_updates()
+        limit_waiting(self.cfg.lsq_timeout)
+        roll_call.register()
+        if str(self.cfg.lsq_gradients) != NONE:
+            self.compression = install(self.cfg, trainer.model)
 
     def train_step(
         self, sample: dict[str, Any], model, criterion, optimizer, update_num: int, *rest, **options
@@ -118,8 +100,19 @@ class GradientTask:
             roll_call.raise_named(error)
 
 
+def begin_epoch(trainer: Trainer, epoch: int) -> None:
+    """Replace Trainer.begin_epoch, which shows a task the model without what wraps it."""
+    if isinstance(trainer.task, GradientTask) and trainer.task.updates_done is None:
+        trainer.task.prepare(trainer)
+    _fairseq_begin_epoch(trainer, epoch)
+
+
+Trainer.begin_epoch = begin_epoch
+
+
 def install(options: GradientOptions, model: nn.Module) -> GradientCompression | None:
-    """Exchange the gradients of `model`, which data parallel training wraps, as the options say.
+    """Exchange the gradients of `model`, which data parallel training has wrapped, as the options
+    say.
 
     Returns:
         None with one worker, where there is nothing to exchange.
@@ -128,33 +121,28 @@ def install(options: GradientOptions, model: nn.Module) -> GradientCompression |
         ValueError: the options do not fit each other or the launch.
     """
     mode, config = str(options.lsq_gradients), configuration(options)
-    if (
-        not distributed.is_available()
-        or not distributed.is_initialized()
-        or distributed.get_world_size() == 1
-    ):
+    together = distributed.is_available() and distributed.is_initialized()
+    if not together or distributed.get_world_size() == 1:
         logger.info("--lsq-gradients %s has nothing to do: there is one worker", mode)
         return None
     if str(options.ddp_backend) not in DDP_BACKENDS:
         raise ValueError(
             f"--lsq-gradients {mode} works with --ddp-backend {' or '.join(DDP_BACKENDS)}, but"
-            f" {options.ddp_backend} "
-            "was given; leave one of the two out"
+            f" {options.ddp_backend} was given; leave one of the two out"
         )
     if str(options.ddp_comm_hook) != "none":
         raise ValueError(
             f"--lsq-gradients {mode} and --ddp-comm-hook {options.ddp_comm_hook} are two ways to"
-            " exchange gradients; "
-            "leave one of them out"
+            " exchange gradients; leave one of them out"
         )
-    wrapped = CPUSafeDataParallel.around(model)
-    if wrapped is None:
+    wrapped = (one for one in model.modules() if isinstance(one, DistributedDataParallel))
+    parallel = next(wrapped, None)
+    if parallel is None:
         raise ValueError(
             f"--lsq-gradients {mode} needs fairseq's data parallel training, but the model is not"
-            " wrapped for it; "
-            "leave out --use-bmuf and whatever else replaces it"
+            " wrapped for it; leave out --use-bmuf and whatever else replaces it"
         )
-    compression = compress_gradients(wrapped, config)
+    compression = compress_gradients(parallel, config)
     logger.info(
         "gradients: %s between %d workers", compression.mode, compression.topology.world_size
     )
@@ -167,17 +155,13 @@ def configuration(options: GradientOptions) -> GradientConfig:
     Raises:
         ValueError: a value is not allowed, or two do not fit together.
     """
-    earlier = {
-        name: value
-        for name, default in vars(EarlierOptions()).items()
-        if (value := getattr(options, name, default)) != default
-    }
+    earlier = {name: getattr(options, f"lsq_gradients_{name}", None) for name in EARLIER}
     try:
         return GradientConfig(
             mode=str(options.lsq_gradients),
             node_size=options.lsq_gradients_node_size,
             timeout_s=options.lsq_timeout,
-            **{name.removeprefix("lsq_gradients_"): value for name, value in earlier.items()},
+            **{name: value for name, value in earlier.items() if value},
         )
     except ValueError as error:
         raise ValueError(
@@ -197,14 +181,3 @@ def limit_waiting(seconds: float) -> None:
     if distributed.is_available() and distributed.is_initialized():
         for group in (distributed.group.WORLD, distributed_utils.get_global_group()):
             group.set_timeout(timedelta(seconds=seconds))
-
-
-def load_checkpoint(cfg, trainer, **options):
-    """Replace fairseq's load_checkpoint: the task learns at which update the training goes on."""
-    loaded = _fairseq_load(cfg, trainer, **options)
-    if isinstance(trainer.task, GradientTask):
-        trainer.task.updates_done = trainer.get_num_updates()
-    return loaded
-
-
-checkpoint_utils.load_checkpoint = load_checkpoint

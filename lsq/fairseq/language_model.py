@@ -15,11 +15,9 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from lsq.fairseq import architectures, options
-from lsq.fairseq.decoder import LSQDecoder
 from lsq.fairseq.memory import bounding_batch
-from lsq.fairseq.model import LSQModel
-from lsq.fairseq.paddings import Paddings
-from lsq.fairseq.stack import configs_of
+from lsq.fairseq.model import LSQModel, Paddings
+from lsq.fairseq.stacks import LSQDecoder, layer_configs
 from lsq.fairseq.task import LSQTask, TaskOptions
 from lsq.layers import Packing, TransformerEncoderLayer
 from lsq.layers.packing import packing_options
@@ -41,7 +39,6 @@ class LSQTransformerLanguageModel(LSQModel, FairseqLanguageModel):
 
     @classmethod
     def add_args(cls, parser) -> None:
-        """Add fairseq's options of transformer_lm and --lsq-*."""
         gen_parser_from_dataclass(parser, TransformerLanguageModelConfig(), delete_default=True)
         super().add_args(parser)
 
@@ -68,8 +65,7 @@ class LSQTransformerLanguageModel(LSQModel, FairseqLanguageModel):
             weight = transformer_lm.Embedding(
                 len(words), args.decoder_embed_dim, words.pad()
             ).weight
-            config = options.layer_config(args, "decoder")
-            configs = configs_of(config, args.decoder_layers, "decoder")
+            configs = layer_configs(args, "decoder")
             layers = (TransformerEncoderLayer(config, causal=True) for config in configs)
             return cls(LSQDecoder(args, task.target_dictionary, weight, layers)).started(args)
 
@@ -134,11 +130,7 @@ class LSQLanguageModelingTask(LSQTask, LanguageModelingTask):
     """fairseq's language_modeling as a task of lsq."""
 
     def build_model(self, args: Any, from_checkpoint: bool = False) -> nn.Module:
-        """Build the model of these options.
-
-        Raises:
-            ValueError: it is no language model, or see its own `build_model`.
-        """
+        """Build the model of these options; ValueError if it is no language model."""
         name = getattr(args, "_name", None) or args.arch
         if not issubclass(ARCH_MODEL_REGISTRY[name], FairseqLanguageModel):
             raise ValueError(
@@ -147,10 +139,7 @@ class LSQLanguageModelingTask(LSQTask, LanguageModelingTask):
         return super().build_model(args, from_checkpoint)
 
     def bounding_batch(self, model: FairseqLanguageModel) -> dict[str, Any]:
-        """A batch that bounds every batch of this training.
-
-        See `lsq.fairseq.memory.bounding_batch`.
-        """
+        """A batch that bounds every batch of this training; see `memory.bounding_batch`."""
         tokens, sentences = self.cfg.max_tokens, self.cfg.batch_size
         if tokens and self.cfg.add_bos_token:  # fairseq counts sentences without it
             tokens += min(tokens, sentences or tokens)

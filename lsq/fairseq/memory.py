@@ -1,5 +1,4 @@
-"""Planned memory for a training in fairseq: a batch that bounds all that its options allow, and the
-step on it."""
+"""Planned memory for a training in fairseq, by a batch that bounds all that its options allow."""
 
 import logging
 from argparse import Namespace
@@ -79,13 +78,10 @@ def bounding_batch(
 def plan_training(
     model: nn.Module, criterion: nn.Module, batch: dict[str, Any], mode: str
 ) -> StepMemory | None:
-    """Plan the memory of `model` for batches bounded by `batch`, and say what came out.
-
-    See `lsq.layers.memory`.
+    """Plan the memory of `model` for batches bounded by `batch`, and log the plan.
 
     Other criterions than lsq's compute on logits by themselves, on a batch that may be larger than
-    any that will come,
-    and are not rehearsed: their trainings use fresh memory.
+    any that will come, and are not rehearsed: their trainings use fresh memory.
     """
     if mode != "naive" and not isinstance(criterion, LSQLabelSmoothedCrossEntropyCriterion):
         logger.warning("memory is not planned: %s", REFUSED.format(type(criterion).__name__))
@@ -94,23 +90,20 @@ def plan_training(
     batch = utils.apply_to_sample(lambda tensor: tensor.to(place), batch)
     memory = plan_memory(model, lambda: criterion(model, batch)[0], mode=mode)
     if memory is None:
-        logger.info(
-            "memory is not planned: %s",
-            "--lsq-memory naive" if mode == "naive" else loader.description(),
-        )
-    else:
-        plan, source = memory.step.plan, batch["net_input"]["src_tokens"]
-        logger.info(
-            "memory (%s): %d tensors of a training step in %.1f MiB, %.2f%% above the lower bound,"
-            " bounded by %d "
-            "sentences of %d and %d tokens",
-            mode,
-            len(plan.offsets),
-            memory.arena.size / 2**20,
-            100 * plan.gap,
-            *source.shape,
-            batch["target"].shape[1],
-        )
+        reason = "--lsq-memory naive" if mode == "naive" else loader.description()
+        logger.info("memory is not planned: %s", reason)
+        return None
+    plan, source = memory.step.plan, batch["net_input"]["src_tokens"]
+    logger.info(
+        "memory (%s): %d tensors of a training step in %.1f MiB, %.2f%% above the lower bound,"
+        " bounded by %d sentences of %d and %d tokens",
+        mode,
+        len(plan.offsets),
+        memory.arena.size / 2**20,
+        100 * plan.gap,
+        *source.shape,
+        batch["target"].shape[1],
+    )
     return memory
 
 
@@ -118,11 +111,7 @@ def describe_training(
     given: Namespace, vocabulary: int, backend: Backend | None = None
 ) -> StepPlan:
     """The plan of a training step by its options alone: the model is built, but no data is read and
-    no layer computes.
-
-    Arguments and errors as of `build_training`; `backend`: where its layers would compute; None: on
-    the CPU.
-    """
+    no layer computes. See `build_training`; `backend`: where its layers would compute."""
     task, model, criterion = build_training(given, vocabulary)
     device.use(model, backend)
     batch = task.bounding_batch(model)
@@ -130,8 +119,8 @@ def describe_training(
 
 
 def made_up_dictionary(size: int) -> Dictionary:
-    """A dictionary of `size` words, fairseq's special ones included; with fewer it has those
-    alone."""
+    """A dictionary of `size` words, fairseq's special ones included, which are there in any
+    case."""
     words = Dictionary()
     for number in range(len(words), size):
         words.add_symbol(f"word{number}")

@@ -1,23 +1,39 @@
 """The model: fairseq's transformer with lsq's layers."""
 
 from argparse import Namespace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from fairseq.distributed import utils as distributed
 from fairseq.models import register_model
 from fairseq.models.transformer import TransformerModel, transformer_legacy
 from omegaconf import DictConfig
 from torch import Tensor, nn
 
-from lsq.fairseq import calibration, checkpoint, options
-from lsq.fairseq.decoder import LSQTransformerDecoder
-from lsq.fairseq.encoder import LSQTransformerEncoder
-from lsq.fairseq.paddings import Paddings
+from lsq.dist import replicas
+from lsq.fairseq import checkpoint, options
+from lsq.fairseq.stacks import LSQTransformerDecoder, LSQTransformerEncoder
 from lsq.layers import Packing
 from lsq.layers.model_formats import check_patterns
 from lsq.layers.packing import packing_options
 
 MODEL = "lsq_transformer"
+PADDINGS = "lsq_paddings"
+"""Name of a batch's Paddings in it."""
+
+
+@dataclass(frozen=True)
+class Paddings:
+    """Masks bool [B, T] of a batch's tokens, True is padding, which stay on the CPU: the sizes of a
+    batch choose the programs that run, and nobody should wait for a GPU to know them.
+
+    No dict: fairseq and PyTorch leave it where it is.
+    """
+
+    src_tokens: Tensor
+    prev_output_tokens: Tensor | None
+    """None: a language model's batch."""
 
 
 class LSQModel:
@@ -30,7 +46,6 @@ class LSQModel:
 
     @classmethod
     def add_args(cls, parser) -> None:
-        """Add fairseq's options of the model and --lsq-*."""
         super().add_args(parser)
         options.add_arguments(parser)
 
@@ -51,29 +66,22 @@ class LSQModel:
             except (FileNotFoundError, IsADirectoryError, ValueError) as error:
                 raise type(error)(f"--lsq-from {args.lsq_from}: {error}") from error
             args.lsq_from = None
-        calibration.share(self)
+        group = distributed.get_data_parallel_group()
+        if distributed.get_world_size(group) > 1:
+            replicas.share(self, group)  # average measured clips, whatever wraps the model
         return self
 
     def load_state_dict(
         self, state_dict: dict[str, Tensor], strict: bool = True, model_cfg=None, args=None
     ):
-        """Load a checkpoint of this model.
-
-        Raises:
-            ValueError: its clips are unusable, missing or not wanted (see
-                `checkpoint.check_clips`); a count of training passes is; or it is sparse and this
-                model is dense.
-        """
-        checkpoint.check_clips(self, state_dict)
-        checkpoint.check_masks(self, state_dict)
+        """Load a checkpoint of this model; ValueError if its clips or counts of passes are
+        unusable, missing or not wanted, or it is sparse and this model is dense."""
+        checkpoint.check_fits(self, state_dict)
         return super().load_state_dict(state_dict, strict, model_cfg, args)
 
     def prepare_for_inference_(self, cfg) -> None:
-        """Called by fairseq before generating.
-
-        Raises:
-            ValueError: the generation wants attention weights or dropout.
-        """
+        """Called by fairseq before generating; ValueError if the generation wants attention weights
+        or dropout."""
         for name in ("print_alignment", "retain_dropout"):
             value = getattr(cfg.generation, name, None)
             if value:
@@ -84,11 +92,7 @@ class LSQModel:
         super().prepare_for_inference_(cfg)
 
     def half(self):
-        """Refused: the float parts compute in float32.
-
-        Raises:
-            ValueError: always.
-        """
+        """Refused with a ValueError: the float parts compute in float32."""
         raise ValueError("lsq_transformer computes in int8 and float32; leave out --fp16")
 
 
@@ -160,8 +164,7 @@ class LSQTransformerModel(LSQModel, TransformerModel):
             Packing(padding, **options)
             for padding in (paddings.src_tokens, paddings.prev_output_tokens)
         )
-        # Nothing holds the encoder's result beyond the decoder's last layer: its place is needed
-        # again.
+        # nothing holds the encoder's result beyond the decoder's last layer: its memory is needed
         features = self.decoder.last_rows(
             prev_output_tokens, packing, self.encoder.last_rows(src_tokens, source), source
         )

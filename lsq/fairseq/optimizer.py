@@ -6,7 +6,7 @@ fairseq multiplies and clips gradients in passes of their own; here both wait fo
 
 import ast
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, List  # noqa: UP035  fairseq cannot read list[...]
 
 from fairseq.dataclass import FairseqDataclass
@@ -14,6 +14,7 @@ from fairseq.optim import FairseqOptimizer, register_optimizer
 from omegaconf import II, OmegaConf
 from torch import Tensor
 
+from lsq.fairseq.gradients import option
 from lsq.optim import Adam
 
 
@@ -21,17 +22,10 @@ from lsq.optim import Adam
 class LSQAdamConfig(FairseqDataclass):
     """Options of lsq_adam; the last ones are fairseq's own."""
 
-    adam_betas: Any = field(
-        default=(0.9, 0.999), metadata={"help": "decay of the first and of the second moment"}
-    )
-    adam_eps: float = field(
-        default=1e-8, metadata={"help": "added to the root of the second moment"}
-    )
-    weight_decay: float = field(
-        default=0.0,
-        metadata={
-            "help": "share of itself, times the learning rate, that a parameter loses in an update"
-        },
+    adam_betas: Any = option((0.9, 0.999), "decay of the first and of the second moment")
+    adam_eps: float = option(1e-8, "added to the root of the second moment")
+    weight_decay: float = option(
+        0.0, "share of itself, times the learning rate, that a parameter loses in an update"
     )
     fp16: bool = II("common.fp16")
     bf16: bool = II("common.bf16")
@@ -42,11 +36,8 @@ class LSQAdamConfig(FairseqDataclass):
 
 @register_optimizer("lsq_adam", dataclass=LSQAdamConfig)
 class LSQAdam(FairseqOptimizer):
-    """Adam that also limits clips and makes the codes of weights.
-
-    Raises:
-        ValueError: options that it does not go with, or that are out of their range.
-    """
+    """Adam that also limits clips and makes the codes of weights; ValueError if options are out of
+    their range, or others do not go with it."""
 
     def __init__(self, cfg: LSQAdamConfig, params):
         super().__init__(cfg)
@@ -62,11 +53,10 @@ class LSQAdam(FairseqOptimizer):
     def optimizer_config(self) -> dict[str, Any]:
         """What a checkpoint's options give way to."""
         rate, betas = self.cfg.lr, self.cfg.adam_betas
+        betas = ast.literal_eval(betas) if isinstance(betas, str) else OmegaConf.to_container(betas)
         return {
             "lr": rate[0] if isinstance(rate, Collection) else rate,
-            "betas": tuple(
-                ast.literal_eval(betas) if isinstance(betas, str) else OmegaConf.to_container(betas)
-            ),
+            "betas": tuple(betas),
             "eps": self.cfg.adam_eps,
             "weight_decay": self.cfg.weight_decay,
             "torch_epsilon": False,

@@ -1,5 +1,5 @@
-"""Options of the model: --lsq-<field> for every field of QuantConfig, and which options of fairseq
-are refused."""
+"""Options of the model: --lsq-<field> for every field of QuantConfig, and those of fairseq that are
+refused."""
 
 import contextlib
 import difflib
@@ -39,8 +39,7 @@ def add_arguments(parser: ArgumentParser, without: tuple[str, ...] = ()) -> None
         "--lsq-from",
         metavar="CHECKPOINT",
         help="start from the weights of this float checkpoint, of fairseq's own transformer or"
-        " lsq's; clips of weights "
-        "are measured on them, clips of activations on the first batch",
+        " lsq's; clips of weights are measured on them, clips of activations on the first batch",
     )
     texts = documentation(QuantConfig)
     for field in fields(QuantConfig):
@@ -75,13 +74,10 @@ def set_defaults(args: Namespace) -> None:
 
 
 def _of_checkpoint(given: Collection[str]) -> bool:
-    """Whether these fields of QuantConfig are those of a checkpoint, which has all of its version,
-    and not a user's."""
-    return all(
-        field.name in given
-        for field in fields(QuantConfig)
-        if field.name not in ("clips", "clip_init")
-    )
+    """Whether these fields of QuantConfig are those of a checkpoint, which has all of its
+    version."""
+    names = {field.name for field in fields(QuantConfig)} - {"clips", "clip_init"}
+    return names <= set(given)
 
 
 NESTED = ("encoder", "decoder", "quant_noise")
@@ -95,19 +91,18 @@ def as_namespace(given: Any, model: type, task: Any = None) -> Iterator[Any]:
     """Give the options of a model as fairseq-train has them: flat, of all groups.
 
     fairseq-hydra-train has the model's in a DictConfig, which holds all of them afterwards, so that
-    checkpoints do as well; what else is `given` stays as it is.
-
-    Args:
-        model: the class, whose options are known.
-        task: options of the task.
+    checkpoints do as well; anything else stays as it is. `task`: options of the task.
 
     Raises:
-        ValueError: the model has no option of a name.
+        ValueError: the model, a class, has no option of a name.
     """
     if not isinstance(given, DictConfig):
         yield given
         return
-    root, own = given._get_root(), _flat(OmegaConf.to_container(given, resolve=True))
+    root, nested = given._get_root(), OmegaConf.to_container(given, resolve=True)
+    own = {name: value for name, value in nested.items() if not isinstance(value, dict)}
+    for group in NESTED:
+        own |= {f"{group}_{name}": value for name, value in (nested.get(group) or {}).items()}
     groups = [task] if root is given else [*map(root.get, GROUPS), task]
     around = {}
     for group in groups:
@@ -120,13 +115,6 @@ def as_namespace(given: Any, model: type, task: Any = None) -> Iterator[Any]:
         for name in NESTED:
             given.pop(name, None)
         given.update(vars(args))
-
-
-def _flat(options: dict[str, Any]) -> dict[str, Any]:
-    found = {name: value for name, value in options.items() if not isinstance(value, dict)}
-    for group in NESTED:
-        found |= {f"{group}_{name}": value for name, value in (options.get(group) or {}).items()}
-    return found
 
 
 def _check_known(given: dict[str, Any], model: type) -> None:
@@ -143,11 +131,8 @@ def _check_known(given: dict[str, Any], model: type) -> None:
 
 
 def quantization(args: Any) -> QuantConfig:
-    """The QuantConfig that the options ask for.
-
-    Raises:
-        ValueError: an option has a value that is not allowed.
-    """
+    """The QuantConfig that the options ask for; ValueError if an option has a value that is not
+    allowed."""
     return QuantConfig(
         **{field.name: getattr(args, PREFIX + field.name) for field in fields(QuantConfig)}
     )
@@ -158,11 +143,8 @@ ACTIVATIONS = {"gelu_accurate": "gelu_tanh", "gelu_fast": "gelu_tanh"}
 
 
 def layer_config(args: Any, side: str) -> LayerConfig:
-    """The LayerConfig of one side, "encoder" or "decoder", from fairseq's options.
-
-    Raises:
-        ValueError: a size or an option that the layers cannot take.
-    """
+    """The LayerConfig of one side, "encoder" or "decoder", from fairseq's options; ValueError if a
+    size or an option that the layers cannot take."""
     return LayerConfig(
         hidden=getattr(args, f"{side}_embed_dim"),
         heads=getattr(args, f"{side}_attention_heads"),
@@ -178,39 +160,15 @@ def layer_config(args: Any, side: str) -> LayerConfig:
     )
 
 
-UNSUPPORTED = (
-    "adaptive_input",
-    "adaptive_softmax_cutoff",
-    "amp",
-    "base_layers",
-    "bf16",
-    "char_inputs",
-    "character_embeddings",
-    "checkpoint_activations",
-    "cross_self_attention",
-    "decoder_layerdrop",
-    "decoder_layers_to_keep",
-    "decoder_xformers_att_config",
-    "encoder_layerdrop",
-    "encoder_layers_to_keep",
-    "encoder_xformers_att_config",
-    "export",
-    "fp16",
-    "merge_src_tgt_embed",
-    "no_cross_attention",
-    "no_token_positional_embeddings",
-    "offload_activations",
-    "quant_noise_pq",
-    "quant_noise_scalar",
-    "quantization_config_path",
-    "scale_attn",
-    "scale_fc",
-    "scale_heads",
-    "scale_resids",
-    "store_ema",
-    "tie_adaptive_proj",
-    "tie_adaptive_weights",
-)
+UNSUPPORTED = """
+    adaptive_input adaptive_softmax_cutoff amp base_layers bf16 char_inputs character_embeddings
+    checkpoint_activations cross_self_attention decoder_layerdrop decoder_layers_to_keep
+    decoder_xformers_att_config encoder_layerdrop encoder_layers_to_keep
+    encoder_xformers_att_config export fp16 merge_src_tgt_embed no_cross_attention
+    no_token_positional_embeddings offload_activations quant_noise_pq quant_noise_scalar
+    quantization_config_path scale_attn scale_fc scale_heads scale_resids store_ema
+    tie_adaptive_proj tie_adaptive_weights
+""".split()
 """Options of fairseq that the layers have no counterpart for; all are off by default."""
 
 
@@ -227,8 +185,8 @@ def check_supported(args: Any) -> None:
     ]
     if given:
         raise ValueError(
-            f"lsq_transformer does not support {', '.join(given)}; drop the option or train with "
-            "fairseq's own transformer"
+            f"lsq_transformer does not support {', '.join(given)}; drop the option or train with"
+            " fairseq's own transformer"
         )
     names = ("encoder_embed_dim", "decoder_embed_dim", "decoder_input_dim", "decoder_output_dim")
     widths = {

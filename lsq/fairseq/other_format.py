@@ -3,30 +3,26 @@ translate with."""
 
 from argparse import Namespace
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from fairseq import checkpoint_utils
-from fairseq.data import Dictionary
 from torch import Tensor, nn
 
 from lsq.fairseq import architectures, checkpoint, options
+from lsq.fairseq.memory import made_up_dictionary
 from lsq.models.clips import Measured, load_other_format, refuse_same
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Converted:
-    """A checkpoint in another format."""
+class Converted(NamedTuple):
+    """A checkpoint in another format, as fairseq keeps it in a file."""
 
     state: dict[str, Any]
-    """As fairseq keeps it in a file."""
     measured: Measured
     optimizer: str
-    """What became of the optimizer's state; where it is kept, moments of the clips that were
-    measured begin at zero."""
+    """What became of the optimizer's state."""
 
 
 def converted(path: Path, changes: Mapping[str, Any]) -> Converted:
@@ -74,21 +70,12 @@ def converted(path: Path, changes: Mapping[str, Any]) -> Converted:
 
 def _build(args: Namespace, state: Mapping[str, Tensor]) -> nn.Module:
     """The model of a checkpoint, with dictionaries of the right sizes."""
-    tables = {side: state.get(f"{side}.embed_tokens.weight") for side in ("encoder", "decoder")}
-    source, target = (_words(table) for table in (tables["encoder"], tables["decoder"]))
+    tables = (state.get(f"{side}.embed_tokens.weight") for side in ("encoder", "decoder"))
+    source, target = (None if one is None else made_up_dictionary(len(one)) for one in tables)
     task = SimpleNamespace(source_dictionary=source or target, target_dictionary=target)
     args.lsq_from = None
     name = args.arch if hasattr(args, "arch") else args._name
     return architectures.model_of(name).build_model(args, task)
-
-
-def _words(table: Tensor | None) -> Dictionary | None:
-    if table is None:
-        return None
-    words = Dictionary()
-    for number in range(len(table) - len(words)):
-        words.add_symbol(f"{number}")
-    return words
 
 
 def _convert_optimizer(
@@ -99,12 +86,9 @@ def _convert_optimizer(
     obstacle: str | None,
 ) -> str:
     """Let moments of clips that were measured anew begin at zero, or leave all of the optimizer's
-    state out.
+    state out; return what was done.
 
     `shapes`: of the former parameters. `obstacle`: why the state cannot be kept, if that is known.
-
-    Returns:
-        What was done.
     """
     kept = state.get("last_optimizer_state")
     if not kept:

@@ -11,90 +11,73 @@ import torch
 from torch import Tensor
 
 _RENAMED = (
-    (r"embed_positions\.weight", "embed_tokens.position_weight"),
-    (r"layernorm_embedding\.", "embed_tokens.layer_norm."),
-    (r"\.(self_attn|encoder_attn)\.out_proj\.", r".\1.out_"),
-    (r"\.encoder_attn\.q_proj\.", ".encoder_attn.query_"),
-    (r"(layers\.\d+)\.(fc[12])\.", r"\1.feed_forward.\2_"),
+    ("embed_positions.weight", "embed_tokens.position_weight"),
+    ("layernorm_embedding.", "embed_tokens.layer_norm."),
+    (".self_attn.out_proj.", ".self_attn.out_"),
+    (".encoder_attn.out_proj.", ".encoder_attn.out_"),
+    (".encoder_attn.q_proj.", ".encoder_attn.query_"),
+    (".fc1.", ".feed_forward.fc1_"),
+    (".fc2.", ".feed_forward.fc2_"),
 )
-"""(pattern in fairseq's name, replacement)"""
-
+"""Parts of names: (fairseq's, ours)."""
 _JOINED = (
-    (r"\.self_attn\.([qkv])_proj\.", "qkv", ".self_attn.qkv_"),
-    (r"\.encoder_attn\.([kv])_proj\.", "kv", ".encoder_attn.key_value_"),
+    (".self_attn.{}_proj.", "qkv", ".self_attn.qkv_"),
+    (".encoder_attn.{}_proj.", "kv", ".encoder_attn.key_value_"),
 )
-"""(pattern in fairseq's name with the part in a group, all parts in order, replacement)"""
-
-_SPLIT = (
-    (r"\.self_attn\.qkv_", "qkv", ".self_attn.{}_proj."),
-    (r"\.encoder_attn\.key_value_", "kv", ".encoder_attn.{}_proj."),
-)
-"""(pattern in our name of a joined weight, its parts in order, replacement)"""
-
-_RESTORED = (
-    (r"embed_tokens\.position_weight", "embed_positions.weight"),
-    (r"embed_tokens\.layer_norm\.", "layernorm_embedding."),
-    (r"\.(self_attn|encoder_attn)\.out_", r".\1.out_proj."),
-    (r"\.encoder_attn\.query_", ".encoder_attn.q_proj."),
-    (r"(layers\.\d+)\.feed_forward\.(fc[12])_", r"\1.\2."),
-)
-"""(pattern in our name, replacement)"""
-
+"""(part of fairseq's name, letters of the projections in order, part of our name)"""
 _CONSTANT = re.compile(r"(en|de)coder\.(version|embed_positions\._float_tensor)")
 """What fairseq's checkpoints hold besides parameters."""
 
 
 def rename(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Parameters of fairseq's transformer under this model's names, those of one joined weight
-    concatenated.
-
-    Names that fairseq's transformer does not have stay as they are.
+    concatenated. Names that fairseq's transformer does not have stay as they are.
 
     Raises:
         ValueError: a part of a joined weight is missing, or does not fit the others.
     """
     renamed: dict[str, Tensor] = {}
     joined: dict[tuple[str, str], dict[str, Tensor]] = defaultdict(dict)
+    parts = {
+        theirs.format(letter): (letter, letters, ours)
+        for theirs, letters, ours in _JOINED
+        for letter in letters
+    }
     for name, tensor in state.items():
-        if _CONSTANT.fullmatch(name):
-            continue
-        for pattern, order, replacement in _JOINED:
-            if match := re.search(pattern, name):
-                joined[name.replace(match[0], replacement), order][match[1]] = tensor
-                break
-        else:
-            for pattern, replacement in _RENAMED:
-                name = re.sub(pattern, replacement, name)
+        if part := next((part for part in parts if part in name), None):
+            letter, letters, ours = parts[part]
+            joined[name.replace(part, ours), letters][letter] = tensor
+        elif not _CONSTANT.fullmatch(name):
+            for theirs, ours in _RENAMED:
+                name = name.replace(theirs, ours)
             renamed[name] = tensor
-    for (target, order), tensors in joined.items():
-        if missing := [part for part in order if part not in tensors]:
+    for (name, letters), tensors in joined.items():
+        if missing := [letter for letter in letters if letter not in tensors]:
             raise ValueError(
-                f"{target} needs the projections {', '.join(order)} of fairseq's transformer, but"
-                " the checkpoint "
-                f"has no {', '.join(missing)}"
+                f"{name} needs the projections {', '.join(letters)} of fairseq's transformer, but"
+                f" the checkpoint has no {', '.join(missing)}"
             )
-        parts = [tensors[part] for part in order]
-        if len({part.shape[1:] for part in parts}) > 1 or not parts[0].dim():
-            shapes = ", ".join(str(list(part.shape)) for part in parts)
+        projections = [tensors[letter] for letter in letters]
+        if len({one.shape[1:] for one in projections}) > 1 or not projections[0].dim():
+            shapes = ", ".join(str(list(one.shape)) for one in projections)
             raise ValueError(
-                f"{target} joins projections, whose shapes in the checkpoint do not fit: {shapes}"
+                f"{name} joins projections, whose shapes in the checkpoint do not fit: {shapes}"
             )
-        renamed[target] = torch.cat(parts)
+        renamed[name] = torch.cat(projections)
     return renamed
 
 
 def restore(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What `rename` takes: parameters of this model under the names of fairseq's transformer,
-    joined weights apart."""
+    """Undo `rename`: joined weights apart again, under the names of fairseq's transformer."""
     restored: dict[str, Tensor] = {}
     for name, tensor in state.items():
-        for pattern, parts, replacement in _SPLIT:
-            if re.search(pattern, name):
-                names = (re.sub(pattern, replacement.format(part), name) for part in parts)
-                restored |= zip(names, tensor.chunk(len(parts)), strict=True)
+        for theirs, letters, ours in _JOINED:
+            if ours in name:
+                names = [name.replace(ours, theirs.format(letter)) for letter in letters]
+                restored |= zip(names, tensor.chunk(len(letters)), strict=True)
                 break
         else:
-            for pattern, replacement in _RESTORED:
-                name = re.sub(pattern, replacement, name)
+            for theirs, ours in _RENAMED:
+                name = name.replace(ours, theirs)
             restored[name] = tensor
     return restored

@@ -1,18 +1,28 @@
-"""The matrix products of a training and its translations on a GPU, from their options alone."""
+"""The matrix products of a training and its translations on a GPU, from their options alone, and
+the report of those that were tuned."""
 
+import logging
+import os
 from argparse import Namespace
 from collections.abc import Iterable, Sequence
 from copy import copy
+from pathlib import Path
 
 import torch
 from torch import nn
 
+from lsq import files
 from lsq.fairseq.memory import bounding_batch, build_training
+from lsq.gemm import lookup
+from lsq.gemm.lookup import Table, Use
 from lsq.gemm.product_key import EXACT_TOKENS, TOKEN_STEP, ProductKey
+from lsq.gemm.tuner import product_list
 from lsq.layers.memory import rehearse_step
 from lsq.program.program import Program
 from lsq.run.cuda import products_of
 from lsq.run.step import rehearsing
+
+logger = logging.getLogger(__name__)
 
 
 def products_of_training(
@@ -38,19 +48,21 @@ def products_of_training(
     Raises:
         ValueError: the options do not fit, or the architecture is not of lsq.
     """
-    keys: list[ProductKey] = []
     models = []
     for mode in backward:
         options = copy(given)
         options.lsq_backward = mode
         options.lsq_clip_init = "fixed"  # nothing is measured: shapes are the same
-        _, model, criterion = build_training(options, vocabulary)
-        models.append((model, criterion))
-    for count in tokens:
-        for model, criterion in models:
-            keys += products_of_programs(training_programs(model, criterion, count))
+        models.append(build_training(options, vocabulary)[1:])
+    programs = [
+        program
+        for count in tokens
+        for model, criterion in models
+        for program in training_programs(model, criterion, count)
+    ]
     for count in rows:
-        keys += products_of_programs(generation_programs(models[0][0], count))
+        programs += generation_programs(models[0][0], count)
+    keys = (key for program in dict.fromkeys(programs) for key in products_of(program))
     return list(dict.fromkeys(keys))
 
 
@@ -68,27 +80,15 @@ def training_programs(model: nn.Module, criterion: nn.Module, tokens: int) -> li
 
 @torch.no_grad()
 def generation_programs(model: nn.Module, rows: int) -> list[Program]:
-    """The programs of encoding `rows` sentences of one word, and of one step of decoding.
-
-    The model's clips are measured or fixed.
-    """
-    words = torch.full((rows, 1), model.decoder.dictionary.unk())
+    """The programs of encoding `rows` sentences of one word, and of one step of decoding. The
+    model's clips are measured or fixed."""
+    words, encoded = torch.full((rows, 1), model.decoder.dictionary.unk()), None
     model.eval()
     with rehearsing() as rehearsed:
-        memory = (
-            model.encoder(words, torch.ones(rows, dtype=torch.int64))
-            if hasattr(model, "encoder")
-            else None
-        )
-        model.decoder(words, memory, incremental_state={})
+        if hasattr(model, "encoder"):
+            encoded = model.encoder(words, torch.ones(rows, dtype=torch.int64))
+        model.decoder(words, encoded, incremental_state={})
     return rehearsed.programs
-
-
-def products_of_programs(programs: Iterable[Program]) -> list[ProductKey]:
-    """Every product once, in the order of the programs; errors as of
-    `lsq.run.cuda.products_of`."""
-    keys = (key for program in dict.fromkeys(programs) for key in products_of(program))
-    return list(dict.fromkeys(keys))
 
 
 def token_counts(max_tokens: int, step: int) -> list[int]:
@@ -112,3 +112,44 @@ def generation_rows(beam: int, sentences: int) -> list[int]:
     counts = {sentences, *(2**power for power in range(sentences.bit_length()))}
     exact = {beam * count for count in counts if beam * count <= EXACT_TOKENS}
     return sorted({*exact, beam * sentences}, reverse=True)
+
+
+def check_report(path: str | None) -> None:
+    """Refuse, before a training, a file that `report_tuned` could not write after it; ValueError if
+    it is a folder, or its own folder is missing or cannot be written."""
+    if path and (os.path.isdir(path) or not os.access(Path(path).absolute().parent, os.W_OK)):
+        raise ValueError(
+            f"--lsq-gemm-coverage {path} cannot be written; name a file in a folder that is there"
+        )
+
+
+def report_tuned(path: str | None) -> None:
+    """Log how many products of a GPU were tuned, and list the others in `path` for `lsq tune
+    --shapes`. Products of CPUs are not tuned, so none of them is listed."""
+    table = lookup.loaded()
+    if table is not None and table.uses():
+        logger.info(coverage(table))
+    if path:
+        missed = [] if table is None else [use.key for use in _missed(table)]
+        files.write_text(Path(path), product_list.text(missed))
+
+
+def coverage(table: Table) -> str:
+    """The share of arithmetic in tuned products and the largest missed one, in one line."""
+    name, uses = f"tuned products on {table.here.device}", table.uses()
+    if not table.used:
+        return f"{name}: none, for there is no file for this device; lsq tune makes one"
+    missed = _missed(table)
+    tuned = 1 - sum(use.key.arithmetic for use in missed) / sum(use.key.arithmetic for use in uses)
+    largest = f"; the largest other one is {missed[0].key}" if missed else ""
+    paths = ", ".join(str(each.path) for each in table.used)
+    return (
+        f"{name}: {len(uses) - len(missed)} of {len(uses)}, {tuned:.1%} of the arithmetic, from"
+        f" {paths}{largest}"
+    )
+
+
+def _missed(table: Table) -> list[Use]:
+    """The products without an entry of their own, the largest first."""
+    missed = [use for use in table.uses() if not use.hit]
+    return sorted(missed, key=lambda use: (-use.key.arithmetic, str(use.key)))

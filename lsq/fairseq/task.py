@@ -4,9 +4,10 @@ lsq.fairseq.gradients."""
 import logging
 import weakref
 import zlib
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Optional
 
@@ -16,13 +17,14 @@ from fairseq.distributed import utils as distributed
 from fairseq.models import BaseFairseqModel
 from fairseq.tasks import register_task
 from fairseq.tasks.translation import TranslationConfig, TranslationTask
+from fairseq.trainer import Trainer
 from omegaconf import II
 
-from lsq.fairseq import device, generator, tuned_products
+from lsq.fairseq import device, generator, products
 from lsq.fairseq.device import DeviceOptions
-from lsq.fairseq.gradients import GradientOptions, GradientTask
+from lsq.fairseq.gradients import GradientOptions, GradientTask, option
 from lsq.fairseq.memory import bounding_batch, plan_training
-from lsq.fairseq.paddings import Collater
+from lsq.fairseq.model import PADDINGS, Paddings
 from lsq.gemm import lookup
 from lsq.layers.memory import MODES
 from lsq.layers.module import ProgramModule
@@ -34,53 +36,54 @@ from lsq.serving.subwords import Words
 logger = logging.getLogger(__name__)
 
 DICTIONARIES = "lsq_dictionaries"
-"""Under which name a checkpoint keeps the checksums of its dictionaries."""
+"""Name of the checksums of dictionaries in a checkpoint."""
 
 
 @dataclass
 class TaskOptions(GradientOptions, DeviceOptions):
     """Options of LSQTask: gradients, device, memory, tuned products; the last are fairseq's."""
 
-    lsq_memory: ChoiceEnum(MODES) = field(
-        default="planned",
-        metadata={
-            "help": "where the tensors of a training step lie: planned ahead for the largest batch"
-            " (planned), planned "
-            "and every access checked (guard, slow), or wherever PyTorch finds room (naive)"
-        },
+    lsq_memory: ChoiceEnum(MODES) = option(
+        "planned",
+        "where the tensors of a training step lie: planned ahead for the largest batch (planned),"
+        " planned and every access checked (guard, slow), or wherever PyTorch finds room (naive)",
     )
-    lsq_gemm_config: Optional[str] = field(  # noqa: UP045  fairseq cannot read str | None
-        default=None,
-        metadata={
-            "help": (
-                "file of tuned matrix products to use, and no other (see `lsq tune` and `lsq"
-                " configs`)"
-            )
-        },
+    lsq_gemm_config: Optional[str] = option(  # noqa: UP045  fairseq cannot read str | None
+        None,
+        "file of tuned matrix products to use, and no other (see `lsq tune` and `lsq configs`)",
     )
-    lsq_gemm_coverage: Optional[str] = field(  # noqa: UP045
-        default=None,
-        metadata={
-            "help": (
-                "write to this file, after training on a GPU, which products were not tuned; for"
-                " `lsq tune --shapes`"
-            )
-        },
+    lsq_gemm_coverage: Optional[str] = option(  # noqa: UP045
+        None,
+        "write to this file, after training on a GPU, which products were not tuned; for `lsq tune"
+        " --shapes`",
     )
-    max_tokens: Optional[int] = II("dataset.max_tokens")  # noqa: UP045  fairseq cannot read int | None
+    max_tokens: Optional[int] = II("dataset.max_tokens")  # noqa: UP045
     batch_size: Optional[int] = II("dataset.batch_size")  # noqa: UP045
     log_interval: int = II("common.log_interval")
-    tensorboard_logdir: Optional[str] = II("common.tensorboard_logdir")  # noqa: UP045  fairseq cannot read str | None
+    tensorboard_logdir: Optional[str] = II("common.tensorboard_logdir")  # noqa: UP045
+
+
+def with_paddings(
+    collate: Callable[[Sequence[Any]], dict[str, Any]], padding_idx: int, samples: Sequence[Any]
+) -> dict[str, Any]:
+    """A batch of fairseq's collater `collate`, with its Paddings."""
+    batch = collate(samples)
+    if batch:
+        names = ("src_tokens", "prev_output_tokens")
+        tokens = (batch["net_input"].get(name) for name in names)
+        batch[PADDINGS] = Paddings(
+            *(None if each is None else each.eq(padding_idx) for each in tokens)
+        )
+    return batch
 
 
 class LSQTask(GradientTask):
     """Base of lsq's tasks, before fairseq's class, with TaskOptions in `cfg`."""
 
+    model: BaseFairseqModel
     signals: Signals | None = None
-    model: BaseFairseqModel | None = None
-    planned: bool = False
     sparsity: Sparsity | None = None
-    """Chooses masks, where --lsq-sparsity is given."""
+    planned = False
 
     def __init__(self, cfg: TaskOptions, *dictionaries, **options):
         super().__init__(cfg, *dictionaries, **options)
@@ -94,39 +97,29 @@ class LSQTask(GradientTask):
         return {**super().state_dict(), DICTIONARIES: self._dictionaries()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Called by fairseq for each checkpoint that it generates with.
-
-        Raises:
-            ValueError: see `check_resumed`.
-        """
+        """Called by fairseq for each checkpoint that it generates with; see `check_resumed`."""
         self.check_resumed(state_dict)
-        super().load_state_dict(
-            {name: value for name, value in state_dict.items() if name != DICTIONARIES}
-        )
+        kept = {name: value for name, value in state_dict.items() if name != DICTIONARIES}
+        super().load_state_dict(kept)
 
     def check_resumed(self, state_dict: dict[str, Any]) -> None:
-        """Look at what `state_dict` gave when the checkpoint was written, before a training goes on
-        from it.
-
-        Raises:
-            ValueError: the checkpoint is of other words, or of the same in another order, which the
-                data cannot tell.
-        """
+        """Look at what `state_dict` gave when a checkpoint was written, before a training goes on
+        from it; ValueError if the checkpoint is of other words, or of the same in another order,
+        which the data cannot tell."""
         trained = state_dict.get(DICTIONARIES)
         if trained is None:
             return
         known = trained if isinstance(trained, dict) else {}
-        here = self._dictionaries().items()
         sides = [
             side
-            for side, checksum in here
+            for side, checksum in self._dictionaries().items()
             if type(known.get(side)) is not int or known[side] != checksum
         ]
         if sides:
             raise ValueError(
                 f"{self.cfg.data} has another {' and '.join(sides)} dictionary than the checkpoint"
-                " was trained with;"
-                " use data that was made with the dictionaries (dict.*.txt) of the training"
+                " was trained with; use data that was made with the dictionaries (dict.*.txt) of"
+                " the training"
             )
 
     def _dictionaries(self) -> dict[str, int]:
@@ -137,10 +130,10 @@ class LSQTask(GradientTask):
         }
 
     def build_model(self, args: Any, from_checkpoint: bool = False) -> BaseFairseqModel:
-        """Build the model of these options, to compute where the task's own options say.
+        """Build the model of these options, to compute on the device of the task's own options.
 
         Raises:
-            ValueError: that place does not work; or see the model's `build_model`.
+            ValueError: that device does not work; or see the model's `build_model`.
         """
         if not from_checkpoint:
             device.check(self.cfg, on_cpu=self.cfg.cpu or not torch.cuda.is_available())
@@ -164,29 +157,26 @@ class LSQTask(GradientTask):
         """
         special = {"seq_gen_cls": seq_gen_cls, "prefix_allowed_tokens_fn": prefix_allowed_tokens_fn}
         reason = generator.obstacle(models, args, {**(extra_gen_cls_kwargs or {}), **special})
-        if reason is None:
-            by = "its int8 engine" if generator.engine_place(models) else "the models' own steps"
-            logger.info("generating by lsq's search and %s", by)
-            return generator.LSQGenerator(models, self.target_dictionary, args)
-        logger.info("generating by fairseq's generator, because of %s", reason)
-        return super().build_generator(
-            models, args, extra_gen_cls_kwargs=extra_gen_cls_kwargs, **special
-        )
+        if reason is not None:
+            logger.info("generating by fairseq's generator, because of %s", reason)
+            return super().build_generator(
+                models, args, extra_gen_cls_kwargs=extra_gen_cls_kwargs, **special
+            )
+        by = "its int8 engine" if generator.engine_backend(models) else "the models' own steps"
+        logger.info("generating by lsq's search and %s", by)
+        return generator.LSQGenerator(models, self.target_dictionary, args)
 
-    def begin_epoch(self, epoch: int, model) -> None:
-        """Called by fairseq before each epoch, with the model itself."""
-        super().begin_epoch(epoch, model)
-        tuned_products.check(self.cfg.lsq_gemm_coverage)
-        if self.model is None and distributed.get_global_rank() == 0:
-            device.report(model, self.cfg)
-        self.model = model
-        if self.sparsity is None and wants_sparsity(model):
+    def prepare(self, trainer: Trainer) -> None:
+        """See GradientTask: begin to watch the model and to choose its masks."""
+        super().prepare(trainer)
+        self.model = model = trainer.get_model()
+        products.check_report(self.cfg.lsq_gemm_coverage)
+        if wants_sparsity(model):
             self.sparsity = sparsity_of(model, updates=self.updates_done)
-        if (
-            self.signals is None
-            and distributed.get_global_rank() == 0
-            and any(True for _ in quantized_tensors(model))
-        ):
+        if distributed.get_global_rank() != 0:
+            return
+        device.report(model, self.cfg)
+        if any(True for _ in quantized_tensors(model)):
             self.signals = Signals(
                 model,
                 interval=interval_of(self.cfg.log_interval),
@@ -197,7 +187,7 @@ class LSQTask(GradientTask):
             # fairseq tells no task that training is over: the summaries come when it drops the
             # task, or at exit
             weakref.finalize(self, self.signals.finish)
-            weakref.finalize(self, tuned_products.report, self.cfg.lsq_gemm_coverage)
+            weakref.finalize(self, products.report_tuned, self.cfg.lsq_gemm_coverage)
 
     def train_step(
         self,
@@ -210,36 +200,23 @@ class LSQTask(GradientTask):
     ):
         """Called by fairseq for each batch; `update_num` counts the updates that are done."""
         if not self.planned:
-            self.plan_memory(criterion)
+            self.planned = True
+            if any(isinstance(module, ProgramModule) for module in self.model.modules()):
+                batch = self.bounding_batch(self.model)
+                plan_training(self.model, criterion, batch, str(self.cfg.lsq_memory))
         with nullcontext() if self.signals is None else self.signals.observing(update_num + 1):
             return super().train_step(sample, model, criterion, optimizer, update_num, ignore_grad)
 
-    def plan_memory(self, criterion) -> None:
-        """Plan the memory of a training step, once, for the largest batch of this training.
-
-        Raises:
-            ValueError: the step cannot be planned.
-        """
-        self.planned = True
-        if self.model is not None and any(
-            isinstance(module, ProgramModule) for module in self.model.modules()
-        ):
-            plan_training(
-                self.model, criterion, self.bounding_batch(self.model), str(self.cfg.lsq_memory)
-            )
-
     def get_batch_iterator(self, dataset, *arguments, **options):
         """fairseq's iterator over `dataset`, whose batches have their Paddings."""
-        found = super().get_batch_iterator(dataset, *arguments, **options)
-        if not isinstance(found.collate_fn, Collater):  # fairseq keeps iterators
-            found.collate_fn = Collater(found.collate_fn, self.source_dictionary.pad())
-        return found
+        iterator = super().get_batch_iterator(dataset, *arguments, **options)
+        collate = iterator.collate_fn
+        if getattr(collate, "func", None) is not with_paddings:  # fairseq keeps iterators
+            iterator.collate_fn = partial(with_paddings, collate, self.source_dictionary.pad())
+        return iterator
 
     def bounding_batch(self, model: BaseFairseqModel) -> dict[str, Any]:
-        """A batch that bounds every batch of this training.
-
-        See `lsq.fairseq.memory.bounding_batch`.
-        """
+        """A batch that bounds every batch of this training; see `memory.bounding_batch`."""
         raise NotImplementedError
 
     def optimizer_step(self, optimizer, model, update_num: int) -> None:
@@ -296,10 +273,7 @@ class LSQTranslationTask(LSQTask, TranslationTask):
             found.forget_weights()
 
     def bounding_batch(self, model: BaseFairseqModel) -> dict[str, Any]:
-        """A batch that bounds every batch of this training.
-
-        See `lsq.fairseq.memory.bounding_batch`.
-        """
+        """A batch that bounds every batch of this training; see `memory.bounding_batch`."""
         limits = zip(self.max_positions(), model.max_positions(), strict=True)
         return bounding_batch(
             self.target_dictionary,

@@ -2,7 +2,7 @@
 compute with them."""
 
 import json
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from lsq.config import (
@@ -10,31 +10,20 @@ from lsq.config import (
     LayerConfig,
     QuantConfig,
     require_choice,
-    require_positive,
 )
 from lsq.layers.embedding import POSITIONS
 
-OF_OTHERS = (
-    "kv_heads",
-    "head_width",
-    "softmax_scale",
-    "window",
-    "rotary",
-    "qk_norm",
-    "relative_bias",
-    "head_bias",
-    "in_out",
-)
-"""Fields of LayerConfig for models of others, which cannot be decoded here; files leave them out.
-"""
-OF_TRAINING = ("sparsity", "adapters")
-"""Fields that say how a model goes on learning; files leave them out, too."""
+OF_OTHERS = """
+    kv_heads head_width softmax_scale window rotary qk_norm relative_bias head_bias in_out
+""".split()
+"""Fields of LayerConfig for models of others, which cannot be decoded here."""
+LEFT_OUT = (*OF_OTHERS, "sparsity", "adapters")
+"""Fields that files leave out: also those that say how a model goes on learning."""
 ADDED = {"gated": False, "bias": True}
 """Fields that older files of a LayerConfig lack."""
 MOST = 2**24
-"""Words or positions of a stack, at most: a damaged file asks for no more memory than that."""
-MOST_LAYERS = 1024
-"""Of a stack: each takes time before the first tensor is looked at."""
+"""Words or positions of a stack, at most, and LAYERS: a file asks for no more memory and time."""
+LAYERS = 2**10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +38,6 @@ class StackArchitecture:
     """Of each layer; dropout does not count."""
     layers: int
     words: int
-    """V"""
     max_positions: int
     """Words of the longest sentence, its end included."""
     positions: str
@@ -62,28 +50,22 @@ class StackArchitecture:
     """Whether a norm follows the last layer."""
 
     def __post_init__(self) -> None:
-        for name, least, most in (
-            ("layers", 1, MOST_LAYERS),
-            ("words", 2, MOST),
-            ("max_positions", 1, MOST),
-        ):
-            value = getattr(self, name)
-            if not isinstance(value, int) or not least <= value <= most:
+        for name, most in (("layers", LAYERS), ("words", MOST), ("max_positions", MOST)):
+            if not 1 <= getattr(self, name) <= most:
                 raise ValueError(
-                    f"{name} is {value!r}; it must be a whole number from {least} to {most}"
+                    f"{name} is {getattr(self, name)}; it must be a whole number from 1 to {most}"
                 )
         require_choice("positions", self.positions, POSITIONS)
-        require_positive("embedding_scale", self.embedding_scale)
         if self.final_norm and not self.config.pre_norm:
             raise ValueError(
                 "final_norm is True under post-norm, whose last layer ends with a norm of its own"
             )
         for field in fields(self.config):
-            name, value = field.name, getattr(self.config, field.name)
-            if name in OF_OTHERS and value != field.default:
+            value = getattr(self.config, field.name)
+            if field.name in OF_OTHERS and value != field.default:
                 raise ValueError(
-                    f"{name} is {value!r}; models that are kept as codes decode without: leave it"
-                    " out"
+                    f"{field.name} is {value!r}; models that are kept as codes decode without:"
+                    " leave it out"
                 )
         check_codes(self.config.quant)
 
@@ -115,11 +97,7 @@ def check_codes(quant: QuantConfig) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """A translation model, or a language model: the same without an encoder.
-
-    Raises:
-        ValueError: a value is out of its range, or two do not go together.
-    """
+    """A translation model, or a language model: the same without an encoder."""
 
     encoder: StackArchitecture | None
     decoder: StackArchitecture
@@ -134,34 +112,6 @@ class Architecture:
     """The end of a sentence, which decoding begins with."""
     unk: int
 
-    def __post_init__(self) -> None:
-        encoder, decoder = self.encoder, self.decoder
-        words = decoder.words if encoder is None else min(encoder.words, decoder.words)
-        for name in ("padding", "bos", "eos", "unk"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or not 0 <= value < words:
-                raise ValueError(f"{name} is {value!r}; it must be one of {words} words")
-        if encoder is None:
-            if self.shared_words:
-                raise ValueError(
-                    "shared_words is True, but there is no encoder to share words with"
-                )
-            return
-        if encoder.config.hidden != decoder.config.hidden:
-            raise ValueError(
-                f"the encoder is {encoder.config.hidden} wide and the decoder"
-                f" {decoder.config.hidden}; both must be equal"
-            )
-        if encoder.config.quant != decoder.config.quant:
-            raise ValueError(
-                "encoder and decoder are rounded in different ways; both must have one QuantConfig"
-            )
-        if self.shared_words and encoder.words != decoder.words:
-            raise ValueError(
-                f"the encoder has {encoder.words} words and the decoder {decoder.words}; those"
-                " cannot be shared"
-            )
-
     @property
     def stacks(self) -> dict[str, StackArchitecture]:
         """Encoder, if there is one, and decoder, by name."""
@@ -170,20 +120,15 @@ class Architecture:
 
     def to_json(self) -> str:
         """Return text that `from_json` reads."""
-        left_out = (*OF_OTHERS, *OF_TRAINING)
 
         def written(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-            return {name: value for name, value in pairs if name not in left_out}
+            return {name: value for name, value in pairs if name not in LEFT_OUT}
 
         return json.dumps(asdict(self, dict_factory=written), sort_keys=True)
 
     @staticmethod
     def from_json(text: str) -> "Architecture":
-        """Return the architecture that was written.
-
-        Raises:
-            ValueError: the text is no architecture.
-        """
+        """Return the architecture that was written; ValueError if the text is no architecture."""
         try:
             value = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -205,26 +150,26 @@ def _read(cls: type, value: Any, where: str) -> Any:
     if not isinstance(value, dict):
         raise ValueError(f"{where} is {value!r:.80}; it must be an object")
     value = (ADDED if cls is LayerConfig else {}) | value
-    kept = [field for field in fields(cls) if field.name not in (*OF_OTHERS, *OF_TRAINING)]
-    names = {field.name for field in kept}
-    for problem, different in (("lacks", names - set(value)), ("has unknown", set(value) - names)):
-        if different:
+    types = {field.name: field.type for field in fields(cls) if field.name not in LEFT_OUT}
+    for problem, names in (
+        ("lacks", types.keys() - value),
+        ("has unknown", value.keys() - types),
+    ):
+        if names:
             raise ValueError(
-                f"{where} {problem} {', '.join(sorted(different))}; it was written by another"
-                " version of lsq"
+                f"{where} {problem} {', '.join(sorted(names))}; it was written by another version"
+                " of lsq"
             )
     values = {}
-    for field in kept:
-        item, kind = value[field.name], CLASSES.get(field.name, field.type)
-        name = f"{where}.{field.name}"
-        if item is None and field.name == "encoder":
-            values[field.name] = None
-        elif is_dataclass(kind):
-            values[field.name] = _read(kind, item, name)
+    for name, kind in types.items():
+        item, path = value[name], f"{where}.{name}"
+        if name in CLASSES:
+            without = item is None and name == "encoder"
+            values[name] = None if without else _read(CLASSES[name], item, path)
         elif type(item) is kind or kind is float and type(item) is int:
-            values[field.name] = kind(item)
+            values[name] = kind(item)
         else:
-            raise ValueError(f"{name} is {item!r:.80}; it must be of type {kind.__name__}")
+            raise ValueError(f"{path} is {item!r:.80}; it must be of type {kind.__name__}")
     try:
         return cls(**values)
     except ValueError as error:

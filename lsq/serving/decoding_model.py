@@ -22,22 +22,19 @@ from lsq.ops.rounding import RoundWeight
 from lsq.program.program import Program
 from lsq.program.tensor import Kind
 from lsq.program.values import Weight
-from lsq.run.backends import backend
+from lsq.quant.formats import WeightFormat
+from lsq.run.backends import Backend, backend
 from lsq.serving.architecture import Architecture, StackArchitecture
 
 Spec = tuple[tuple[int, ...], torch.dtype]
-"""(shape, dtype) of a tensor."""
 PROJECTION = "output_projection"
 EMBEDDING = "embed_tokens"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DecodingModel:
-    """All that decoding needs of a trained model.
-
-    Raises:
-        ValueError: a tensor is missing, unknown, or has another shape or dtype.
-    """
+    """All that decoding needs of a trained model; ValueError if a tensor is missing, unknown, or
+    has another shape or dtype."""
 
     architecture: Architecture
     tensors: Mapping[str, Tensor]
@@ -72,7 +69,7 @@ class DecodingModel:
 
 
 def tensors_of(architecture: Architecture) -> dict[str, Spec]:
-    """Return shape and dtype of each tensor of such a model by name, in the order of computing."""
+    """Return (shape, dtype) of each tensor of such a model by name, in the order of computing."""
     specs: dict[str, Spec] = {}
     for side, stack in architecture.stacks.items():
         for prefix, program in _programs(architecture, side, stack):
@@ -226,7 +223,15 @@ def _tensors(side: str, stack: nn.Module) -> dict[str, Tensor]:
                 if declared.clip is None:
                     tensors[prefix + name] = module.values_of(name)
                 else:
-                    weight = _rounded(module, name, declared.clip)
+                    weight = round_weight(
+                        module.values_of(name).detach(),
+                        module.own_parameter(declared.clip).detach(),
+                        module.quant.weights,
+                        module.target,
+                        programs.padded_words(module.quant, len(module.values_of(name)))
+                        if isinstance(module, VocabularyProjection)
+                        else None,
+                    )
                     tensors[f"{prefix}{name}.codes"] = weight.codes
                     tensors[f"{prefix}{name}.scale"] = weight.scale
         elif isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
@@ -236,16 +241,15 @@ def _tensors(side: str, stack: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def _rounded(module: ProgramModule, name: str, clip: str) -> Weight:
-    """Round one weight, as the module does when it runs."""
-    values, form, target = module.values_of(name).detach(), module.quant.weights, module.target
-    rows = len(values)
-    if isinstance(module, VocabularyProjection):
-        rows = programs.padded_words(module.quant, rows)
+def round_weight(
+    values: Tensor, clip: Tensor, form: WeightFormat, target: Backend, rows: int | None = None
+) -> Weight:
+    """Round floats [N, K] under clips, as modules do; with `rows` codes of at least N."""
+    rows = rows or len(values)
     weight = Weight(
         format=form,
         values=values,
-        clip=module.own_parameter(clip).detach(),
+        clip=clip,
         codes=target.allocate((rows, form.stored_columns(values.shape[1])), form.storage),
         scale=target.allocate((rows,), torch.float32),
     )

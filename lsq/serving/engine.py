@@ -27,8 +27,7 @@ class Engine:
     """Decodes with a DecodingModel; implements lsq.serving.Steps, for one thread at a time.
 
     Sources, words and parents may lie on the CPU, wherever the engine runs, and candidates lie
-    where words do. Inside a step only copies of candidates to the CPU wait for a GPU; so the
-    values of words and parents that lie on one are not checked.
+    where words do. Values of words and parents on a GPU are not checked: that would wait for it.
 
     Args:
         model: the model.
@@ -114,8 +113,6 @@ class Engine:
         """Extend rows as `step` does; return all log-probabilities, float32 [R, V]."""
         return self._run(words, parents, 0, None).every[: len(words)].to(words.device, copy=True)
 
-    # A step
-
     @torch.no_grad()
     def _run(self, words: Tensor, parents: Tensor, top: int, wanted: Tensor | None) -> NextWords:
         """Take a step and return its last operation; `top` 0: with all log-probabilities."""
@@ -156,9 +153,9 @@ class Engine:
         tensors["lengths"][:rows].fill_(taken + 1)
         tensors["positions"][:rows].fill_(padding + 1 + taken)
         if rows < size:
-            surplus = {"sentence": 0, "tokens": padding, "lengths": 0, "positions": 0}
-            for name, value in surplus.items():
-                tensors[name][rows:size].fill_(value)
+            tensors["tokens"][rows:size].fill_(padding)
+            for name in ("sentence", "lengths", "positions"):
+                tensors[name][rows:size].fill_(0)
 
     @torch.inference_mode(False)  # kept tensors are written to in both modes
     def _prepare(self, rows: int, top: int, asked: int):
@@ -182,8 +179,6 @@ class Engine:
         )
         scratch = [take(*spec) for spec in self.backend.scratch(end)]
         return self.backend.prepare([*calls, (end, scratch)]), end
-
-    # The encoder
 
     def _encode(self, sources: Sequence[Tensor]) -> None:
         """Compute keys and values of every sentence."""
@@ -235,8 +230,6 @@ class Engine:
             results[scale] = self._tensors[f"encoder_scale.{index}"]
         calls, _ = self._preparation.calls(program, inputs, results)
         return self.backend.prepare(calls), inputs
-
-    # Memory
 
     @torch.inference_mode(False)
     def _reserve(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -16,7 +16,7 @@ import numpy
 
 from lsq import extras, files
 from lsq.layers.embedding import sinusoidal_table
-from lsq.serving.architecture import Architecture, StackArchitecture
+from lsq.serving.architecture import StackArchitecture
 from lsq.serving.decoding_model import EMBEDDING, PROJECTION, DecodingModel
 
 PADDING = "<blank>"
@@ -81,19 +81,24 @@ def specification(model: DecodingModel, source: Sequence[str] | None, target: Se
         ValueError: see `write`; or the words do not fit the model.
     """
     architecture, specs = model.architecture, specifications()
+
+    def named(words: Sequence[str]) -> list[str]:
+        padding = architecture.padding
+        return [PADDING if number == padding else word for number, word in enumerate(words)]
+
     decoder = specs.TransformerDecoderSpec(
         with_encoder_attention=architecture.encoder is not None,
         **_options(specs, architecture.decoder),
     )
     if architecture.encoder is None:
         made = specs.TransformerDecoderModelSpec(decoder)
-        made.register_vocabulary(_words(target, architecture))
+        made.register_vocabulary(named(target))
         made.config.bos_token = made.config.eos_token
     else:
         encoder = specs.TransformerEncoderSpec(**_options(specs, architecture.encoder))
         made = specs.TransformerSpec(encoder, decoder)
-        made.register_source_vocabulary(_words(source, architecture))
-        made.register_target_vocabulary(_words(target, architecture))
+        made.register_source_vocabulary(named(source))
+        made.register_target_vocabulary(named(target))
         made.config.decoder_start_token = made.config.eos_token
         made.config.add_source_eos = True
         _Stack(model, "encoder").fill(encoder)
@@ -134,12 +139,6 @@ def _options(specs: ModuleType, stack: StackArchitecture) -> dict[str, Any]:
         "activation": activations[config.activation],
         "layernorm_embedding": stack.embedding_norm,
     }
-
-
-def _words(words: Sequence[str], architecture: Architecture) -> list[str]:
-    return [
-        PADDING if number == architecture.padding else word for number, word in enumerate(words)
-    ]
 
 
 class _Stack:

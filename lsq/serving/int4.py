@@ -12,11 +12,9 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from lsq.ops.rounding import RoundWeight
-from lsq.program.values import Weight
 from lsq.quant.formats import Int4, WeightFormat
 from lsq.run.backends import backend
-from lsq.serving.decoding_model import DecodingModel
+from lsq.serving.decoding_model import DecodingModel, round_weight
 
 INT4 = {"weight_format": "int4", "weight_granularity": "channel", "clips": "auto"}
 """Fields of QuantConfig for such weights."""
@@ -61,24 +59,10 @@ def least_squares(values: Tensor, form: WeightFormat) -> tuple[Tensor, Tensor]:
     scale = torch.ones(len(values), dtype=torch.float32)
     least = torch.full_like(scale, math.inf)
     for part in TRIED:
-        weight = _rounded(values, part * largest, form)
+        weight = round_weight(values, part * largest, form, backend("cpu"))
         error = form.unpack(weight.codes, values.shape[1]) * weight.scale[:, None] - values
         error = (error / largest[:, None]).square().sum(dim=1)  # squares alone may be infinite
         better = error < least
         stored = torch.where(better[:, None], weight.codes, stored)
         scale, least = torch.where(better, weight.scale, scale), torch.minimum(error, least)
     return stored, scale.masked_fill(~usable, math.nan)
-
-
-def _rounded(values: Tensor, clip: Tensor, form: WeightFormat) -> Weight:
-    """Round under clips [P]."""
-    cpu = backend("cpu")
-    weight = Weight(
-        format=form,
-        values=values,
-        clip=clip,
-        codes=cpu.allocate((len(values), form.stored_columns(values.shape[1])), form.storage),
-        scale=cpu.allocate((len(values),), torch.float32),
-    )
-    cpu.run(RoundWeight(weight=weight))
-    return weight

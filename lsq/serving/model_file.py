@@ -34,16 +34,13 @@ FORMAT, SPARSE_FORMAT = FORMATS = (KIND + "1", KIND + "2")
 CHECKSUM = "checksum"
 """Name of the checksum of the metadata, in the metadata."""
 CODES, VALUES, INDICES = ".codes", ".codes.values", ".codes.indices"
-FORMAT_NAME, CHECKSUMS, VERSION = "format", "tensors", "lsq"
+FORMAT_NAME, CHECKSUMS = "format", "tensors"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ExportedModel:
-    """A model and what it takes to translate text with it.
-
-    Raises:
-        ValueError: the vocabularies do not fit the model, or a value is out of its range.
-    """
+    """A model and what it takes to translate text with it; ValueError if the vocabularies do not
+    fit the model, or a value is out of its range."""
 
     model: DecodingModel
     source: tuple[str, ...] | None
@@ -52,8 +49,7 @@ class ExportedModel:
     subwords: bytes | None = None
     """sentencepiece's model; None: texts are words with spaces between them."""
     trained_length: int | None = None
-    """Words of the longest sentence that it was trained with, without the end of the sentence, if
-    that is known."""
+    """Words of the longest sentence of the training without its end, if that is known."""
     search: SearchOptions = SearchOptions()
     """How the training itself translated, as far as that is known."""
 
@@ -65,6 +61,8 @@ class ExportedModel:
                 raise ValueError(
                     f"the {side} has {wanted} words, and its vocabulary {len(words or ())}"
                 )
+            if not all(isinstance(word, str) for word in words or ()):
+                raise ValueError(f"the vocabulary of the {side} has words that are no text")
             if len(set(words or ())) != wanted:
                 raise ValueError(f"a word is twice in the vocabulary of the {side}")
         if self.trained_length is not None and not 1 <= self.trained_length <= MOST:
@@ -107,7 +105,7 @@ def write(path: Path, exported: ExportedModel) -> None:
     subwords = b"" if exported.subwords is None else exported.subwords
     metadata = {
         FORMAT_NAME: FORMAT if is_dense else SPARSE_FORMAT,
-        VERSION: lsq.__version__,
+        "lsq": lsq.__version__,
         "architecture": exported.model.architecture.to_json(),
         "source": json.dumps(exported.source),
         "target": json.dumps(exported.target),
@@ -169,37 +167,25 @@ def _model(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> Export
     for name, tensor in tensors.items():
         if wanted.get(name) != checksum(tensor):
             raise ValueError(f"the checksum of {name} does not fit")
-    length = _read(rest, "trained_length", int | None)
-    return ExportedModel(
-        model=model,
-        source=_words(rest, "source"),
-        target=_words(rest, "target") or (),
-        subwords=base64.b64decode(rest.get("subwords", "")) or None,
-        trained_length=length,
-        search=_search(rest, length),
-    )
-
-
-def _search(metadata: Mapping[str, str], trained_length: int | None) -> SearchOptions:
-    """Read the options of the search; earlier files only have the trained length."""
-    if "search" not in metadata:
-        known = {} if trained_length is None else {"max_len_b": trained_length}
-        return SearchOptions(**known)
+    length, source = _read(rest, "trained_length", int | None), _read(rest, "source", list | None)
+    # earlier files only have the trained length
+    search = {} if length is None else {"max_len_b": length}
+    if "search" in rest:
+        search = _read(rest, "search", dict)
     try:
-        return SearchOptions(**_read(metadata, "search", dict))
+        options = SearchOptions(**search)
     except TypeError as error:
         raise ValueError(
             f"search has an option that this version does not know: {error}"
         ) from error
-
-
-def _words(metadata: Mapping[str, str], name: str) -> tuple[str, ...] | None:
-    words = _read(metadata, name, list | None)
-    if words is None:
-        return None
-    if not all(isinstance(word, str) for word in words):
-        raise ValueError(f"{name} has words that are no text")
-    return tuple(words)
+    return ExportedModel(
+        model=model,
+        source=None if source is None else tuple(source),
+        target=tuple(_read(rest, "target", list)),
+        subwords=base64.b64decode(rest.get("subwords", "")) or None,
+        trained_length=length,
+        search=options,
+    )
 
 
 def _read(metadata: Mapping[str, str], name: str, kind: Any) -> Any:
@@ -209,9 +195,7 @@ def _read(metadata: Mapping[str, str], name: str, kind: Any) -> Any:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{name} is no JSON: {error}") from error
     if not isinstance(value, kind):
-        raise ValueError(
-            f"{name} is {value!r:.80}; it must be of type {getattr(kind, '__name__', kind)}"
-        )
+        raise ValueError(f"{name} is {value!r:.80}; it must be of type {kind}")
     return value
 
 
@@ -229,11 +213,8 @@ def split_sparse(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def join_sparse(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Undo `split_sparse`.
-
-    Raises:
-        ValueError: one of a pair is missing, or they do not fit each other.
-    """
+    """Undo `split_sparse`; ValueError if one of a pair is missing, or they do not fit each
+    other."""
     ends = (VALUES, INDICES)
     result = {name: tensor for name, tensor in tensors.items() if not name.endswith(ends)}
     names = {name.removesuffix(end) for end in ends for name in tensors if name.endswith(end)}

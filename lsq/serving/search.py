@@ -13,12 +13,15 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
-from lsq.serving.continuations import Continuations
+from lsq.serving.continuations import (
+    BeamSelection,
+    Chosen,
+    Continuations,
+    GroupSelection,
+    SamplingSelection,
+)
 from lsq.serving.search_options import SearchOptions
-from lsq.serving.selection import Chosen, Selection, selection_of
 from lsq.serving.steps import Hypothesis, Steps, Symbols
-
-SYMBOLS = Symbols()
 
 
 @torch.no_grad()
@@ -28,7 +31,7 @@ def search(
     options: SearchOptions,
     prefixes: Sequence[Tensor | None] | None = None,
     *,
-    symbols: Symbols = SYMBOLS,
+    symbols: Symbols = Symbols(),  # noqa: B008  frozen
     generator: torch.Generator | None = None,
     before_step: Callable[[], object] | None = None,
 ) -> list[list[Hypothesis]]:
@@ -53,8 +56,13 @@ def search(
     limit = length_limit(steps, sources, options)
     beam = min(options.beam, steps.words - 1)  # padding is never chosen
     forced = forced_words(steps, len(sources), prefixes, symbols, sources[0].device)
-    generator = generator or torch.Generator(sources[0].device).manual_seed(options.seed)
-    selection = selection_of(options, beam, steps.words, generator)
+    if options.sampling:
+        generator = generator or torch.Generator(sources[0].device).manual_seed(options.seed)
+        selection = SamplingSelection(options, beam, steps.words, generator)
+    elif options.diverse_beam_groups != -1:
+        selection = GroupSelection(options, beam, steps.words)
+    else:
+        selection = BeamSelection(beam, steps.words)
     continuations = Continuations(steps, options, symbols, limit, selection.needed, forced)
     steps.begin(sources, rows=len(sources) * beam, steps=limit + 1)
     results = _Search(continuations, selection, beam, sources).run(before_step)
@@ -71,11 +79,8 @@ def search(
 
 
 def length_limit(steps: Steps, sources: Sequence[Tensor], options: SearchOptions) -> int:
-    """Return how many words a hypothesis may have before its end.
-
-    Raises:
-        ValueError: fewer than the options want.
-    """
+    """Return how many words a hypothesis may have before its end; ValueError if the options want
+    more."""
     longest = max(len(source) for source in sources)
     limit = most_words(options, longest, steps.longest)
     if options.min_len > limit:
@@ -102,11 +107,8 @@ def forced_words(
     symbols: Symbols,
     device: torch.device,
 ) -> Tensor | None:
-    """Return the prefixes as int64 [count, P], filled with padding; None if all are empty.
-
-    Raises:
-        ValueError: their number is not `count`, or one has a word outside the vocabulary.
-    """
+    """Return the prefixes as int64 [count, P], filled with padding, or None if all are empty;
+    ValueError if their number is not `count`, or one has a word outside the vocabulary."""
     if prefixes is None:
         return None
     if len(prefixes) != count:
@@ -137,7 +139,7 @@ class _Search:
     def __init__(
         self,
         continuations: Continuations,
-        selection: Selection,
+        selection: BeamSelection | SamplingSelection | GroupSelection,
         beam: int,
         sources: Sequence[Tensor],
     ):

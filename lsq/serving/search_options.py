@@ -5,13 +5,19 @@ from dataclasses import dataclass, fields
 
 from lsq.config import require_positive
 
-SMALLEST = {"beam": 1, "nbest": 1, "max_len_b": 0, "min_len": 0, "no_repeat_ngram_size": 0}
+LEAST = {
+    "beam": 1,
+    "nbest": 1,
+    "max_len_a": 0.0,
+    "max_len_b": 0,
+    "min_len": 0,
+    "no_repeat_ngram_size": 0,
+    "unk_penalty": -80.0,  # a probability times e to a higher power overflows float32
+}
 FINITE = ("length_penalty", "max_len_a", "unk_penalty", "diverse_beam_strength")
 LARGEST = {"length_penalty": 10, "diverse_beam_strength": 1000}
 """Magnitudes. Lengths to a higher power overflow float32; words of a higher cost are never chosen
 while anything else is possible."""
-LARGEST_REWARD = 80
-"""A probability times e to a higher power overflows float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,12 +75,11 @@ class SearchOptions:
                 raise ValueError(
                     f"{field.name} is {value!r:.100}; it must be of type {field.type.__name__}"
                 )
-        for name, least in SMALLEST.items():
-            if getattr(self, name) < least:
-                raise ValueError(
-                    f"{name} is {getattr(self, name)}; it must be a whole number of at least"
-                    f" {least}"
-                )
+        for name, least in LEAST.items():
+            value = getattr(self, name)
+            if value < least:
+                kind = "a whole number of " if type(least) is int else ""
+                raise ValueError(f"{name} is {value}; it must be {kind}at least {least}")
         if self.nbest > self.beam:
             raise ValueError(
                 f"nbest is {self.nbest} and beam {self.beam}; a search returns at most beam"
@@ -89,23 +94,14 @@ class SearchOptions:
                 raise ValueError(
                     f"{name} is {getattr(self, name)}; it must be from -{most} to {most}"
                 )
-        if self.unk_penalty < -LARGEST_REWARD:
-            raise ValueError(
-                f"unk_penalty is {self.unk_penalty}; it must be at least -{LARGEST_REWARD}"
-            )
-        if self.max_len_a < 0:
-            raise ValueError(f"max_len_a is {self.max_len_a}; it must be at least 0")
         if not -(2**63) <= self.seed < 2**64:
             raise ValueError(f"seed is {self.seed}; it must be from -2^63 to 2^64 - 1")
-        self._check_sampling()
         groups = self.diverse_beam_groups
         if groups != -1 and (groups < 1 or self.beam % groups):
             raise ValueError(
                 f"diverse_beam_groups is {groups} and beam {self.beam}; groups must divide the"
                 " beam, or be -1"
             )
-
-    def _check_sampling(self) -> None:
         if self.sampling_topk != -1 and self.sampling_topk < 1:
             raise ValueError(
                 f"sampling_topk is {self.sampling_topk}; it must be at least 1, or -1 for all words"

@@ -4,6 +4,7 @@ They are made of the blocks of the modules, under the names of DecodingModel, so
 are the same. M rows of packed sentences, R rows of a step, H hidden.
 """
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
@@ -38,13 +39,11 @@ def encoder_program(
     x = embedded(b, architecture, "encoder", sentences.rows)
     cu_seqlens = sentences.cu_seqlens(b, "cu_seqlens")
 
-    def attend(prefix: str, rows: Rows) -> VirtualTensor:
-        return blocks.self_attention(
-            b, stack.config, rows, cu_seqlens, prefix + "self_attn.", causal=False
-        )
+    def attend(index: int, rows: Rows) -> VirtualTensor:
+        prefix = f"encoder.layers.{index}.self_attn."
+        return blocks.self_attention(b, stack.config, rows, cu_seqlens, prefix, causal=False)
 
-    residual, update = layers(b, "encoder", stack, x, attend)
-    last = blocks.leave(b, stack.config, residual, update, last_norm("encoder", stack))
+    last = blocks.leave(b, stack.config, *layers(b, "encoder", stack, x, {"self_attn": attend}))
     if stack.final_norm:
         last = blocks.norm(
             b, stack.config, last, None, name="encoder.layer_norm", clip=None, keep_float=True
@@ -69,36 +68,59 @@ def step_program(architecture: Architecture, rows: int, backend: Backend) -> Pro
     b, stack = builder_of("decoder_step", architecture, backend), architecture.decoder
     config, hidden = stack.config, stack.config.hidden
     x = embedded(b, architecture, "decoder", rows)
-    own = indices(b, rows, "lists", "lengths", "owned")
-    of_encoder = None
-    if architecture.encoder is not None:
-        of_encoder = indices(b, rows, "encoder_lists", "encoder_lengths", "sentence")
 
-    def attend(prefix: str, values: Rows) -> VirtualTensor:
-        index, prefix = prefix.split(".")[2], prefix + "self_attn."
+    def indices(lists: str, lengths: str, owned: str) -> dict[str, VirtualTensor]:
+        """Declare inputs of these names, by which rows find keys in caches."""
+        return {
+            "lists": b.input(lists, (1, 1), torch.int64),
+            "lengths": b.input(lengths, (1,), torch.int64),
+            "owned": b.input(owned, (rows,), torch.int64),
+        }
+
+    def attended(prefix: str, queries: Rows, **cached) -> VirtualTensor:
+        """Add attention of queries to a cache and its output projection: floats [R, H]."""
+        context = b.result(prefix + "context", (rows, hidden), prefix + "context_clip")
+        b.add(
+            CachedAttention(
+                queries=queries.coded.bare(), heads=config.heads, context=context.rounded, **cached
+            )
+        )
+        return b.project(
+            context.rows,
+            prefix + "out_weight",
+            (hidden, hidden),
+            Epilogue(name=prefix + "out"),
+            bias=blocks.bias_of(config, prefix + "out"),
+        ).floats
+
+    own = indices("lists", "lengths", "owned")
+
+    def attend(index: int, values: Rows) -> VirtualTensor:
+        prefix = f"decoder.layers.{index}.self_attn."
         qkv = blocks.project_heads(b, config, values, prefix + "qkv", 3)
         cache = b.input(f"cache.{index}", (1, 2 * hidden), torch.int8)
-        cached = {"cache": cache, "cache_scale": qkv.scale, "appends": True}
-        return attended(b, stack, prefix, qkv, **cached, **own)
+        return attended(prefix, qkv, cache=cache, cache_scale=qkv.scale, appends=True, **own)
 
-    def attend_to_encoder(prefix: str, values: Rows) -> VirtualTensor:
-        index, prefix = prefix.split(".")[2], prefix + "encoder_attn."
-        queries = blocks.project_heads(b, config, values, prefix + "query", 1)
-        cache = b.input(f"encoder_out.{index}", (1, 2 * hidden), torch.int8)
-        scale = b.input(f"encoder_scale.{index}", (1,))
-        cached = {"cache": cache, "cache_scale": scale, "appends": False}
-        return attended(b, stack, prefix, queries, **cached, **of_encoder)
+    attentions = {"self_attn": attend}
+    if architecture.encoder is not None:
+        of_encoder = indices("encoder_lists", "encoder_lengths", "sentence")
 
-    residual, update = layers(
-        b, "decoder", stack, x, attend, None if of_encoder is None else attend_to_encoder
-    )
-    norm = last_norm("decoder", stack)
+        def attend_to_encoder(index: int, values: Rows) -> VirtualTensor:
+            prefix = f"decoder.layers.{index}.encoder_attn."
+            queries = blocks.project_heads(b, config, values, prefix + "query", 1)
+            cache = b.input(f"encoder_out.{index}", (1, 2 * hidden), torch.int8)
+            scale = b.input(f"encoder_scale.{index}", (1,))
+            return attended(
+                prefix, queries, cache=cache, cache_scale=scale, appends=False, **of_encoder
+            )
+
+        attentions["encoder_attn"] = attend_to_encoder
+    residual, update, norm = layers(b, "decoder", stack, x, attentions)
     if config.pre_norm and not stack.final_norm:
         last = blocks.leave(b, config, residual, update, norm)
         coded = b.round(last, PROJECTION_CLIP).coded
     else:
-        clip, following = PROJECTION_CLIP, "decoder.layer_norm"
-        names = {"own": norm, "following": following, "clip": clip}
+        names = {"own": norm, "following": "decoder.layer_norm", "clip": PROJECTION_CLIP}
         coded = blocks.between(b, config, residual, update, **names).rows.coded
     b.output(coded.codes)
     b.output(coded.scale)
@@ -139,69 +161,28 @@ def layers(
     side: str,
     stack: StackArchitecture,
     x: VirtualTensor,
-    attend,
-    attend_to_encoder=None,
-) -> tuple[Residual, VirtualTensor]:
-    """Add all layers of a stack; return (the residual of the last block, its update).
+    attentions: Mapping[str, Callable[[int, Rows], VirtualTensor]],
+) -> tuple[Residual, VirtualTensor, str]:
+    """Add all layers of a stack; return (the residual of the last block, its update, its norm).
 
-    `attend` and `attend_to_encoder` add attention of a layer, given its prefix and its input.
-    Between two layers one operation adds, normalises and rounds, as between two blocks of a layer.
+    `attentions`: by its name, each adds an attention of a layer, given its index and input. Between
+    two layers one operation adds, normalises and rounds, as between two blocks of a layer.
     """
-    config, residual, update = stack.config, None, None
+    config, residual, update, own = stack.config, None, None, ""
+
+    def feed_forward(index: int, rows: Rows) -> VirtualTensor:
+        return blocks.feed_forward(b, config, rows, f"{side}.layers.{index}.feed_forward.")
+
     for index in range(stack.layers):
-        prefix = f"{side}.layers.{index}."
-        norm, clip = prefix + "self_attn_layer_norm", prefix + "self_attn.input_clip"
-        if residual is None:
-            residual = blocks.enter(b, config, x, norm, clip)
-        else:
-            own = f"{side}.layers.{index - 1}.final_layer_norm"
-            residual = blocks.between(
-                b, config, residual, update, own=own, following=norm, clip=clip
-            )
-        own, update = norm, attend(prefix, residual.rows)
-        if attend_to_encoder is not None:
-            norm, clip = prefix + "encoder_attn_layer_norm", prefix + "encoder_attn.input_clip"
-            residual = blocks.between(
-                b, config, residual, update, own=own, following=norm, clip=clip
-            )
-            own, update = norm, attend_to_encoder(prefix, residual.rows)
-        norm, clip = prefix + "final_layer_norm", prefix + "feed_forward.input_clip"
-        residual = blocks.between(b, config, residual, update, own=own, following=norm, clip=clip)
-        update = blocks.feed_forward(b, config, residual.rows, prefix + "feed_forward.")
-    return residual, update
-
-
-def last_norm(side: str, stack: StackArchitecture) -> str:
-    """Return the name of the last norm of the last layer."""
-    return f"{side}.layers.{stack.layers - 1}.final_layer_norm"
-
-
-def indices(
-    b: LayerBuilder, rows: int, lists: str, lengths: str, owned: str
-) -> dict[str, VirtualTensor]:
-    """Declare inputs of these names, by which rows find keys in caches."""
-    return {
-        "lists": b.input(lists, (1, 1), torch.int64),
-        "lengths": b.input(lengths, (1,), torch.int64),
-        "owned": b.input(owned, (rows,), torch.int64),
-    }
-
-
-def attended(
-    b: LayerBuilder, stack: StackArchitecture, prefix: str, queries: Rows, **cached
-) -> VirtualTensor:
-    """Add attention of queries to a cache and its output projection: floats [R, H]."""
-    config, rows = stack.config, queries.tensor.shape[0]
-    context = b.result(prefix + "context", (rows, config.hidden), prefix + "context_clip")
-    b.add(
-        CachedAttention(
-            queries=queries.coded.bare(), heads=config.heads, context=context.rounded, **cached
-        )
-    )
-    return b.project(
-        context.rows,
-        prefix + "out_weight",
-        (config.hidden, config.hidden),
-        Epilogue(name=prefix + "out"),
-        bias=blocks.bias_of(config, prefix + "out"),
-    ).floats
+        for name, add in {**attentions, "feed_forward": feed_forward}.items():
+            prefix = f"{side}.layers.{index}."
+            norm = prefix + ("final" if name == "feed_forward" else name) + "_layer_norm"
+            clip = f"{prefix}{name}.input_clip"
+            if residual is None:
+                residual = blocks.enter(b, config, x, norm, clip)
+            else:
+                residual = blocks.between(
+                    b, config, residual, update, own=own, following=norm, clip=clip
+                )
+            own, update = norm, add(index, residual.rows)
+    return residual, update, own

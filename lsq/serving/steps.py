@@ -39,7 +39,7 @@ class Candidates:
     words: Tensor
     """int64 [R, K], the most probable first; of equally probable ones the lower number first."""
     log_probabilities: Tensor
-    """float32 [R, K], of these."""
+    """float32 [R, K]"""
     wanted: Tensor | None
     """float32 [R, W], log-probabilities of the words that were asked for."""
 

@@ -36,6 +36,7 @@ class Words:
 
     symbols: Sequence[str]
     beginning: int
+    padding: int
     end: int
     unknown: int
 
@@ -59,13 +60,8 @@ class Words:
 
 
 class Subwords:
-    """Converts text to words and back.
-
-    Args:
-        source, target: the vocabularies of a model.
-        processor: sentencepiece's model; None if texts are words of the vocabularies with spaces
-            between them.
-    """
+    """Converts text to words of two vocabularies and back, by sentencepiece's model; without one,
+    texts are words with spaces between them."""
 
     def __init__(self, source: Words, target: Words, processor: "SentencePieceProcessor | None"):
         self.source, self.target, self.processor = source, target, processor
@@ -143,11 +139,8 @@ def sentences(line: str) -> list[str]:
 def pieces(
     words: Sequence[int], longest: int, begins: Callable[[int], bool]
 ) -> Iterator[Sequence[int]]:
-    """Cut a sentence into pieces of similar length, of at most `longest` subwords.
-
-    Args:
-        begins: whether a subword begins a word of the text; cuts come before one, if there is any.
-    """
+    """Cut a sentence into pieces of similar length, of at most `longest` subwords; before subwords
+    that begin a word of the text, if there are any."""
     start = 0
     while (left := len(words) - start) > longest:
         end = start + math.ceil(left / math.ceil(left / longest))

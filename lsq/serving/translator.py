@@ -1,24 +1,31 @@
-"""Translation of lines of text: empty, long and unknown ones included, in batches of any size."""
+"""Translation of lines of text, empty, long and unknown ones included, in batches of any size, by
+models that `lsq export` or a training has written."""
 
 import logging
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from lsq.config import require_choice
+from lsq.run.backends import Backend, backend
+from lsq.run.cuda import gpu_fault
+from lsq.serving import model_file
+from lsq.serving.engine import Engine
 from lsq.serving.search import most_words, search
 from lsq.serving.search_options import SearchOptions
-from lsq.serving.steps import Hypothesis
-from lsq.serving.subwords import pieces, sentences
-from lsq.serving.translation_model import TranslationModel
+from lsq.serving.steps import Hypothesis, Steps, Symbols
+from lsq.serving.subwords import Subwords, Words, pieces, processor_of, sentences
 from lsq.text.corpus import has_text
 
 logger = logging.getLogger(__name__)
 
+DEVICES = {"cpu": "cpu", "cuda": "cuda", "emulator": "emulated"}
+"""Devices -> backends."""
 BATCH_TOKENS = 2048
 """Words of a batch's sources, with padding; hypotheses are limited in proportion."""
 SHORT = 256
@@ -39,6 +46,94 @@ SHOWN = 60
 """Characters of a line in a message, at most."""
 
 
+def backend_of(device: str) -> Backend:
+    """Return the backend of a device, one of DEVICES, with activations in float32; ValueError if
+    there is no device of that name, or it does not work here."""
+    require_choice("device", device, DEVICES)
+    fault = gpu_fault() if device == "cuda" else None
+    if fault:
+        raise ValueError(f"device cuda: {fault}")
+    try:
+        return backend(DEVICES[device], torch.float32)
+    except RuntimeError as error:
+        raise ValueError(f"device {device}: {error}") from error
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TranslationModel:
+    """A model that is ready to translate, and `stamp_of` its file when it was read."""
+
+    file: Path
+    stamp: tuple
+    steps: Steps
+    subwords: Subwords
+    longest_source: int
+    """Words of a sentence, its end included, at most."""
+    options: SearchOptions
+    """How the training itself translated, as far as that is known."""
+
+    @property
+    def symbols(self) -> Symbols:
+        """The special words of a search."""
+        words = self.subwords.target
+        return Symbols(start=words.end, padding=words.padding, end=words.end, unknown=words.unknown)
+
+    def changed(self) -> bool:
+        """Whether the file was replaced, written to or removed since it was read."""
+        try:
+            return stamp_of(self.file) != self.stamp
+        except OSError:
+            return True
+
+
+def longest_source(positions: int, trained_length: int | None) -> int:
+    """Return how many words a source may have: no more than in training, if that is known."""
+    return min(positions, (trained_length or positions) + 1)
+
+
+def stamp_of(file: Path) -> tuple:
+    """Return what changes when a file is replaced or written to; OSError if it is gone."""
+    status = file.stat()
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def read_exported(path: Path, device: Backend | None = None) -> TranslationModel:
+    """Read a file of `lsq export`, to compute on a backend; None: on the CPU.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is damaged, or a language model, or another file.
+    """
+    stamp = stamp_of(path)
+    exported = model_file.read(path)
+    architecture = exported.model.architecture
+    if exported.source is None or architecture.encoder is None:
+        raise ValueError(f"{path} is a language model; it does not translate")
+    end = architecture.eos
+    source, target = (
+        Words(
+            symbols=symbols,
+            beginning=architecture.bos,
+            padding=architecture.padding,
+            end=end,
+            unknown=architecture.unk,
+        )
+        for symbols in (exported.source, exported.target)
+    )
+    steps = Engine(exported.model, device)
+    # copies all weights: the file may change from now on
+    steps.begin([torch.tensor([end])], rows=1, steps=1)
+    steps.step(torch.tensor([end]), torch.tensor([0]), top=1)
+    return TranslationModel(
+        file=path,
+        stamp=stamp,
+        steps=steps,
+        subwords=Subwords(source, target, exported.subwords and processor_of(exported.subwords)),
+        longest_source=longest_source(architecture.encoder.max_positions, exported.trained_length),
+        options=exported.search,
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Translation:
     """One translation of a line."""
@@ -48,7 +143,7 @@ class Translation:
     """Of its hypothesis; of a line that was cut, the mean of its parts' scores, weighted by their
     words, or their sum if scores are not normalised."""
     too_long: bool = False
-    """Whether the line is too long for the model, so that it was cut, skipped or copied."""
+    """Whether the line was too long for the model, and so cut, skipped or copied."""
 
 
 class RefusedLine(ValueError):
@@ -76,7 +171,6 @@ class Source:
 
     parts: list[Part]
     too_long: bool = False
-    """Whether it is too long for the model."""
     instead: str = ""
     """Its translation if it has no parts."""
 
@@ -88,15 +182,13 @@ class BatchLimit:
     Of S sentences with `beam` hypotheses each, the sources have at most `tokens` words, with
     padding; the hypotheses, at the largest length that the options allow, HYPOTHESIS_WORDS times as
     many; and the words that may follow them, which are the whole vocabulary if words are drawn from
-    it, PROBABILITIES times as many.
+    it, PROBABILITIES times as many. A hypothesis has at most `positions` words.
     """
 
     tokens: int
     options: SearchOptions
     vocabulary: int
-    """Words of the target."""
     positions: int
-    """Words of a hypothesis, its end included, at most."""
 
     def holds(self, sentences: int, longest: int) -> bool:
         """Whether so many sentences, the longest of so many words, are within the limit."""
@@ -116,7 +208,7 @@ def batches(lengths: Sequence[int], limit: BatchLimit) -> Iterator[list[int]]:
     """Yield batches of numbers of sentences, the longest first, each within the limit or with one
     sentence."""
     batch: list[int] = []
-    for sentence in sorted(range(len(lengths)), key=lambda sentence: -lengths[sentence]):
+    for sentence in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
         if batch and not limit.holds(len(batch) + 1, lengths[batch[0]]):
             yield batch
             batch = []
@@ -137,12 +229,11 @@ class TextTranslator:
 
     Args:
         model: the model, its vocabularies and limits.
-        batch_tokens: words of a batch, with padding (see BatchLimit); a batch has one sentence at
-            least.
+        batch_tokens: words of a batch, with padding (see BatchLimit); it has one sentence at least.
         long_lines: treatment of lines that are too long for the model. "cut": they are translated
             in parts, cut at the ends of their sentences, and if a sentence is too long, between its
-            words; "skip": their translations are empty; "copy": their translations are the lines
-            themselves; "refuse": RefusedLine is raised.
+            words; "skip": their translations are empty; "copy": they are their translations;
+            "refuse": RefusedLine is raised.
 
     Raises:
         ValueError: batch_tokens is below 1, or there is no such value of long_lines.
@@ -158,7 +249,6 @@ class TextTranslator:
         self._searching, self._process = threading.Lock(), os.getpid()
 
     def __reduce__(self):
-        """Refuse, as its engine does."""
         raise TypeError(
             "a Translator is neither copied nor pickled; make one in each process, from the same"
             " file"
@@ -166,8 +256,7 @@ class TextTranslator:
 
     @property
     def options(self) -> SearchOptions:
-        """Default options of the search: those with which the run translated its test set, or a
-        training of fairseq's with --eval-bleu its validation set."""
+        """Default options of the search: those with which the training itself translated."""
         return self.model.options
 
     def translate(
@@ -186,9 +275,9 @@ class TextTranslator:
             progress: called with the number of lines, or parts of lines, whenever some are done.
 
         Returns:
-            For each line its translations, the best first, at most `options.nbest`. An empty line,
-            which has no visible character or none that the model knows, has one, without words. A
-            line that is skipped or copied has one, too.
+            For each line its translations, the best first, at most `options.nbest`; one alone,
+            without words, of an empty line, which has no visible character or none that the model
+            knows; and one of a line that is skipped or copied.
 
         Raises:
             RefusedLine: a line or a prefix holds what is no text, a prefix is too long, or a line
@@ -196,7 +285,18 @@ class TextTranslator:
             ValueError: lines or prefixes are no list of strings, or their numbers differ.
         """
         options = options or self.options
-        sources = self.sources(lines, [""] * len(lines) if prefixes is None else prefixes)
+        prefixes = [""] * len(lines) if prefixes is None else prefixes
+        for name, texts in (("lines", lines), ("prefixes", prefixes)):
+            if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
+                raise ValueError(
+                    f"{name} must be a list of strings, such as ['one line', 'another line']"
+                )
+        if len(prefixes) != len(lines):
+            raise ValueError(
+                f"there are {len(lines)} lines but {len(prefixes)} prefixes; give one for each line"
+            )
+        pairs = enumerate(zip(lines, prefixes, strict=True))
+        sources = [self.source(number, line, prefix) for number, (line, prefix) in pairs]
         parts = [part for source in sources for part in source.parts]
         hypotheses: dict[int, list[Hypothesis]] = {}
         for batch in batches([len(part.words) for part in parts], self.limit(options)):
@@ -216,30 +316,30 @@ class TextTranslator:
             positions=steps.longest,
         )
 
-    def sources(self, lines: Sequence[str], prefixes: Sequence[str]) -> list[Source]:
-        """Prepare all lines; raises as `translate` does."""
-        for name, texts in (("lines", lines), ("prefixes", prefixes)):
-            if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
-                raise ValueError(
-                    f"{name} must be a list of strings, such as ['one line', 'another line']"
-                )
-        if len(prefixes) != len(lines):
-            raise ValueError(
-                f"there are {len(lines)} lines but {len(prefixes)} prefixes; give one for each line"
-            )
-        pairs = enumerate(zip(lines, prefixes, strict=True))
-        return [self.source(number, line, prefix) for number, (line, prefix) in pairs]
-
     def source(self, number: int, line: str, prefix: str = "") -> Source:
         """Prepare line `number`; RefusedLine if it is too long, or holds what is no text."""
         for text in (line, prefix):
-            _check_text(number, text)
+            if "\0" in text:
+                raise RefusedLine(number, "a NUL character is no text; remove it")
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                raise RefusedLine(
+                    number, f"{text[error.start]!r} is half of a character; remove it"
+                ) from None
         text = " ".join(line.split())
         subwords, longest = self.model.subwords, self.model.longest_source
         encoded = [subwords.source_words(text)]
         too_long = len(encoded[0]) > longest
         if subwords.source.says_nothing(encoded[0].tolist()):
-            self._warn_of_nothing(number, text)
+            if has_text(text) and not self._warned_of_nothing:
+                self._warned_of_nothing = True
+                logger.warning(
+                    "line %d: %r has no character or word that the model knows; it is translated as"
+                    " an empty line (said once)",
+                    number + 1,
+                    text[:SHOWN],
+                )
             return Source(parts=[])
         if too_long and self.long_lines == "refuse":
             raise RefusedLine(
@@ -270,16 +370,6 @@ class TextTranslator:
             for piece in pieces(words[:-1].tolist(), longest, subwords.begins_word):
                 yield torch.tensor([*piece, subwords.source.end])
 
-    def _warn_of_nothing(self, number: int, text: str) -> None:
-        if not self._warned_of_nothing and has_text(text):
-            self._warned_of_nothing = True
-            logger.warning(
-                "line %d: %r has no character or word that the model knows; it is translated as an"
-                " empty line (said once)",
-                number + 1,
-                text[:SHOWN],
-            )
-
     def _beginning(self, number: int, prefix: str) -> Tensor:
         """Return the words of a prefix; warn once of unknown ones."""
         symbols, text = self.model.symbols, " ".join(prefix.split()) if has_text(prefix) else ""
@@ -309,8 +399,7 @@ class TextTranslator:
         Raises:
             RefusedLine: a prefix has more words than a hypothesis may have.
             ValueError: the options allow no hypothesis of a part.
-            RuntimeError: the process was forked off the one that loaded the model, and would wait
-                for its threads.
+            RuntimeError: this process was forked off the one that loaded the model.
         """
         if os.getpid() != self._process and torch.get_num_threads() > 1:
             raise RuntimeError(
@@ -340,37 +429,21 @@ class TextTranslator:
     def joined(
         self, sources: Sequence[Source], results: Iterable[list[Hypothesis]], options: SearchOptions
     ) -> list[list[Translation]]:
-        """Return what `translate` returns, from the hypotheses of the parts of all lines."""
-        hypotheses = iter(results)
-        return [
-            self._of_line(
-                source, [next(hypotheses) for _ in source.parts], options.normalize_scores
-            )
-            for source in sources
-        ]
-
-    def _of_line(
-        self, source: Source, parts: list[list[Hypothesis]], normalized: bool
-    ) -> list[Translation]:
-        """Join the best hypotheses of all parts, then the second best of all, and so on."""
-        if not parts:
-            return [Translation(text=source.instead, score=0.0, too_long=source.too_long)]
-        translations = []
-        for chosen in zip(*parts, strict=False):
-            text = " ".join(filter(None, (self.model.subwords.text(part.words) for part in chosen)))
-            weights = [len(part.words) if normalized else 1 for part in chosen]
-            total = sum(part.score * weight for part, weight in zip(chosen, weights, strict=True))
-            score = total / sum(weights) if normalized else total
-            translations.append(Translation(text=text, score=score, too_long=source.too_long))
-        return translations
-
-
-def _check_text(number: int, text: str) -> None:
-    if "\0" in text:
-        raise RefusedLine(number, "a NUL character is no text; remove it")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise RefusedLine(
-            number, f"{text[error.start]!r} is half of a character; remove it"
-        ) from None
+        """Return what `translate` returns, from the hypotheses of the parts of all lines: the best
+        of all parts of a line together, then the second best of all, and so on."""
+        hypotheses, lines = iter(results), []
+        for source in sources:
+            translations, parts = [], [next(hypotheses) for _ in source.parts]
+            for chosen in zip(*parts, strict=False):
+                texts = [self.model.subwords.text(part.words) for part in chosen]
+                weights = [len(part.words) if options.normalize_scores else 1 for part in chosen]
+                score = sum(
+                    part.score * weight for part, weight in zip(chosen, weights, strict=True)
+                )
+                if options.normalize_scores:
+                    score /= sum(weights)
+                text = " ".join(filter(None, texts))
+                translations.append(Translation(text=text, score=score, too_long=source.too_long))
+            without = Translation(text=source.instead, score=0.0, too_long=source.too_long)
+            lines.append(translations if parts else [without])
+        return lines

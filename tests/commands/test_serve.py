@@ -19,7 +19,7 @@ from tests.serving.test_model_file import exported
 
 def test_every_limit_is_an_option(lsq):
     shown = lsq("serve", "--help")[1]
-    for name in ("queue", "request-bytes", "translate-seconds"):
+    for name in ("queue", "beam", "words"):
         assert f"--limit-{name}" in shown
 
 
@@ -48,7 +48,7 @@ from lsq.serving.http import service as application, server
 from lsq.serving.http.requests import Limits
 translator = translate.translator_of(serve.parser().parse_args(["--model", {str(path)!r}]))
 service = application.Service(translator, translator.options, Limits())
-server.server_of(service.application(), Limits(), print)
+server.server_of(service.application())
 assert translator.translate(["encoder5\u2581 encoder6\u2581"])[0][0].text
 late = ("fairseq", "omegaconf", "matplotlib", "scipy", "sympy", "numpy.f2py")
 late += ("torch._dynamo", "torch._inductor")

@@ -10,8 +10,7 @@ from fairseq import options
 from fairseq.data import Dictionary
 from torch import nn
 
-from lsq.fairseq.model import LSQTransformerModel
-from lsq.fairseq.paddings import Paddings
+from lsq.fairseq.model import LSQTransformerModel, Paddings
 from lsq.layers import TransformerLanguageModel
 from lsq.optim import Adam
 from lsq.run.backends import backend

@@ -2,15 +2,12 @@
 scratch."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+from fairseq.criterions import build_criterion
 from fairseq.tasks import FairseqTask
 from torch.testing import assert_close
-
-from lsq.layers import module
-from lsq.ops.vocabulary_loss import KeptInputGradient, KeptWeightGradient
-from lsq.program.operation import Operation
-from lsq.run.executor import Execution, Hooks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +16,45 @@ class Beam:
 
     beam: int = 4
     max_len_b: int = 12
+
+
+def assert_equal_states(one: dict, other: dict) -> None:
+    """To the bit."""
+    assert one.keys() == other.keys()
+    different = [name for name, tensor in one.items() if not torch.equal(tensor, other[name])]
+    assert not different
+
+
+def assert_resumes_to_the_bit(train, folder: Path, given: str, updates: tuple[int, int]) -> None:
+    """A training that is interrupted after the first of two numbers of updates."""
+    part, whole = updates
+    expected = train(folder / "whole", f"--max-update {whole} {given}")["model"]
+    train(folder / "parts", f"--max-update {part} {given}")
+    found = train(folder / "parts", f"--max-update {whole} {given}")["model"]
+    assert_equal_states(found, expected)
+
+
+def assert_same_loss(parse, build, batch, criterions: list[str], given: str) -> None:
+    """Two criterions: their losses, sample sizes, logs, and gradients of the first table of
+    words."""
+    found = []
+    for name in criterions:
+        torch.manual_seed(5)
+        options = f"{given} --criterion {name} --lsq-backward float"
+        task, model = build(options)
+        criterion, sample = build_criterion(parse(options), task), batch(task)
+        model.eval()
+        criterion(model, sample)
+        loss, sample_size, logged = criterion(model, sample)
+        loss.backward()
+        table = getattr(model, "encoder", model.decoder).embed_tokens.weight
+        found.append((loss.detach(), sample_size, logged, table.grad))
+    (loss, size, logged, gradient), (ours, our_size, our_log, our_gradient) = found
+    assert_close(ours, loss)
+    assert our_size == size and logged.keys() <= our_log.keys()
+    for key, value in logged.items():
+        assert_close(torch.as_tensor(our_log[key]), torch.as_tensor(value))
+    assert_close(our_gradient, gradient, rtol=0, atol=1e-4 * gradient.abs().max().item())
 
 
 def assert_equal_in_float(theirs, ours, sample: dict, words: torch.Tensor) -> None:
@@ -58,119 +94,3 @@ def decoded_alike(task, model, sample: dict, options: Beam, **prefix) -> list[li
         scores = [torch.stack([h["score"] for h in sentence]) for sentence in (with_state, without)]
         assert_close(*scores, rtol=1e-5, atol=1e-4)
     return found[0]
-
-
-ADDED_TO = KeptInputGradient, KeptWeightGradient
-"""Operations that share what they write with another one."""
-
-
-class Steps:
-    """What all operations of a model wrote, pass by pass, in one place: noted, then compared with
-    another place's.
-
-    In the other place each operation reads what those of the first wrote, so that what differs is
-    its own doing: a gradient's code that falls to the other side of a border changes all that
-    follows by more than any rounding of sums does.
-    """
-
-    def __init__(self):
-        self.noted: dict[tuple, torch.Tensor] = {}
-        self.found: dict[tuple, torch.Tensor] = {}
-        self.following = False
-        self.passes = 0
-
-    def follow(self) -> None:
-        """Begin anew, in the other place."""
-        self.following, self.passes = True, 0
-
-    def written(self, declared: Operation, operation: Operation) -> None:
-        """An operation of a pass has run."""
-        for virtual, tensor in zip(declared.outputs, operation.outputs, strict=True):
-            self.note(virtual.name, tensor, declared.name if isinstance(declared, ADDED_TO) else "")
-
-    def note(self, name: str, tensor: torch.Tensor, by: str = "") -> None:
-        """Note a tensor of this pass, or find it and put the one that was noted in its place.
-
-        `by`: the operation that wrote it, if it is one of ADDED_TO.
-        """
-        key = self.passes, name, tuple(tensor.shape), by
-        if not self.following:
-            self.noted[key] = tensor.clone()
-        elif key in self.noted:
-            self.found[key] = tensor.clone()
-            tensor.copy_(self.noted[key])
-
-
-class Followed(Execution):
-    """Runs both passes operation by operation and shows their outputs to `steps`."""
-
-    steps: Steps
-
-    def __call__(self, tensors: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        for name, codes in tensors.items():
-            if codes.dtype == torch.int8:
-                self.steps.note(name, codes)
-        return super().__call__(tensors)
-
-    def run_pass(self, indices: range, values: dict, frame) -> None:
-        self.steps.passes += 1
-        before = None if indices.start else self.hooks.before
-        if indices.start:
-            values.update({**frame.kept(self.program), **values})
-        self.run(indices, values, frame, Hooks(before=before, after=self.steps.written))
-
-
-def assert_same_steps(build, batch, arguments: str, where: str, monkeypatch) -> None:
-    """Each operation of a model's first training step and of its evaluation does on the CPU what it
-    does elsewhere.
-
-    `where` are the options that say where. One code of ten thousand may fall to the other side of
-    its border, where float sums went in another order.
-    """
-    monkeypatch.setattr(Followed, "steps", steps := Steps(), raising=False)
-    monkeypatch.setattr(module, "Execution", Followed)
-    results = []
-    for place in ("", where):
-        torch.manual_seed(1)
-        task, model = build(f"{arguments} {place}")
-        sample = batch(task)
-        loss, *_ = model.train()(**sample["net_input"], target=sample["target"])
-        loss.backward()
-        with torch.no_grad():
-            evaluated, *_ = model.eval()(**sample["net_input"], target=sample["target"])
-        results.append(
-            {
-                "loss": loss,
-                "evaluated": evaluated,
-                **{
-                    name: parameter.grad
-                    for name, parameter in model.named_parameters()
-                    if parameter.grad is not None
-                },
-            }
-        )
-        steps.follow()
-    assert steps.found.keys() == steps.noted.keys()
-    for key, expected in steps.noted.items():
-        if expected.is_floating_point():
-            assert_alike(steps.found[key], expected, key)
-    codes = [key for key, tensor in steps.noted.items() if tensor.dtype == torch.int8]
-    different = torch.cat(
-        [(steps.found[key].int() - steps.noted[key].int()).flatten() for key in codes]
-    )
-    assert (
-        len(codes) > 20
-        and different.abs().max() <= 1
-        and different.count_nonzero() < 1e-4 * different.numel()
-    )
-    expected, actual = results
-    assert actual.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert_alike(actual[name], tensor, name)
-
-
-def assert_alike(actual: torch.Tensor, expected: torch.Tensor, what: object) -> None:
-    """To 1e-4 of the largest value: what a value lost by rounding, of its step, is the least
-    certain."""
-    tolerance = 1e-4 * expected.abs().max().item() + 1e-9
-    assert_close(actual, expected, rtol=0, atol=tolerance, msg=lambda text: f"{what}: {text}")

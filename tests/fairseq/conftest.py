@@ -14,22 +14,22 @@ from torch import distributed
 
 from lsq.fairseq import checkpoint  # registers the plugin, too
 from lsq.fairseq.compatibility import checkpoints
+from lsq.fairseq.task import LSQTranslationTask
 from tests.configurations import quick_configurations  # noqa: F401
 
 WORDS = "abcdefghij"
-TINY = (
-    "--encoder-embed-dim 32 --encoder-ffn-embed-dim 48 --encoder-attention-heads 4 --encoder-layers"
-    " 2 "
-    "--decoder-embed-dim 32 --decoder-ffn-embed-dim 48 --decoder-attention-heads 4 --decoder-layers"
-    " 2"
-).split()
-SHORT = (
-    "--arch lsq_transformer --task lsq_translation --criterion lsq_label_smoothed_cross_entropy"
-    " --label-smoothing 0.1 "
-    "--optimizer adam --lr 0.003 --max-tokens 120 --max-update 8 --cpu --no-progress-bar"
-    " --log-interval 1 "
-    "--no-epoch-checkpoints --disable-validation --num-workers 0 --dropout 0.1"
-).split()
+TINY = [
+    *"--encoder-embed-dim 32 --encoder-ffn-embed-dim 48 --encoder-attention-heads 4".split(),
+    *"--decoder-embed-dim 32 --decoder-ffn-embed-dim 48 --decoder-attention-heads 4".split(),
+    *"--encoder-layers 2 --decoder-layers 2".split(),
+]
+COMMON = """
+    --criterion lsq_label_smoothed_cross_entropy --optimizer adam --lr 0.003 --max-tokens 120 --cpu
+    --no-progress-bar --log-interval 1 --no-epoch-checkpoints --disable-validation --num-workers 0
+    --dropout 0.1
+""".split()
+SHORT = [*COMMON, "--arch", "lsq_transformer", "--task", "lsq_translation", "--max-update", "8"]
+SHORT += ["--label-smoothing", "0.1"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -42,56 +42,38 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             )
 
 
+def binarised(folder: Path, texts: dict[str, list[str]], given: str) -> Path:
+    """A folder of binarised text of files of lines, by fairseq-preprocess."""
+    for name, lines in texts.items():
+        (folder / name).write_text("\n".join(lines) + "\n")
+    given += f" --destdir {folder}/bin --trainpref {folder}/train --validpref {folder}/valid"
+    preprocess.main(options.get_preprocessing_parser().parse_args(given.split()))
+    return folder / "bin"
+
+
 @pytest.fixture(scope="session")
 def toy(tmp_path_factory) -> Path:
     """A folder of binarised text: sources of random letters, targets the same reversed."""
-    folder = tmp_path_factory.mktemp("toy")
-    chance = random.Random(1)
+    chance, texts = random.Random(1), {}
     for split, count in (("train", 90), ("valid", 12)):
         lines = [" ".join(chance.choices(WORDS, k=chance.randint(2, 9))) for _ in range(count)]
-        (folder / f"{split}.xx").write_text("\n".join(lines) + "\n")
-        (folder / f"{split}.yy").write_text("\n".join(line[::-1] for line in lines) + "\n")
-    arguments = [
-        "-s",
-        "xx",
-        "-t",
-        "yy",
-        "--destdir",
-        str(folder / "bin"),
-        "--joined-dictionary",
-        "--workers",
-        "1",
-    ]
-    arguments += ["--trainpref", str(folder / "train"), "--validpref", str(folder / "valid")]
-    preprocess.main(options.get_preprocessing_parser().parse_args(arguments))
-    return folder / "bin"
+        texts |= {f"{split}.xx": lines, f"{split}.yy": [line[::-1] for line in lines]}
+    given = "-s xx -t yy --joined-dictionary --workers 1"
+    return binarised(tmp_path_factory.mktemp("toy"), texts, given)
 
 
 @pytest.fixture(scope="session")
-def corpus(tmp_path_factory):
+def corpus(tmp_path_factory) -> Path:
     """A folder of binarised text in which each letter is followed by one of two."""
-    folder, chance = tmp_path_factory.mktemp("corpus"), random.Random(1)
+    chance, texts = random.Random(1), {}
     for split, count in (("train", 120), ("valid", 16)):
-        lines = []
+        texts[split] = []
         for _ in range(count):
-            word = chance.randrange(10)
-            line = [word]
+            line = [chance.randrange(10)]
             for _ in range(chance.randint(1, 9)):
-                word = (word + chance.choice((1, 3))) % 10
-                line.append(word)
-            lines.append(" ".join(WORDS[letter] for letter in line))
-        (folder / split).write_text("\n".join(lines) + "\n")
-    given = [
-        "--only-source",
-        "--trainpref",
-        str(folder / "train"),
-        "--validpref",
-        str(folder / "valid"),
-    ]
-    preprocess.main(
-        options.get_preprocessing_parser().parse_args([*given, "--destdir", str(folder / "bin")])
-    )
-    return folder / "bin"
+                line.append((line[-1] + chance.choice((1, 3))) % 10)
+            texts[split].append(" ".join(WORDS[letter] for letter in line))
+    return binarised(tmp_path_factory.mktemp("corpus"), texts, "--only-source")
 
 
 @pytest.fixture
@@ -149,6 +131,21 @@ def train(parse):
         return torch.load(folder / "checkpoint_last.pt")
 
     return train
+
+
+@pytest.fixture
+def losses(monkeypatch) -> list[float]:
+    """The loss of every batch that is trained on."""
+    found = []
+    original = LSQTranslationTask.train_step
+
+    def train_step(*arguments, **options):
+        result = original(*arguments, **options)
+        found.append(result[2]["loss"].item())
+        return result
+
+    monkeypatch.setattr(LSQTranslationTask, "train_step", train_step)
+    return found
 
 
 @pytest.fixture

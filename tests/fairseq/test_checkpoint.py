@@ -1,5 +1,7 @@
 """Starting from fairseq's transformer, and what is refused in checkpoints."""
 
+import math
+
 import pytest
 import torch
 from fairseq import checkpoint_utils
@@ -7,6 +9,7 @@ from fairseq import checkpoint_utils
 from lsq.fairseq import checkpoint
 from lsq.layers import clip_format
 from lsq.observe import quantized_tensors
+from tests.fairseq.comparison import assert_equal_states
 
 FAIRSEQ = "--arch transformer --criterion label_smoothed_cross_entropy --task translation"
 
@@ -22,19 +25,19 @@ def model(build):
     return build("")[1]
 
 
+@pytest.mark.parametrize("fixed", [False, True])
 def test_loading_measures_the_clips_of_weights_and_asks_for_those_of_activations(
-    model, fairseq_state
+    build, fairseq_state, fixed
 ):
-    name, clip = next(
-        (name, clip) for name, clip in quantized_tensors(model) if name.endswith("fc1_weight")
-    )
-    model.encoder.layers[0].schedule.calibrated = True
+    _, model = build("--lsq-clip-init fixed" if fixed else "")
+    layer = model.encoder.layers[0]
+    clip = dict(quantized_tensors(model))["encoder.layers.0.feed_forward.fc1_weight"]
+    layer.schedule.calibrated = True
     fairseq_state["encoder.layers.0.fc1.weight"] *= 100.0
     before = clip.clone()
     checkpoint.load_float(model, fairseq_state)
-    assert name == "encoder.layers.0.feed_forward.fc1_weight"
-    assert (clip > 10 * before).all()
-    assert not model.encoder.layers[0].schedule.calibrated
+    assert clip.equal(before) if fixed else (clip > 10 * before).all()
+    assert layer.schedule.calibrated == fixed
 
 
 def test_everything_that_does_not_fit_is_listed_and_nothing_is_copied(model, fairseq_state):
@@ -45,28 +48,29 @@ def test_everything_that_does_not_fit_is_listed_and_nothing_is_copied(model, fai
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with pytest.raises(ValueError) as caught:
         checkpoint.load_float(model, fairseq_state)
-    message = str(caught.value)
-    assert "encoder.layers.0.feed_forward.fc1_bias: nothing in the checkpoint, [48] here" in message
-    assert "encoder.layers.7.feed_forward.fc1_bias: [48] in the checkpoint, nothing here" in message
-    assert "decoder.embed_tokens.weight: [99, 32] in the checkpoint, [16, 32] here" in message
-    assert "decoder.attention_of_another_kind: [3] in the checkpoint, nothing here" in message
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-
-
-def test_missing_part_of_a_joined_weight_is_named(model, fairseq_state):
-    del fairseq_state["encoder.layers.0.self_attn.k_proj.weight"]
-    with pytest.raises(
-        ValueError, match="encoder.layers.0.self_attn.qkv_weight needs .* q, k, v .* has no k"
+    for problem in (
+        "encoder.layers.0.feed_forward.fc1_bias: nothing in the checkpoint, [48] here",
+        "encoder.layers.7.feed_forward.fc1_bias: [48] in the checkpoint, nothing here",
+        "decoder.embed_tokens.weight: [99, 32] in the checkpoint, [16, 32] here",
+        "decoder.attention_of_another_kind: [3] in the checkpoint, nothing here",
     ):
-        checkpoint.load_float(model, fairseq_state)
+        assert problem in str(caught.value)
+    assert_equal_states(model.state_dict(), before)
 
 
-@pytest.mark.parametrize("value", [torch.zeros(3), torch.zeros(()), torch.zeros(32, 31)])
-def test_a_part_of_a_joined_weight_that_does_not_fit_is_named(model, fairseq_state, value):
-    fairseq_state["encoder.layers.0.self_attn.k_proj.weight"] = value
-    with pytest.raises(
-        ValueError, match="encoder.layers.0.self_attn.qkv_weight joins projections, whose shapes"
-    ):
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (None, "needs .* q, k, v .* has no k"),
+        *((torch.zeros(shape), "joins projections, whose") for shape in [(3,), (), (32, 31)]),
+    ],
+)
+def test_a_part_of_a_joined_weight_that_does_not_fit_is_named(model, fairseq_state, value, said):
+    part = "encoder.layers.0.self_attn.k_proj.weight"
+    del fairseq_state[part]
+    if value is not None:
+        fairseq_state[part] = value
+    with pytest.raises(ValueError, match=f"encoder.layers.0.self_attn.qkv_weight {said}"):
         checkpoint.load_float(model, fairseq_state)
 
 
@@ -76,11 +80,6 @@ def test_shared_here_but_different_there(build, fairseq_state):
         ValueError, match="decoder.embed_tokens.weight: the same parameter as encoder.embed_tokens"
     ):
         checkpoint.load_float(model, fairseq_state)
-
-
-def test_int8_checkpoint_is_not_a_start(build, model):
-    with pytest.raises(ValueError, match="--lsq-from was given an int8 model's checkpoint"):
-        checkpoint.load_float(model, build("")[1].state_dict())
 
 
 def test_start_from_a_trained_transformer(train, build, batch, tmp_path):
@@ -129,42 +128,23 @@ def test_start_from_nothing(build, tmp_path):
             build(f"--lsq-from {tmp_path}/other.pt")
 
 
-def test_start_from_nan(build, train, tmp_path):
-    state = train(tmp_path, FAIRSEQ + " --max-update 1")
-    state["model"]["encoder.embed_tokens.weight"][3, 5] = float("nan")
-    torch.save(state, tmp_path / "nan.pt")
-    with pytest.raises(
-        ValueError, match="nan.pt cannot be used: encoder.embed_tokens.weight holds 1 values of 512"
-    ):
-        build(f"--lsq-from {tmp_path}/nan.pt")
-
-
-@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf"), 3e38])
-def test_unusable_clip_in_a_checkpoint_is_named(model, value):
-    state = model.state_dict()
-    state["encoder.layers.1.feed_forward.activation_clip"] = torch.tensor([value])
-    with pytest.raises(
-        ValueError, match="encoder.layers.1.feed_forward.activation_clip in the checkpoint is"
-    ):
-        model.load_state_dict(state)
-
-
-@pytest.mark.parametrize("value", [-2, 2**60, float("inf"), float("nan")])
-def test_impossible_count_of_passes_is_named(model, value):
-    state = model.state_dict()
-    state["decoder.layers.0.passes"] = torch.tensor(value)
-    with pytest.raises(
-        ValueError, match=r"decoder.layers.0.passes in the checkpoint is .*a number from -1 to"
-    ):
-        model.load_state_dict(state)
-
-
-def test_calibrated_is_a_truth_value(model):
-    state = model.state_dict()
-    state["decoder.layers.0.calibrated"] = torch.tensor(7)
-    with pytest.raises(
-        ValueError, match="decoder.layers.0.calibrated in the checkpoint is 7; it must"
-    ):
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        *(
+            ("encoder.layers.1.feed_forward.activation_clip", [value], "is")
+            for value in (0.0, -1.0, math.nan, math.inf, 3e38)
+        ),
+        *(
+            ("decoder.layers.0.passes", value, r"is .*a number from -1 to")
+            for value in (-2, 2**60, math.inf, math.nan)
+        ),
+        ("decoder.layers.0.calibrated", 7, "is 7; it must"),
+    ],
+)
+def test_impossible_values_in_a_checkpoint_are_named(model, name, value, said):
+    state = model.state_dict() | {name: torch.tensor(value)}
+    with pytest.raises(ValueError, match=f"{name} in the checkpoint {said}"):
         model.load_state_dict(state)
 
 
@@ -225,22 +205,16 @@ def test_the_mean_of_what_was_not_measured_is_measured_anew(build, batch):
 
 def test_a_checkpoint_of_integers_is_loaded(model):
     """As it was before all of a model's state were floats."""
-    state, kinds = (
-        model.state_dict(),
-        {"passes": torch.int64, "calibrated": torch.bool, "float_fallback": torch.bool},
-    )
+    state = model.state_dict()
+    kinds = {"passes": torch.int64, "calibrated": torch.bool, "float_fallback": torch.bool}
+    kinds["format"] = torch.uint8
     for name, value in state.items():
         state[name] = value.to(kinds.get(name.rpartition(".")[2], value.dtype))
-        if name.endswith(".format"):
-            state[name] = value.to(torch.uint8)
-    state["decoder.layers.0.passes"], state["decoder.layers.0.calibrated"] = (
-        torch.tensor(5),
-        torch.tensor(True),
-    )
+    layer = "decoder.layers.0."
+    state |= {layer + "passes": torch.tensor(5), layer + "calibrated": torch.tensor(True)}
     model.load_state_dict(state)
-    assert (
-        model.decoder.layers[0].schedule.passes == 5 and model.decoder.layers[0].schedule.calibrated
-    )
+    schedule = model.decoder.layers[0].schedule
+    assert schedule.passes == 5 and schedule.calibrated
 
 
 @pytest.fixture
@@ -253,11 +227,8 @@ def aged():
             layer = name.removesuffix("self_attn.out_weight")
             blocks = [block for block in BLOCKS if layer + block + ".input_clip" in state]
             for block in blocks:
-                more = {
-                    "calibrated": torch.tensor(False),
-                    "passes": torch.tensor(0),
-                    BLOCKS[block]: torch.ones(1),
-                }
+                more = {"calibrated": torch.tensor(False), "passes": torch.tensor(0)}
+                more[BLOCKS[block]] = torch.ones(1)
                 state.update((f"{layer}{block}.{name}", value) for name, value in more.items())
         return state
 
@@ -278,20 +249,16 @@ def test_an_older_checkpoint_is_loaded_with_one_warning_and_calibrated_again(
     before.train()(**sample)
     state = aged(before.state_dict())
     assert len([name for name in state if name.endswith("_clip")]) == 64
-    measured = [
-        name for name in state if name.endswith("_clip") and not name.endswith("weight_clip")
-    ]
-    for name in measured:
-        state[name] = state[name] * 1000.0
+    for name in state:
+        if name.endswith("_clip") and not name.endswith("weight_clip"):
+            state[name] = state[name] * 1000.0
     _, after = build("")
     after.load_state_dict(state)
     warned = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert warned == ["a checkpoint of an older version; clips of activations are measured again"]
     layers = [*after.encoder.layers, *after.decoder.layers]
     schedules = [layer.schedule for layer in layers]
-    assert not any(one.calibrated for one in schedules) and all(
-        one.passes == 1 for one in schedules
-    )
+    assert {(one.calibrated, one.passes) for one in schedules} == {(False, 1)}
     after.eval()(**sample)
     assert all(layer.schedule.calibrated for layer in layers)
     clips = {name: clip for name, clip in quantized_tensors(after) if ".layers." in name}
@@ -316,14 +283,14 @@ def test_an_older_checkpoint_is_translated_with_but_not_trained_on_with_its_opti
     assert train(tmp_path, "--max-update 1 --reset-optimizer")
 
 
-def test_checkpoint_without_clips(build, model):
+def test_checkpoints_of_the_other_mode_are_refused(build, model):
+    _, in_float = build("--lsq-mode float")
     with pytest.raises(ValueError, match="holds no clips.*--lsq-from"):
-        model.load_state_dict(build("--lsq-mode float")[1].state_dict())
-
-
-def test_checkpoint_with_clips_for_a_float_model(build, model):
+        model.load_state_dict(in_float.state_dict())
     with pytest.raises(ValueError, match="holds 54 clips.*--lsq-mode int8"):
-        build("--lsq-mode float")[1].load_state_dict(model.state_dict())
+        in_float.load_state_dict(model.state_dict())
+    with pytest.raises(ValueError, match="--lsq-from was given an int8 model's checkpoint"):
+        checkpoint.load_float(model, model.state_dict())
 
 
 def test_generating_from_an_unusable_checkpoint_says_why(train, toy, tmp_path):
@@ -345,12 +312,10 @@ def test_a_training_goes_on_with_what_it_was_trained_with(train, parse, tmp_path
     """Whatever the defaults are by now; options that are given win."""
     train(tmp_path / "two", "--max-update 2 --lsq-backward float --lsq-clip-gradient lsq")
     resumed = train(tmp_path / "two", "--max-update 4")
-    assert (
-        resumed["cfg"]["model"].lsq_backward == "float"
-        and resumed["cfg"]["model"].lsq_clip_gradient == "lsq"
-    )
+    kept = resumed["cfg"]["model"]
+    assert (kept.lsq_backward, kept.lsq_clip_gradient) == ("float", "lsq")
     whole = train(tmp_path / "whole", "--max-update 4 --lsq-backward float --lsq-clip-gradient lsq")
-    assert all(torch.equal(value, whole["model"][name]) for name, value in resumed["model"].items())
+    assert_equal_states(resumed["model"], whole["model"])
     last = tmp_path / "two" / "checkpoint_last.pt"
     assert parse(f"--restore-file {last}").lsq_backward == "float"
     given = parse(f"--restore-file {last} --lsq-backward int8")

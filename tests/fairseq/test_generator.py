@@ -14,7 +14,7 @@ from fairseq.tasks import FairseqTask
 
 from lsq.fairseq import generator
 from lsq.fairseq.device import use
-from lsq.fairseq.generator import LSQGenerator, engine_place, evaluation_of_task, options_of
+from lsq.fairseq.generator import LSQGenerator, engine_backend, evaluation_of_task, options_of
 from lsq.run.backends import backend
 from lsq.serving import SearchOptions
 from tests.sampling import first
@@ -27,6 +27,10 @@ def found_by(task, model, sample, args, kind, **prefix):
     assert type(generates) is kind
     torch.manual_seed(1)
     return task.inference_step(generates, [model], sample, **prefix)
+
+
+def words_of(found: list[list[dict]]) -> list[list[list[int]]]:
+    return [[each["tokens"].tolist() for each in sentence] for sentence in found]
 
 
 SEARCHES = [
@@ -50,7 +54,7 @@ DRAWN = [{"sampling": True, "sampling_topk": 4}, {"sampling": True, "beam": 2}]
 )
 def test_what_is_generated_is_what_fairseq_generates(build, batch, mode, given):
     task, model = build(f"--lsq-mode {mode}")
-    assert (engine_place([model]) is not None) == (mode == "int8")
+    assert (engine_backend([model]) is not None) == (mode == "int8")
     sample, args = batch(task), Namespace(**{"max_len_b": 9, **given})
     del sample["id"]  # fairseq's search in groups takes it for the place in the batch
     model(**sample["net_input"])
@@ -60,10 +64,8 @@ def test_what_is_generated_is_what_fairseq_generates(build, batch, mode, given):
         theirs, ours = (
             found_by(task, model, sample, args, kind, prefix_tokens=prefix) for kind in kinds
         )
+        assert words_of(ours) == words_of(theirs)
         for expected, actual in zip(theirs, ours, strict=True):
-            assert [each["tokens"].tolist() for each in actual] == [
-                each["tokens"].tolist() for each in expected
-            ]
             for one, other in zip(expected, actual, strict=True):
                 assert one.keys() == other.keys()
                 for name in ("score", "positional_scores"):
@@ -77,52 +79,40 @@ def test_the_engine_decodes_where_the_layers_compute(build, batch):
     found = []
     for place in (None, backend("emulated")):
         use(model, place)
-        assert engine_place([model]) is (place or backend("cpu"))
+        assert engine_backend([model]) is (place or backend("cpu"))
         found.append(found_by(task, model, sample, args, LSQGenerator))
     use(next(model.children()), None)  # the encoder
-    assert engine_place([model]) is None
-    for here, there in zip(*found, strict=True):
-        assert [each["tokens"].tolist() for each in here] == [
-            each["tokens"].tolist() for each in there
-        ]
+    assert engine_backend([model]) is None
+    assert words_of(found[0]) == words_of(found[1])
 
 
 @pytest.mark.parametrize(
-    "given, named, kind",
+    "given, extra, named",
     [
-        ({"match_source_len": True}, "--match-source-len True", SequenceGenerator),
-        ({"diversity_rate": 0.5}, "--diversity-rate 0.5", SequenceGenerator),
-        ({"constraints": "ordered"}, "--constraints ordered", SequenceGenerator),
-        ({"score_reference": True}, "--score-reference True", SequenceScorer),
-        (
-            {"sampling": True, "sampling_topk": 3, "sampling_topp": 0.5},
-            "--sampling-topk and",
-            SequenceGenerator,
-        ),
+        ({"match_source_len": True}, {}, "--match-source-len True"),
+        ({"diversity_rate": 0.5}, {}, "--diversity-rate 0.5"),
+        ({"constraints": "ordered"}, {}, "--constraints ordered"),
+        ({"score_reference": True}, {}, "--score-reference True"),
+        ({"sampling": True, "sampling_topk": 3, "sampling_topp": 0.5}, {}, "--sampling-topk and"),
+        ({}, {"extra_gen_cls_kwargs": {"lm_model": True, "lm_weight": 0.5}}, "--lm-path"),
+        ({}, {"seq_gen_cls": SequenceGenerator}, "seq_gen_cls"),
     ],
 )
-def test_fairseq_generates_where_the_search_cannot(build, caplog, given, named, kind):
+def test_fairseq_generates_where_the_search_cannot(build, caplog, given, extra, named):
     task, model = build()
+    kind = SequenceScorer if given.get("score_reference") else SequenceGenerator
+    if "extra_gen_cls_kwargs" in extra:
+        extra["extra_gen_cls_kwargs"]["lm_model"] = model
     with caplog.at_level(logging.INFO):
-        assert type(task.build_generator([model], Namespace(**given))) is kind
+        assert type(task.build_generator([model], Namespace(**given), **extra)) is kind
     assert f"generating by fairseq's generator, because of {named}" in caplog.text
 
 
-def test_so_it_does_with_what_is_no_option(build, caplog):
+def test_a_weight_without_a_language_model_needs_no_generator_of_fairseqs(build):
     task, model = build()
-    with caplog.at_level(logging.INFO):
-        extra = {"lm_model": model, "lm_weight": 0.5}
-        assert (
-            type(task.build_generator([model], Namespace(), extra_gen_cls_kwargs=extra))
-            is SequenceGenerator
-        )
-        task.build_generator([model], Namespace(), seq_gen_cls=SequenceGenerator)
-        assert "because of --lm-path" in caplog.text and "because of seq_gen_cls" in caplog.text
-        extra = {"lm_model": None, "lm_weight": 0.5}
-        assert (
-            type(task.build_generator([model], Namespace(), extra_gen_cls_kwargs=extra))
-            is LSQGenerator
-        )
+    extra = {"lm_model": None, "lm_weight": 0.5}
+    found = task.build_generator([model], Namespace(), extra_gen_cls_kwargs=extra)
+    assert type(found) is LSQGenerator
 
 
 def test_options_out_of_their_range_are_refused():
@@ -152,9 +142,7 @@ def test_validation_translates_with_the_weights_of_the_moment(build, batch):
             model.decoder.output_projection.weight.mul_(factor)
         model.eval()
         task.begin_valid_epoch(1, model)
-        found.append(
-            task.inference_step(task.sequence_generator, [model], sample)[0][0]["tokens"].tolist()
-        )
+        found.append(words_of(task.inference_step(task.sequence_generator, [model], sample)))
     assert isinstance(task.sequence_generator, LSQGenerator) and found[0] != found[1]
 
 
@@ -188,42 +176,23 @@ def test_empty_lines_have_one_hypothesis_without_words(build, batch, kind):
     source[1:3, -1] = words.eos()
     source[2, -3:-1] = words.unk()
     after = found_by(task, model, sample, args, kind)
-    for number, (one, other) in enumerate(zip(before, after, strict=True)):
-        tokens = [[words.eos()]] if number in (1, 2) else [each["tokens"].tolist() for each in one]
-        assert [each["tokens"].tolist() for each in other] == tokens
-    assert one[0].keys() == after[1][0].keys() and after[1][0]["positional_scores"].tolist() == [
-        0.0
-    ]
+    expected = words_of(before)
+    expected[1] = expected[2] = [[words.eos()]]
+    assert words_of(after) == expected
+    (empty,) = after[1]
+    assert empty.keys() == before[0][0].keys() and empty["positional_scores"].tolist() == [0.0]
 
 
 def test_every_option_of_generation_is_known():
     """One that a newer fairseq has is looked at before it is passed over."""
     ignored = {
-        "nbest",
-        "unnormalized",
-        "no_early_stop",
-        "no_beamable_mm",
-        "replace_unk",
-        "sacrebleu",
+        *"nbest unnormalized no_early_stop no_beamable_mm replace_unk sacrebleu".split(),
         "prefix_size",
-        "print_step",
-        "lm_path",
-        "lm_weight",
-        "iter_decode_eos_penalty",
-        "iter_decode_max_iter",
-        "iter_decode_force_max_iter",
-        "iter_decode_with_beam",
+        *"print_step lm_path lm_weight retain_iter_history retain_dropout decoding_format".split(),
+        *"retain_dropout_modules no_seed_provided eos_token beam_mt max_len_a_mt lenpen_mt".split(),
+        *"max_len_b_mt iter_decode_eos_penalty iter_decode_max_iter".split(),
+        *"iter_decode_force_max_iter iter_decode_with_beam".split(),
         "iter_decode_with_external_reranker",
-        "retain_iter_history",
-        "retain_dropout",
-        "retain_dropout_modules",
-        "decoding_format",
-        "no_seed_provided",
-        "eos_token",
-        "beam_mt",
-        "max_len_a_mt",
-        "max_len_b_mt",
-        "lenpen_mt",
     }
     known = {*generator.FIELDS.values(), *generator.OTHERS, *ignored}
     assert {

@@ -12,9 +12,9 @@ from torch import distributed, nn
 from lsq.dist import GradientConfig
 from lsq.dist.config import MODES
 from lsq.fairseq import gradients
-from lsq.fairseq.compatibility import CPUSafeDataParallel
 from lsq.layers.module import ProgramModule
 from tests.dist.processes import run
+from tests.fairseq.two_workers import by_processes
 
 OPTIONS = {
     "lsq_gradients": "int8",
@@ -62,16 +62,10 @@ def test_one_worker_is_told_once(train, tmp_path, caplog):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (
-            {"ddp_backend": "legacy_ddp"},
-            "works with --ddp-backend pytorch_ddp or c10d, but legacy_ddp was given",
-        ),
+        ({"ddp_backend": "legacy_ddp"}, "works with --ddp-backend pytorch_ddp or c10d, but legacy"),
         ({"ddp_comm_hook": "fp16"}, "--lsq-gradients int8 and --ddp-comm-hook fp16 are two ways"),
         ({}, "needs fairseq's data parallel training, but the model is not wrapped.*--use-bmuf"),
-        (
-            {"lsq_gradients_block": 7},
-            "--lsq-gradients int8 and its options: block is 7, but it is always 128 now",
-        ),
+        ({"lsq_gradients_block": 7}, "int8 and its options: block is 7, but it is always 128 now"),
         ({"lsq_gradients_error_feedback": True}, "error_feedback is True, but"),
         ({"lsq_gradients": "int4_hier"}, "mode 'int4_hier' is gone.*take 'int8_hier'"),
     ],
@@ -95,13 +89,6 @@ def test_unusable_timeout(seconds):
         gradients.limit_waiting(seconds)
 
 
-def test_the_wrapped_model_is_found(group):
-    model = nn.Linear(2, 2)
-    assert CPUSafeDataParallel.around(model) is None
-    wrapped = CPUSafeDataParallel(model)
-    assert CPUSafeDataParallel.around(model) is wrapped
-
-
 def _train(rank: int, args, runs: list[tuple[Path, str, dict]]) -> list:
     """Train one after another in the same processes: (save folder, mode, further options) each.
 
@@ -118,10 +105,9 @@ def _train(rank: int, args, runs: list[tuple[Path, str, dict]]) -> list:
             return step(task, sample, model, *rest)
 
         gradients.GradientTask.train_step = noting
-        args.save_dir, args.lsq_gradients = str(folder), mode
-        args.distributed_rank, args.distributed_world_size = rank, distributed.get_world_size()
-        for name, value in given.items():
-            setattr(args, name, value)
+        own = {"save_dir": str(folder), "lsq_gradients": mode, "distributed_rank": rank}
+        own["distributed_world_size"] = distributed.get_world_size()
+        vars(args).update(own | given)
         distributed_utils.call_main(convert_namespace_to_omegaconf(args), fairseq_train.main)
         task, model = trained
         for module in model.modules():
@@ -138,13 +124,7 @@ def workers(parse):
     """workers(number, runs, "--option value ...") -> what `_train` returned in each process."""
 
     def workers(number: int, runs: list[tuple[Path, str, dict]], arguments: str = "") -> list[list]:
-        args = parse(arguments)
-        args.distributed_init_method, args.distributed_no_spawn, args.distributed_backend = (
-            "env://",
-            True,
-            "gloo",
-        )
-        return run(_train, number, args, runs)
+        return run(_train, number, by_processes(parse(arguments)), runs)
 
     return workers
 

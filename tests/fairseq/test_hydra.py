@@ -17,12 +17,14 @@ from lsq.fairseq import options
 from lsq.fairseq.checkpoint import options_in, quantization
 from lsq.fairseq.compatibility import checkpoints
 from lsq.fairseq.model import LSQTransformerModel
+from tests.fairseq.comparison import assert_equal_states
 
 USER_DIR = Path(lsq.__file__).parent / "fairseq" / "user_dir" / "lsq_fairseq"
 SIDE = {"embed_dim": 32, "ffn_embed_dim": 48, "attention_heads": 4, "layers": 2}
 NESTED = {"encoder": SIDE, "decoder": SIDE, "dropout": 0.1}
 FLAT = {f"{side}_{name}": value for side in ("encoder", "decoder") for name, value in SIDE.items()}
 FLAT |= {"dropout": 0.1}
+TRANSLATION = {"_name": "lsq_translation", "source_lang": "xx", "target_lang": "yy"}
 
 
 @pytest.fixture
@@ -34,20 +36,10 @@ def train_by_hydra(toy, tmp_path):
     """
 
     def train_by_hydra(folder, model: dict, updates: int, **groups: dict) -> dict:
+        common = {"user_dir": str(USER_DIR), "cpu": True, "no_progress_bar": True}
         given = {
-            "common": {
-                "user_dir": str(USER_DIR),
-                "cpu": True,
-                "no_progress_bar": True,
-                "log_interval": 1,
-                "reset_logging": False,
-            },
-            "task": {
-                "_name": "lsq_translation",
-                "data": str(toy),
-                "source_lang": "xx",
-                "target_lang": "yy",
-            },
+            "common": common | {"log_interval": 1, "reset_logging": False},
+            "task": TRANSLATION | {"data": str(toy)},
             "model": model,
             "criterion": {"_name": "lsq_label_smoothed_cross_entropy", "label_smoothing": 0.1},
             "optimizer": {"_name": "lsq_adam"},
@@ -80,15 +72,13 @@ def test_it_trains_as_fairseq_train_does(train, train_by_hydra, toy, tmp_path, u
     for until in updates:
         found = train_by_hydra(tmp_path / "other", model, until)
     assert found["optimizer_history"][-1]["num_updates"] == updates[-1]
-    assert all(
-        torch.equal(found["model"][name], value) for name, value in expected["model"].items()
-    )
+    assert_equal_states(found["model"], expected["model"])
     kept = options_in(tmp_path / "other" / "checkpoint_last.pt", "model")
     assert quantization(kept).bits == 7 and kept["encoder_ffn_embed_dim"] == 48
     models, _, task = checkpoint_utils.load_model_ensemble_and_task(
         [str(tmp_path / "other" / "checkpoint_last.pt")], {"data": str(toy)}
     )
-    assert all(one.equal(expected["model"][name]) for name, one in models[0].state_dict().items())
+    assert_equal_states(models[0].state_dict(), expected["model"])
 
 
 OTHER_LOSS = {"criterion": {"_name": "label_smoothed_cross_entropy"}}
@@ -108,30 +98,18 @@ WMT = {"_name": "lsq_transformer_wmt_en_de", **FLAT}
 def test_other_parts(train_by_hydra, tmp_path, model, groups):
     found = train_by_hydra(tmp_path / "save", model, 2, **groups)
     assert found["optimizer_history"][-1]["num_updates"] == 2
-    assert any(name.endswith("_clip") for name in found["model"]) == model["_name"].startswith(
-        "lsq_"
-    )
+    clips = any(name.endswith("_clip") for name in found["model"])
+    assert clips == model["_name"].startswith("lsq_")
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("criterion", ["lsq_label_smoothed_cross_entropy", "cross_entropy"])
 def test_a_language_model(train_by_hydra, corpus, tmp_path, criterion):
-    model = {
-        "_name": "lsq_transformer_lm",
-        **{name: one for name, one in FLAT.items() if "encoder" not in name},
-    }
-    found = train_by_hydra(
-        tmp_path / "save",
-        model,
-        2,
-        criterion={"_name": criterion},
-        task={
-            "_name": "lsq_language_modeling",
-            "data": str(corpus),
-            "tokens_per_sample": 16,
-            "sample_break_mode": "eos",
-        },
-    )
+    model = {name: one for name, one in FLAT.items() if "encoder" not in name}
+    model["_name"] = "lsq_transformer_lm"
+    task = {"_name": "lsq_language_modeling", "data": str(corpus), "tokens_per_sample": 16}
+    groups = {"criterion": {"_name": criterion}, "task": task | {"sample_break_mode": "eos"}}
+    found = train_by_hydra(tmp_path / "save", model, 2, **groups)
     assert found["cfg"]["model"]["max_target_positions"] == 16
 
 
@@ -155,18 +133,9 @@ def test_unknown_options_are_refused(given, message):
 
 
 def test_all_options_are_kept_with_what_a_model_sets():
-    root = OmegaConf.create(
-        {
-            "common": {"fp16": True},
-            "checkpoint": {"save_dir": "there"},
-            "model": {
-                "_name": "lsq_transformer",
-                "encoder": {"layers": 1},
-                "quant_noise": {"pq": 0.1},
-                "lsq_from": "x.pt",
-            },
-        }
-    )
+    model = {"_name": "lsq_transformer", "encoder": {"layers": 1}, "quant_noise": {"pq": 0.1}}
+    groups = {"common": {"fp16": True}, "checkpoint": {"save_dir": "there"}}
+    root = OmegaConf.create(groups | {"model": model | {"lsq_from": "x.pt"}})
     OmegaConf.set_struct(root, True)
     with options.as_namespace(
         root.model, LSQTransformerModel, OmegaConf.create({"tokens": 5})

@@ -8,19 +8,17 @@ from dataclasses import fields
 
 import pytest
 import torch
-from fairseq import checkpoint_utils, criterions, options, tasks
+from fairseq import checkpoint_utils, options, tasks
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
-from fairseq.models import ARCH_CONFIG_REGISTRY
 from fairseq.models.transformer_lm import TransformerLanguageModelConfig
 from fairseq_cli import eval_lm
 
 from lsq.commands import generate, limits
 from lsq.commands.plan import parse_step
 from lsq.commands.train import parse_training
-from lsq.config import QuantConfig
 from lsq.fairseq import checkpoint, language_model, memory
-from lsq.fairseq.generator import LSQGenerator, engine_place
-from lsq.fairseq.language_model import SUFFIXES, LSQTransformerLanguageModel
+from lsq.fairseq.generator import LSQGenerator, engine_backend
+from lsq.fairseq.language_model import LSQTransformerLanguageModel
 from lsq.fairseq.products import products_of_training
 from lsq.layers.memory import plan_memory
 from lsq.observe import signals
@@ -28,24 +26,21 @@ from tests.fairseq.comparison import (
     Beam,
     assert_close_in_int8,
     assert_equal_in_float,
-    assert_same_steps,
+    assert_equal_states,
+    assert_resumes_to_the_bit,
+    assert_same_loss,
     decoded_alike,
 )
+from tests.fairseq.conftest import COMMON
 from tests.fairseq.two_workers import train_by_two
 from tests.sampling import first
 
-TINY = (
-    "--decoder-embed-dim 32 --decoder-ffn-embed-dim 48 --decoder-attention-heads 4 --decoder-layers"
-    " 2 "
-    "--tokens-per-sample 16 --sample-break-mode eos"
-).split()
-SHORT = (
-    "--arch lsq_transformer_lm --task lsq_language_modeling --criterion"
-    " lsq_label_smoothed_cross_entropy "
-    "--optimizer adam --lr 0.003 --max-tokens 120 --max-update 6 --cpu --no-progress-bar"
-    " --log-interval 1 "
-    "--no-epoch-checkpoints --disable-validation --num-workers 0 --dropout 0.1"
-).split()
+TINY = """
+    --decoder-embed-dim 32 --decoder-ffn-embed-dim 48 --decoder-attention-heads 4
+    --decoder-layers 2 --tokens-per-sample 16 --sample-break-mode eos
+""".split()
+SHORT = [*COMMON, "--arch", "lsq_transformer_lm", "--task", "lsq_language_modeling"]
+SHORT += ["--max-update", "6"]
 THEIRS = (
     "--arch transformer_lm --decoder-input-dim 32 --decoder-output-dim 32 --criterion cross_entropy"
 )
@@ -95,13 +90,6 @@ def test_int8_is_close_to_float(pair, build, batch):
     assert_close_in_int8(theirs, ours, sample, words_of(task, sample))
 
 
-@pytest.mark.thorough
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", ["post-norm", "pre-norm", "shared"])
-def test_codes_in_the_emulator_are_those_of_the_cpu(build, batch, monkeypatch, name):
-    assert_same_steps(build, batch, VARIANTS[name], "--lsq-device emulator", monkeypatch)
-
-
 @pytest.mark.parametrize("mode", ["float", "int8"])
 @pytest.mark.parametrize(
     "theirs, more",
@@ -111,47 +99,14 @@ def test_codes_in_the_emulator_are_those_of_the_cpu(build, batch, monkeypatch, n
     ],
 )
 def test_the_fused_criterion_equals_those_of_fairseq(parse, build, batch, theirs, more, mode):
-    found = []
-    for name in (theirs, "lsq_label_smoothed_cross_entropy"):
-        torch.manual_seed(5)
-        given = f"--criterion {name} {more} --lsq-mode {mode} --lsq-backward float"
-        task, model = build(given)
-        criterion, sample = criterions.build_criterion(parse(given), task), batch(task)
-        model.eval()
-        criterion(model, sample)
-        loss, sample_size, logged = criterion(model, sample)
-        loss.backward()
-        found.append((loss.detach(), sample_size, logged, model.decoder.embed_tokens.weight.grad))
-    expected, actual = found
-    torch.testing.assert_close(actual[0], expected[0])
-    assert actual[1] == expected[1]
-    for key, value in expected[2].items():
-        torch.testing.assert_close(torch.as_tensor(actual[2][key]), torch.as_tensor(value))
-    torch.testing.assert_close(
-        actual[3], expected[3], rtol=0, atol=1e-4 * expected[3].abs().max().item()
-    )
-
-
-@pytest.mark.parametrize("suffix", SUFFIXES)
-def test_dimensions_are_those_of_fairseq(suffix):
-    ours, theirs = Namespace(), Namespace()
-    ARCH_CONFIG_REGISTRY["lsq_transformer_lm" + suffix](ours)
-    ARCH_CONFIG_REGISTRY["transformer_lm" + suffix](theirs)
-    added = {"lsq_from": None} | {
-        f"lsq_{field.name}": field.default for field in fields(QuantConfig)
-    }
-    assert vars(ours) == vars(theirs) | added
+    names = [theirs, "lsq_label_smoothed_cross_entropy"]
+    assert_same_loss(parse, build, batch, names, f"{more} --lsq-mode {mode}")
 
 
 def test_the_defaults_are_those_of_fairseqs_dataclass(parse):
     args, theirs = parse("--decoder-embed-dim 512"), TransformerLanguageModelConfig()
-    given = {
-        "_name",
-        "dropout",
-        "decoder_ffn_embed_dim",
-        "decoder_layers",
-        "decoder_attention_heads",
-    }
+    given = {"_name", "dropout", "decoder_layers"}
+    given |= {"decoder_ffn_embed_dim", "decoder_attention_heads"}
     for field in fields(theirs):
         if field.name not in given and "${" not in str(field.default):
             assert getattr(args, field.name) == getattr(theirs, field.name), field.name
@@ -167,7 +122,7 @@ def test_generation_with_a_state_equals_that_from_scratch(build, batch, name, mo
     prefixes = sample["target"][:, :3]
     found = decoded_alike(task, model, sample, Beam(beam=3, max_len_b=14), prefix_tokens=prefixes)
     generator = task.build_generator([model], Beam(beam=3, max_len_b=14))
-    assert (engine_place([model]) is not None) == (mode == "int8") and isinstance(
+    assert (engine_backend([model]) is not None) == (mode == "int8") and isinstance(
         generator, LSQGenerator
     )
     searched = task.inference_step(generator, [model], sample, prefix_tokens=prefixes)
@@ -188,11 +143,7 @@ def test_generation_with_a_state_equals_that_from_scratch(build, batch, name, mo
     ],
 )
 def test_resuming_continues_to_the_bit(train, tmp_path, given):
-    whole = train(tmp_path / "whole", f"--max-update 9 {given}")["model"]
-    train(tmp_path / "parts", f"--max-update 4 {given}")
-    parts = train(tmp_path / "parts", f"--max-update 9 {given}")["model"]
-    assert whole.keys() == parts.keys()
-    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+    assert_resumes_to_the_bit(train, tmp_path, given, (4, 9))
 
 
 @pytest.mark.thorough
@@ -202,9 +153,7 @@ def test_memory_is_planned_and_quantisers_are_watched(train, tmp_path, caplog):
             mode: train(tmp_path / mode, f"--add-bos-token --lsq-memory {mode}")["model"]
             for mode in ("guard", "naive")
         }
-    assert all(
-        torch.equal(states["guard"][name], states["naive"][name]) for name in states["guard"]
-    )
+    assert_equal_states(*states.values())
     said = [record.getMessage() for record in caplog.records if record.name == memory.__name__]
     assert (
         said[0].startswith("memory (guard): ")
@@ -271,65 +220,19 @@ def test_evaluation_and_generation_as_of_fairseq(train, corpus, tmp_path, capsys
     for given in (f"{THEIRS} --decoder-normalize-before", "--decoder-normalize-before"):
         folder = tmp_path / str(len(found))
         train(folder, f"{given} --max-update 40 --lr 0.01 --max-tokens 240")
-        data = [
-            str(corpus),
-            "--path",
-            str(folder / "checkpoint_last.pt"),
-            "--cpu",
-            "--gen-subset",
-            "valid",
-        ]
-        data += ["--num-workers", "0", "--sample-break-mode", "eos"]
+        path = folder / "checkpoint_last.pt"
+        data = f"{corpus} --path {path} --cpu --gen-subset valid --num-workers 0".split()
+        data += ["--sample-break-mode", "eos"]
         args = options.parse_args_and_arch(
             options.get_eval_lm_parser(), [*data, "--task", "lsq_language_modeling"]
         )
         found.append(eval_lm.main(convert_namespace_to_omegaconf(args))["loss"].item())
-        generate.run(
-            [
-                *data,
-                "--prefix-size",
-                "1",
-                "--beam",
-                "2",
-                "--max-len-b",
-                "9",
-                "--results-path",
-                str(folder),
-            ]
-        )
+        more = f"--prefix-size 1 --beam 2 --max-len-b 9 --results-path {folder}"
+        generate.run([*data, *more.split()])
         lines = (folder / "generate-valid.txt").read_text().splitlines()
         assert sum(line.startswith("H-") for line in lines) == 16
     # 3.5 bits before any training
     assert found[0] == pytest.approx(found[1], abs=0.15) and found[1] < 2.4
-
-
-@pytest.mark.thorough
-def test_it_learns_as_fairseqs_does(pair, build, batch):
-    """The same first weights and batches: after 60 updates the losses of int8 are those of
-    float."""
-    task, theirs, _ = pair("--decoder-normalize-before")
-    _, ours = build("--decoder-normalize-before")
-    checkpoint.load_float(ours, theirs.state_dict())
-    task.load_dataset("train")
-    dataset, losses = task.dataset("train"), []
-    for model in (theirs, ours):
-        torch.manual_seed(1)
-        optimizer = torch.optim.Adam(model.train().parameters(), lr=5e-3)
-        found = []
-        for update in range(60):
-            sample = dataset.collater(
-                [dataset[(20 * update + index) % len(dataset)] for index in range(20)]
-            )
-            logits = model(**sample["net_input"])[0]
-            loss = torch.nn.functional.cross_entropy(
-                logits.transpose(1, 2), sample["target"], ignore_index=1
-            )
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            found.append(loss.item())
-        losses.append(sum(found[-12:]) / 12)
-    assert losses[0] == pytest.approx(losses[1], abs=0.05) and losses[1] < 1.5
 
 
 @pytest.mark.parametrize(
@@ -399,16 +302,9 @@ def test_its_memory_and_products_follow_from_its_options():
 
 @pytest.mark.thorough
 def test_two_workers_that_exchange_codes_end_with_the_same_parameters(corpus, tmp_path):
-    common = [
-        str(corpus),
-        *TINY,
-        *SHORT,
-        "--save-dir",
-        str(tmp_path / "save"),
-        "--lsq-gradients",
-        "int8",
-    ]
-    output, (first, second) = train_by_two(tmp_path, common)
+    more = f"--save-dir {tmp_path / 'save'} --lsq-gradients int8".split()
+    common = [str(corpus), *TINY, *SHORT, *more]
+    output, (first, second) = train_by_two(common)
     assert "gradients: int8 between 2 workers" in output
     assert any(name.endswith("_clip") for name in first)
-    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert_equal_states(first, second)

@@ -10,6 +10,7 @@ from lsq.fairseq import memory
 from lsq.fairseq.memory import bounding_batch
 from lsq.layers.memory import plan_memory
 from lsq.run.step import buffers_of
+from tests.fairseq.comparison import assert_equal_states
 
 
 @pytest.mark.thorough
@@ -21,19 +22,12 @@ def test_trainings_are_the_same_in_every_mode(train, tmp_path, caplog, options):
             for mode in ("planned", "guard", "naive")
         }
     said = [record.getMessage() for record in caplog.records if record.name == memory.__name__]
-    assert (
-        len(said) == 3
-        and said[0].startswith("memory (planned): ")
-        and "above the lower bound" in said[0]
-    )
-    assert (
-        "bounded by 1 sentences of 120 and 120 tokens" in said[0]
-        and "--lsq-memory naive" in said[2]
-    )
+    planned, _, naive = said
+    assert planned.startswith("memory (planned): ") and "above the lower bound" in planned
+    assert "bounded by 1 sentences of 120 and 120 tokens" in planned
+    assert "--lsq-memory naive" in naive
     for mode in ("guard", "naive"):
-        assert all(
-            torch.equal(states["planned"][name], states[mode][name]) for name in states["planned"]
-        )
+        assert_equal_states(states["planned"], states[mode])
 
 
 def test_planned_is_the_default(train, tmp_path, monkeypatch):
@@ -52,10 +46,8 @@ def test_a_model_without_layers_of_lsq_is_left_alone(train, tmp_path, monkeypatc
 
 def test_another_criterion_trains_without_a_plan(train, tmp_path, caplog):
     train(tmp_path, "--max-update 2 --criterion label_smoothed_cross_entropy")
-    said = [record.getMessage() for record in caplog.records if record.name == memory.__name__]
-    assert (
-        len(said) == 1 and "not planned" in said[0] and "--criterion lsq_label_smoothed" in said[0]
-    )
+    (said,) = (record.getMessage() for record in caplog.records if record.name == memory.__name__)
+    assert "not planned" in said and "--criterion lsq_label_smoothed" in said
 
 
 @pytest.mark.thorough
@@ -91,36 +83,25 @@ def test_an_unknown_mode(parse, capsys):
 
 
 @pytest.mark.parametrize(
-    "limits, expected",
+    "tokens, sentences, positions, multiple, expected",
     [
-        ({"max_tokens": 100, "max_sentences": None, "max_positions": (30, 30)}, (4, 30, 30)),
-        ({"max_tokens": 90, "max_sentences": None, "max_positions": (30, 45)}, (3, 30, 45)),
-        ({"max_tokens": 20, "max_sentences": None, "max_positions": (1024, 1024)}, (1, 20, 20)),
-        ({"max_tokens": 100, "max_sentences": 2, "max_positions": (30, 30)}, (2, 30, 30)),
-        ({"max_tokens": None, "max_sentences": 7, "max_positions": (11, 13)}, (7, 11, 13)),
-        (
-            {
-                "max_tokens": 100,
-                "max_sentences": None,
-                "max_positions": (30, 30),
-                "length_multiple": 8,
-            },
-            (25, 32, 32),
-        ),
+        (100, None, (30, 30), 1, (4, 30, 30)),
+        (90, None, (30, 45), 1, (3, 30, 45)),
+        (20, None, (1024, 1024), 1, (1, 20, 20)),
+        (100, 2, (30, 30), 1, (2, 30, 30)),
+        (None, 7, (11, 13), 1, (7, 11, 13)),
+        (100, None, (30, 30), 8, (25, 32, 32)),
     ],
 )
-def test_the_bounding_batch(build, limits, expected):
-    task, _ = build()
-    batch = bounding_batch(task.target_dictionary, **limits)
-    source = batch["net_input"]["src_tokens"]
-    assert (*source.shape, batch["target"].shape[1]) == expected
-    assert (
-        batch["net_input"]["prev_output_tokens"].shape
-        == batch["target"].shape
-        == (expected[0], expected[2])
-    )
-    assert batch["nsentences"] == expected[0] and batch["ntokens"] == batch["target"].numel()
-    assert (source != task.target_dictionary.pad()).all()
+def test_the_bounding_batch(build, tokens, sentences, positions, multiple, expected):
+    words = build()[0].target_dictionary
+    limits = {"max_tokens": tokens, "max_sentences": sentences, "max_positions": positions}
+    batch = bounding_batch(words, **limits, length_multiple=multiple)
+    source, target = batch["net_input"]["src_tokens"], batch["target"]
+    assert (*source.shape, target.shape[1]) == expected and len(target) == expected[0]
+    assert batch["net_input"]["prev_output_tokens"].shape == target.shape
+    assert batch["nsentences"] == expected[0] and batch["ntokens"] == target.numel()
+    assert (source != words.pad()).all()
 
 
 def test_without_any_limit(build):
@@ -140,28 +121,14 @@ def test_no_batch_that_fairseq_may_make_is_larger_than_planned(build, parse, mul
         plan = plan_memory(model, lambda: criterion(model, batch)[0]).step
         return buffers_of(plan.passes, [str(node) for node in range(len(plan.offsets))])
 
-    longest = (16, 11)
-    bound = step_of(
-        bounding_batch(
-            task.target_dictionary,
-            max_tokens=50,
-            max_sentences=None,
-            max_positions=longest,
-            length_multiple=multiple,
-        )
-    )
-    for source, target in itertools.product((1, 5, 15, 16), (1, 4, 11)):
-        found = step_of(
-            bounding_batch(
-                task.target_dictionary,
-                max_tokens=None,
-                max_sentences=50 // max(source, target),
-                max_positions=(source, target),
-                length_multiple=multiple,
-            )
-        )
+    words = task.target_dictionary
+    limits = {"max_sentences": None, "max_positions": (16, 11), "length_multiple": multiple}
+    bound = step_of(bounding_batch(words, max_tokens=50, **limits))
+    for lengths in itertools.product((1, 5, 15, 16), (1, 4, 11)):
+        limits |= {"max_sentences": 50 // max(lengths), "max_positions": lengths}
+        found = step_of(bounding_batch(words, max_tokens=None, **limits))
         assert found.keys() == bound.keys()
-        assert all(found[key].size <= bound[key].size for key in bound), (source, target)
+        assert all(found[key].size <= bound[key].size for key in bound), lengths
 
 
 def test_a_batch_beyond_the_plan_names_both_sizes(train, tmp_path, monkeypatch):

@@ -10,7 +10,8 @@ from lsq.fairseq.optimizer import LSQAdam
 from lsq.ops.rounding import RoundWeight
 from lsq.run.parameter_state import state_of
 from tests import sampling
-from tests.fairseq.test_task import command, losses  # noqa: F401
+from tests.fairseq.comparison import assert_equal_states, assert_resumes_to_the_bit
+from tests.fairseq.test_task import command
 from tests.fairseq.two_workers import train_by_two
 
 OURS, THEIRS = "--optimizer lsq_adam", "--optimizer adam"
@@ -30,7 +31,7 @@ def config(**options):
         ["--lsq-backward int8 --update-freq 2", "--clip-norm 1.0", "--lsq-mode float"], 1
     ),
 )
-def test_training_equals_that_of_fairseq(train, losses, tmp_path, options):  # noqa: F811
+def test_training_equals_that_of_fairseq(train, losses, tmp_path, options):
     """Within what rounding of floats makes of the first updates."""
     theirs = train(tmp_path / "theirs", f"--max-update 4 {THEIRS} {RATES} {options}")
     expected = losses.copy()
@@ -52,13 +53,8 @@ def test_training_equals_that_of_fairseq(train, losses, tmp_path, options):  # n
         "--clip-norm 0.5 --lsq-memory naive",
     ],
 )
-def test_resuming_continues_to_the_bit(train, losses, tmp_path, options):  # noqa: F811
-    whole = train(tmp_path / "whole", f"--max-update 6 {OURS} {options}")["model"]
-    expected = losses.copy()
-    train(tmp_path / "parts", f"--max-update 3 {OURS} {options}")
-    parts = train(tmp_path / "parts", f"--max-update 6 {OURS} {options}")["model"]
-    assert losses[len(expected) :] == expected
-    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+def test_resuming_continues_to_the_bit(train, tmp_path, options):
+    assert_resumes_to_the_bit(train, tmp_path, f"{OURS} {options}", (3, 6))
 
 
 @pytest.mark.parametrize(("first", "second"), sampling.first([(OURS, THEIRS), (THEIRS, OURS)], 1))
@@ -80,13 +76,8 @@ def test_codes_come_from_the_optimizer(train, tmp_path, monkeypatch):
     train(tmp_path, f"--max-update 6 {OURS} --lsq-clips learned")
     weights = steps[0]
     assert weights > 10
-    assert [now - before for before, now in zip(steps, steps[1:], strict=False)] == [
-        0,
-        weights,
-        0,
-        0,
-        0,
-    ]
+    more = [now - before for before, now in zip(steps, steps[1:], strict=False)]
+    assert more == [0, weights, 0, 0, 0]
 
 
 @pytest.mark.parametrize("option", ["fp16", "bf16", "amp", "use_bmuf"])
@@ -114,5 +105,5 @@ def test_gradients_are_left_as_they_are():
 @pytest.mark.parametrize("options", ["--lsq-gradients int8", "--update-freq 2 --clip-norm 0.1"])
 def test_two_processes_end_with_the_same_parameters(toy, tmp_path, options):
     given = command(toy, tmp_path / "save", f"--max-update 4 --lsq-clips learned {OURS} {options}")
-    _, (first, second) = train_by_two(tmp_path, given)
-    assert all(torch.equal(first[name], second[name]) for name in first)
+    _, (first, second) = train_by_two(given)
+    assert_equal_states(first, second)

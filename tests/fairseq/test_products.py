@@ -1,5 +1,7 @@
-"""A training's products on a GPU follow from its options, and are those that it launches."""
+"""A training's products on a GPU follow from its options, and are those that it launches; by tuned
+ones a training has the same bits and a report, and refuses files of other machines."""
 
+import contextlib
 import shutil
 
 import pytest
@@ -32,33 +34,25 @@ def keys_of(parse, options="", **changes):
 def prepared_for_cuda(programs):
     """The products that cuBLASLt, emulated, finds an algorithm for in what programs launch, if
     kernels end none."""
-    products = Products(torch.device("cpu"), library=emulated().path)
-    try:
-        operations = [
-            placed(one, "cpu", torch.bfloat16) for program in programs for one in program.operations
-        ]
+    with (
+        contextlib.closing(Products(torch.device("cpu"), library=emulated().path)) as products,
+        gemm.ended_by(None),
+    ):
         entries = []
-        with gemm.ended_by(None):
-            for one in operations:
-                entries += one.cuda(
-                    *(torch.empty(shape, dtype=dtype) for shape, dtype in one.cuda_scratch())
-                )
+        for operation in (one for program in programs for one in program.operations):
+            one = placed(operation, "cpu", torch.bfloat16)
+            entries += one.cuda(
+                *(torch.empty(shape, dtype=dtype) for shape, dtype in one.cuda_scratch())
+            )
         return {products.prepare(entry).key for entry in entries if isinstance(entry, Product)}
-    finally:
-        products.close()
 
 
 def test_products_of_a_training(parse):
     """The gradient of fc2's input ends in a kernel of its own, and the logits of the loss do so
     always."""
     keys = keys_of(parse)
-    weights = {
-        "qkv": (96, 32),
-        "out": (32, 32),
-        "fc1": (48, 32),
-        "fc2": (32, 48),
-        "key value": (64, 32),
-    }
+    weights = {"qkv": (96, 32), "out": (32, 32), "fc1": (48, 32), "fc2": (32, 48)}
+    weights["key value"] = (64, 32)
     assert matmul(m=96, n=48, k=32) in keys
     for n, k in (*weights.values(), (PADDED, 32)):
         assert asked("project_input_gradient", 96, k, n) in keys or (n, k) == weights["fc2"]
@@ -101,15 +95,10 @@ def test_other_architectures_are_refused(parse):
         keys_of(parse, "--arch transformer")
 
 
-def test_token_counts():
+def test_token_counts_and_rows_of_generation():
     assert token_counts(4096, 1024) == [4096, 3072, 2048, 1024]
-    assert token_counts(100, 32) == [100, 96, 64, 32]
-    assert token_counts(20, 32) == [20]
+    assert token_counts(100, 32) == [100, 96, 64, 32] and token_counts(20, 32) == [20]
     with pytest.raises(ValueError, match="step is 100; .*multiple"):
         token_counts(4096, 100)
-
-
-def test_generation_rows():
-    assert generation_rows(5, 12) == [60, 40, 20, 10, 5]
+    assert generation_rows(5, 12) == [60, 40, 20, 10, 5] and generation_rows(1, 1) == [1]
     assert generation_rows(4, 400)[:3] == [1600, 512, 256]
-    assert generation_rows(1, 1) == [1]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lsq.fairseq import tuned_products
+from lsq.fairseq import products
 from lsq.gemm import lookup
 from lsq.gemm.configuration_file import SearchedFile
 from lsq.gemm.lookup import Table
@@ -33,25 +33,23 @@ def table(*asked_for, tuned=()):
 
 
 def test_coverage():
-    assert tuned_products.coverage(table(8, 16, tuned=[16])).splitlines() == [
-        "tuned products on Example GPU: 2 products",
-        "  products: 50.0% tuned, 50.0% as the nearest batch size, 0.0% not",
-        "  arithmetic: 66.7% tuned, 33.3% as the nearest batch size, 0.0% not",
-        "  from /a.json",
-        "  missed project 8 x 128 x 256 (int8 to int32, nt): ran as 16 tokens",
-    ]
-    assert tuned_products.coverage(table(8)) == (
-        "tuned products on Example GPU: none, for there is no file for this device; lsq tune makes"
-        " one"
+    name = "tuned products on Example GPU"
+    assert products.coverage(table(8, 16, tuned=[16])) == (
+        f"{name}: 1 of 2, 66.7% of the arithmetic, from /a.json; the largest other one is project 8"
+        " x 128 x 256 (int8 to int32, nt)"
     )
-    lines = tuned_products.coverage(table(*range(1, 31), tuned=[64])).splitlines()
-    assert "project 30 x" in lines[4] and lines[-1] == "  and 20 more"
+    assert products.coverage(table(16, tuned=[16])) == (
+        f"{name}: 1 of 1, 100.0% of the arithmetic, from /a.json"
+    )
+    assert products.coverage(table(8)) == (
+        f"{name}: none, for there is no file for this device; lsq tune makes one"
+    )
 
 
 def test_products_that_ran_are_reported(monkeypatch, tmp_path, caplog):
     monkeypatch.setattr(lookup, "_table", table(8, 16, tuned=[16]))
     with caplog.at_level(logging.INFO):
-        tuned_products.report(str(tmp_path / "missed.csv"))
+        products.report_tuned(str(tmp_path / "missed.csv"))
     assert "products on Example GPU" in caplog.text
     assert product_list.read(tmp_path / "missed.csv") == [key(8)]
 
@@ -60,7 +58,7 @@ def test_products_that_ran_are_reported(monkeypatch, tmp_path, caplog):
 def test_nothing_is_listed_where_no_gpu_ran(monkeypatch, tmp_path, caplog, made):
     monkeypatch.setattr(lookup, "_table", made)
     with caplog.at_level(logging.INFO):
-        tuned_products.report(str(tmp_path / "missed.csv"))
+        products.report_tuned(str(tmp_path / "missed.csv"))
     assert product_list.read(tmp_path / "missed.csv") == [] and not caplog.text
 
 

@@ -23,16 +23,10 @@ WORDS = Dictionary()
 for _number in range(VOCABULARY - 4):
     WORDS.add_symbol(f"w{_number}")
 PADDING, END = WORDS.pad(), WORDS.eos()
-TINY = {
-    f"{side}_{name}": value
-    for side in ("encoder", "decoder")
-    for name, value in (
-        ("embed_dim", 16),
-        ("ffn_embed_dim", 32),
-        ("attention_heads", 2),
-        ("layers", 2),
-    )
-}
+SIDE = {"embed_dim": 16, "ffn_embed_dim": 32, "attention_heads": 2, "layers": 2}
+TINY = {f"{side}_{name}": value for side in ("encoder", "decoder") for name, value in SIDE.items()}
+TINY |= {"max_source_positions": 64, "max_target_positions": 17}
+TINY |= {"max_tokens": 64, "tokens_per_sample": 17}
 MODELS = ("fairseq", "float", "int8", "fairseq language model", "int8 language model")
 
 
@@ -40,13 +34,7 @@ def model_of(name: str) -> torch.nn.Module:
     """One of MODELS, in eval mode."""
     torch.manual_seed(3)
     task = Namespace(source_dictionary=WORDS, target_dictionary=WORDS)
-    args = Namespace(
-        **TINY,
-        max_source_positions=64,
-        max_target_positions=17,
-        max_tokens=64,
-        tokens_per_sample=17,
-    )
+    args = Namespace(**TINY)
     args.lsq_mode = "float" if name == "float" else "int8"
     args.share_all_embeddings = args.share_decoder_input_output_embed = True
     if name.endswith("language model"):

@@ -38,31 +38,31 @@ def test_how_a_model_goes_on_learning_is_left_out():
     assert "sparsity" not in whole.to_json() and whole == model_of(small_model()).architecture
 
 
-def test_what_cannot_be_is_refused():
-    whole = written()
-    for change, words in [
-        ({"eos": 99}, "eos is 99; it must be one of 37 words"),
+@pytest.mark.parametrize(
+    "change, said",
+    [
         ({"eos": "2"}, "architecture.eos is '2'"),
         ({"extra": 1}, "has unknown extra"),
         ({"decoder": None}, "architecture.decoder is None"),
-        ({"encoder": None}, "no encoder to share"),
         ({"encoder": 3}, "must be an object"),
-        ({"encoder": whole["encoder"] | {"layers": 0}}, "layers is 0"),
-        (
-            {"encoder": whole["encoder"] | {"layers": 1025}},
-            "layers is 1025; it must be a whole number from 1 to 1024",
-        ),
-        ({"encoder": whole["encoder"] | {"words": 41}}, "those cannot be"),
-        ({"encoder": whole["encoder"] | {"positions": "round"}}, "positions is 'round'"),
-    ]:
-        with pytest.raises(ValueError, match=words):
-            Architecture.from_json(json.dumps(whole | change))
-    with pytest.raises(ValueError, match="lacks eos"):
-        Architecture.from_json(
-            json.dumps({name: value for name, value in whole.items() if name != "eos"})
-        )
-    with pytest.raises(ValueError, match="no JSON"):
-        Architecture.from_json("{")
+        ({"encoder": {"layers": 0}}, "layers is 0"),
+        ({"encoder": {"layers": 1025}}, "layers is 1025; .* from 1 to 1024"),
+        ({"encoder": {"positions": "round"}}, "positions is 'round'"),
+    ],
+)
+def test_what_cannot_be_is_refused(change, said):
+    whole = written()
+    for name, value in change.items():
+        whole[name] = whole[name] | value if isinstance(value, dict) else value
+    with pytest.raises(ValueError, match=said):
+        Architecture.from_json(json.dumps(whole))
+
+
+def test_texts_that_are_no_architecture_are_refused():
+    without = {name: value for name, value in written().items() if name != "eos"}
+    for text, said in ((json.dumps(without), "lacks eos"), ("{", "no JSON")):
+        with pytest.raises(ValueError, match=said):
+            Architecture.from_json(text)
 
 
 @pytest.mark.parametrize(

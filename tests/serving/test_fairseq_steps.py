@@ -22,10 +22,12 @@ from tests.serving.beside_fairseq import (
     sentences,
 )
 
+GROUPS = {"beam": 4, "nbest": 4, "max_len_b": 12}
+SAMPLING = {"sampling": True, "nbest": 5, "max_len_b": 12}
 CASES = {
     "beam 5": {},
     "beam 1": {"beam": 1, "nbest": 1},
-    "all hypotheses": {"beam": 4, "nbest": 4, "max_len_b": 12},
+    "all hypotheses": GROUPS,
     "no word too many": {"beam": VOCABULARY + 3, "nbest": 5, "max_len_b": 4},
     "short": {"max_len_a": 0.5, "max_len_b": 1},
     "long": {"min_len": 6, "max_len_b": 9},
@@ -38,36 +40,13 @@ CASES = {
     "no pairs twice": {"no_repeat_ngram_size": 2, "min_len": 8, "max_len_b": 12},
     "no triples twice": {"no_repeat_ngram_size": 3, "beam": 2, "min_len": 8, "max_len_b": 12},
     "two groups": {"beam": 6, "nbest": 6, "diverse_beam_groups": 2, "max_len_b": 12},
-    "strict groups": {
-        "beam": 4,
-        "nbest": 4,
-        "diverse_beam_groups": 4,
-        "diverse_beam_strength": 3.0,
-        "max_len_b": 12,
-    },
-    "like groups": {
-        "beam": 4,
-        "nbest": 4,
-        "diverse_beam_groups": 2,
-        "diverse_beam_strength": -0.5,
-        "max_len_b": 12,
-    },
-    "sampling": {"sampling": True, "nbest": 5, "max_len_b": 12},
-    "sampling of 3": {"sampling": True, "sampling_topk": 3, "nbest": 5, "max_len_b": 12},
-    "sampling one by one": {
-        "sampling": True,
-        "sampling_topk": 9,
-        "beam": 1,
-        "max_len_b": 12,
-        "temperature": 1.5,
-    },
-    "sampling of 60 %": {
-        "sampling": True,
-        "sampling_topp": 0.6,
-        "nbest": 5,
-        "max_len_b": 12,
-        "unk_penalty": -2.0,
-    },
+    "strict groups": GROUPS | {"diverse_beam_groups": 4, "diverse_beam_strength": 3.0},
+    "like groups": GROUPS | {"diverse_beam_groups": 2, "diverse_beam_strength": -0.5},
+    "sampling": SAMPLING,
+    "sampling of 3": SAMPLING | {"sampling_topk": 3},
+    "sampling one by one": SAMPLING
+    | {"sampling_topk": 9, "beam": 1, "nbest": 1, "temperature": 1.5},
+    "sampling of 60 %": SAMPLING | {"sampling_topp": 0.6, "unk_penalty": -2.0},
 }
 PREFIXES = [
     torch.tensor(words, dtype=torch.int64) for words in ([5], [], [6, 3, 7], [8, END], [9, 9])
@@ -104,23 +83,16 @@ def test_hypotheses_are_those_of_fairseq(name, case):
     compare([name], SearchOptions(**CASES[case]))
 
 
+WITH_PREFIXES = [{}, {"beam": 1}, {"unk_penalty": -2.0, "nbest": 5}, {"temperature": 0.5}]
+WITH_PREFIXES += [{"max_len_b": 2}, {"min_len": 5}, {"sampling": True}]
+WITH_PREFIXES += [
+    {"sampling": True, **one} for one in ({"sampling_topk": 4}, {"sampling_topp": 0.9})
+]
+
+
 @pytest.mark.parametrize(
     "given, name",
-    in_turn(
-        [
-            {},
-            {"beam": 1},
-            {"unk_penalty": -2.0, "nbest": 5},
-            {"temperature": 0.5},
-            {"max_len_b": 2},
-            {"min_len": 5},
-            {"sampling": True, "sampling_topk": 4},
-            {"sampling": True, "sampling_topp": 0.9},
-            {"sampling": True},
-        ],
-        ["fairseq", "int8", "int8 language model", "int8 engine"],
-        2,
-    ),
+    in_turn(WITH_PREFIXES, ["fairseq", "int8", "int8 language model", "int8 engine"], 2),
 )
 def test_so_are_those_with_prefixes(name, given):
     compare([name], SearchOptions(**{"max_len_b": 12, **given}), PREFIXES)
@@ -151,17 +123,12 @@ def test_options_drawn_at_random(seed):
     }
     kind = chance.randrange(4)
     if kind == 0:
-        given |= {
-            "sampling": True,
-            **chance.choice([{}, {"sampling_topk": 3}, {"sampling_topp": 0.7}]),
-        }
-        given["no_repeat_ngram_size"] = (
-            0  # fairseq fails where nothing is left to draw after an end
-        )
+        drawn = chance.choice([{}, {"sampling_topk": 3}, {"sampling_topp": 0.7}])
+        # fairseq fails where nothing is left to draw after an end
+        given |= {"sampling": True, "no_repeat_ngram_size": 0, **drawn}
     elif kind == 1:
-        given["diverse_beam_groups"] = chance.choice(
-            [groups for groups in (1, 2, 3, 4) if beam % groups == 0]
-        )
+        groups = [groups for groups in (1, 2, 3, 4) if beam % groups == 0]
+        given["diverse_beam_groups"] = chance.choice(groups)
     compare([chance.choice(SUBJECTS)], SearchOptions(**given), seed=seed)
 
 

@@ -7,9 +7,8 @@ import torch
 from lsq.quant import Grain
 from lsq.quant.formats import Int4
 from lsq.serving.decoding_model import model_of, tensors_of
-from lsq.serving.engine import Engine
 from lsq.serving.int4 import least_squares, with_int4
-from tests.serving.models import EOS, small_model
+from tests.serving.models import small_model
 
 FORM = Int4(name="int4", bits=8, grain=Grain.ROW)
 
@@ -33,16 +32,12 @@ def test_no_clip_that_is_tried_is_better():
     assert 10 * (values.square().sum() / error.sum()).log10() > 18.5
 
 
-def test_rows_of_zeros_stay_zeros():
-    stored, scale = least_squares(torch.zeros(3, 40), FORM)
-    assert not decoded(stored, scale, 40).any() and scale.isfinite().all()
-
-
-def test_nan_and_infinity_stay_visible():
+def test_rows_of_zeros_stay_zeros_and_what_is_not_finite_stays_visible():
     torch.manual_seed(0)
     values = torch.randn(4, 40)
-    values[1, 3], values[2, 5] = torch.nan, torch.inf
-    _, scale = least_squares(values, FORM)
+    values[0], values[1, 3], values[2, 5] = 0, torch.nan, torch.inf
+    stored, scale = least_squares(values, FORM)
+    assert not decoded(stored, scale, 40)[0].any()
     assert scale.isnan().tolist() == [False, True, True, False]
 
 
@@ -74,13 +69,3 @@ def test_a_model(options):
         elif not name.endswith(".scale"):
             assert after.tensors[name] is tensor
     assert with_int4(after) is after
-
-
-@pytest.mark.thorough
-def test_it_decodes_nearly_as_before():
-    model, scores = model_of(small_model()), []
-    for each in (model, with_int4(model)):
-        engine = Engine(each)
-        engine.begin([torch.tensor([5, 9, 17, EOS])], rows=1, steps=2)
-        scores.append(engine.step_all(torch.tensor([EOS]), torch.tensor([0])))
-    assert 0 < (scores[0] - scores[1]).abs().max() < 0.5

@@ -34,8 +34,3 @@ from lsq.serving import SearchOptions
 def test_what_does_not_fit_is_refused(given, words):
     with pytest.raises(ValueError, match=words):
         SearchOptions(**given)
-
-
-def test_what_fits_is_taken():
-    options = SearchOptions(beam=6, nbest=6, diverse_beam_groups=3, unk_penalty=-1, min_len=0)
-    assert (options.beam, options.diverse_beam_groups, options.min_len) == (6, 3, 0)

@@ -6,19 +6,21 @@ from lsq.serving.subwords import Subwords, Words, pieces, processor_of, sentence
 from lsq.text.corpus import read_items
 from lsq.text.vocabulary import dictionary_of, load_vocabulary
 
-SMALL = Words(
-    symbols=["<s>", "<pad>", "</s>", "<unk>", "red", "\u2581cat"], beginning=0, end=2, unknown=3
-)
+SPECIAL = ["<s>", "<pad>", "</s>", "<unk>", "red"]
+
+
+def words_of(*symbols: str) -> Words:
+    return Words(symbols=[*SPECIAL, *symbols], beginning=0, padding=1, end=2, unknown=3)
+
+
+SMALL = words_of("\u2581cat")
 
 
 def test_words_are_those_that_the_training_was_given(output, translator):
     vocabulary = load_vocabulary(output / "vocabulary")
     _, index = dictionary_of(vocabulary)
-    for line in (
-        *read_items(output / "data" / "test.src"),
-        "\u4f60 <s> </s> <unk>",
-        "madeupword0000",
-    ):
+    lines = read_items(output / "data" / "test.src")
+    for line in (*lines, "\u4f60 <s> </s> <unk>", "madeupword0000"):
         expected = [*index[vocabulary.encode(line, out_type=int)].tolist(), 2]
         assert translator.model.subwords.source_words(line).tolist() == expected
         assert translator.model.subwords.target_words(line).tolist() == expected[:-1]
@@ -28,27 +30,19 @@ def test_text_is_what_fairseq_prints(output, translator):
     words = Dictionary.load(str(output / "data" / "dict.tgt.txt"))
     for _ in range(20):
         target = torch.randint(0, len(words), (12,))
-        expected = (
-            words.string(target, extra_symbols_to_ignore={2})
-            .replace(" ", "")
-            .replace("\u2581", " ")
-            .strip()
-        )
-        assert translator.model.subwords.text(target) == expected
+        pieces = words.string(target, extra_symbols_to_ignore={2}).replace(" ", "")
+        assert translator.model.subwords.text(target) == pieces.replace("\u2581", " ").strip()
 
 
 def test_without_sentencepiece_lines_are_words():
     subwords = Subwords(SMALL, SMALL, None)
     assert subwords.source_words("red  \u2581cat dog").tolist() == [4, 5, 3, 2]
-    assert (
-        subwords.target_words("").tolist() == [] and subwords.target_words("").dtype == torch.int64
-    )
+    assert len(subwords.target_words("")) == 0 and subwords.target_words("").dtype == torch.int64
     assert subwords.text(torch.tensor([0, 4, 5, 3, 2])) == "red \u2581cat <unk>"
 
 
 def test_what_says_nothing():
-    symbols = ["<s>", "<pad>", "</s>", "<unk>", "red", "\u2581", "\u2581\u200e"]
-    words = Words(symbols=symbols, beginning=0, end=2, unknown=3)
+    words = words_of("\u2581", "\u2581\u200e")
     assert words.says_nothing([]) and words.says_nothing([0, 5, 3, 6, 2])
     assert not words.says_nothing([5, 4, 2]) and not SMALL.says_nothing([5, 2])
 
@@ -111,6 +105,5 @@ def test_pieces(begins, expected):
 def test_pieces_take_no_longer_than_their_length():
     words = range(500_000)
     found = list(pieces(words, 255, lambda word: word % 7 == 0))
-    assert [word for piece in found for word in piece] == list(words) and max(
-        map(len, found)
-    ) <= 255
+    assert [word for piece in found for word in piece] == list(words)
+    assert max(map(len, found)) <= 255

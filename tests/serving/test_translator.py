@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import lsq
-from lsq import Translator
+from lsq import Translator, serving
+from lsq.run.backends import backend
 from lsq.serving import SearchOptions
 from lsq.serving.engine import Engine
 from lsq.serving.translator import (
@@ -19,6 +20,7 @@ from lsq.serving.translator import (
     BatchLimit,
     RefusedLine,
     TextTranslator,
+    backend_of,
     batches,
 )
 from lsq.text.corpus import read_items
@@ -41,7 +43,9 @@ def test_hypotheses_are_those_of_the_run(output, translator):
 
 def test_order_batches_and_threads_change_nothing(output, translator):
     lines = read_items(output / "data" / "test.src")[:4]
-    whole = best(translator.translate(lines, BEAM))
+    counted = []
+    whole = best(translator.translate(lines, BEAM, progress=counted.append))
+    assert sum(counted) == len(lines)
     small = TextTranslator(translator.model, batch_tokens=1)
     assert best(small.translate(lines, BEAM)) == whole
     assert best(translator.translate(lines[::-1], BEAM)) == whole[::-1]
@@ -50,24 +54,16 @@ def test_order_batches_and_threads_change_nothing(output, translator):
         assert best(found) == whole
 
 
-def test_empty_lines_stay_empty(translator):
-    found = translator.translate(["", "red cat", " \t \u3000\r\n", "red cat"], BEAM)
-    assert [len(translations) for translations in found] == [1] * 4
-    assert found[0][0].text == found[2][0].text == "" and found[0][0].score == 0.0
-    assert found[1][0].text == found[3][0].text != ""
-    assert translator.translate([]) == []
-
-
 def test_lines_without_a_known_visible_character_are_empty(translator, caplog):
     translator = TextTranslator(translator.model)
-    blank = ["\u200b", "\ufeff", "\u200e", "\x07", "\u00ad \u2060"]
-    found = translator.translate(
-        [*blank, "\u200ered\u200b cat"], BEAM, prefixes=["RED", *blank[1:], "\u200e"]
-    )
+    blank = ["", " \t \u3000\r\n", "\u200b", "\ufeff", "\u200e", "\x07", "\u00ad \u2060"]
+    lines = [*blank, "\u200ered\u200b \u2028cat\r\n"]
+    found = translator.translate(lines, BEAM, prefixes=["RED", *blank[1:], "\u200e"])
     assert not any(translations[0].text for translations in found[:-1])
-    sources = translator.sources([*blank, "\u200ered\u200b cat"], ["RED", *blank[1:], "\u200e"])
-    (seen,) = (part for source in sources for part in source.parts)
-    assert seen.line == len(blank) and not len(seen.prefix)
+    assert [len(translations) for translations in found] == [1] * len(lines)
+    assert found[0][0].score == 0.0 and translator.translate([]) == []
+    known = translator.source(0, lines[-1], "\u200e").parts
+    assert len(known) == 1 and not len(known[0].prefix)
     for line in ("\u4f60\u597d", "\U0001f600", "\u4f60. \u597d. " * 20):
         assert translator.translate([line], BEAM)[0][0].text == ""
     (said,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
@@ -85,7 +81,7 @@ def test_a_sentence_without_a_known_character_is_left_out_of_a_long_line(transla
 
 def test_spaces_do_not_count(translator):
     one, other = translator.translate(["red  \u2028cat\t five \r\n", "red cat five"], BEAM)
-    assert one[0].text == other[0].text
+    assert one[0].text == other[0].text != ""
 
 
 def test_best_come_first(translator):
@@ -106,33 +102,28 @@ def test_prefixes(translator):
         translator.translate(lines, prefixes=[""])
 
 
-def test_long_lines_are_cut_at_ends_of_sentences(translator):
-    sentences = ["red cat." for _ in range(30)]
-    (found,) = translator.translate([" ".join(sentences)], BEAM, prefixes=["FIVE"])
-    first = translator.translate(["red cat."], BEAM, prefixes=["FIVE"])[0][0]
-    (other,) = translator.translate(["red cat."], BEAM)[0]
+@pytest.mark.parametrize("normalize", [True, False])
+def test_long_lines_are_cut_at_ends_of_sentences(translator, normalize):
+    options = SearchOptions(beam=2, max_len_b=40, normalize_scores=normalize)
+    (found,) = translator.translate([" ".join(["red cat."] * 30)], options, prefixes=["FIVE"])
+    first = translator.translate(["red cat."], options, prefixes=["FIVE"])[0][0]
+    (other,) = translator.translate(["red cat."], options)[0]
     assert found[0].text == " ".join(filter(None, [first.text, *[other.text] * 29]))
-    assert min(first.score, other.score) <= found[0].score <= max(first.score, other.score)
-
-
-def test_score_of_a_line_that_was_cut_is_a_sum_where_scores_are_not_normalised(translator):
-    options = SearchOptions(beam=2, max_len_b=40, normalize_scores=False)
-    (found,) = translator.translate(["red cat. " * 20], options)
-    (one,) = translator.translate(["red cat."], options)[0]
-    assert found[0].score == pytest.approx(20 * one.score, rel=1e-4)
+    if normalize:
+        assert min(first.score, other.score) <= found[0].score <= max(first.score, other.score)
+    else:
+        assert found[0].score == pytest.approx(first.score + 29 * other.score, rel=1e-4)
 
 
 def test_a_sentence_that_is_too_long_is_cut_between_words(translator):
     line = "Two. " + "red cat " * 100
-    (source,) = translator.sources([line], [""])
+    source = translator.source(0, line)
     subwords = translator.model.subwords
-    numbers = [
-        [
-            subwords.processor.piece_to_id(subwords.source.symbols[word])
-            for word in part.words[:-1].tolist()
-        ]
+    pieces = [
+        [subwords.source.symbols[word] for word in part.words[:-1].tolist()]
         for part in source.parts
     ]
+    numbers = [[subwords.processor.piece_to_id(one) for one in part] for part in pieces]
     texts = subwords.processor.decode(numbers)
     assert " ".join(texts[1:]).split() == ["red", "cat"] * 100  # no word is cut in two
     assert len(texts) > 2 and all(len(part.words) <= 41 for part in source.parts)
@@ -175,23 +166,12 @@ def test_what_is_no_text_is_refused(translator, text):
         translator.translate(["red"], prefixes=[text])
 
 
-def test_unknown_characters_are_translated_somehow(translator):
-    (found,) = translator.translate(["\U0001f600 \u4f60\u597d red"], BEAM)
-    assert isinstance(found[0].text, str)
-
-
 def test_a_line_of_very_many_sentences_is_cut_without_regard_to_them(translator, monkeypatch):
     line = "red. " * 60
     assert len(translator.source(0, line).parts) == 60
     monkeypatch.setattr("lsq.serving.translator.SENTENCES", 59)
     parts = translator.source(0, line).parts
     assert 1 < len(parts) < 60 and all(len(part.words) <= 41 for part in parts)
-
-
-def test_progress_counts_parts(translator):
-    seen = []
-    translator.translate(["red", "", "two dog"], BEAM, progress=seen.append)
-    assert sum(seen) == 2
 
 
 def test_it_is_part_of_lsq():
@@ -306,3 +286,23 @@ def test_probabilities_of_all_words_are_counted():
     assert limit(tokens, few, vocabulary=words).holds(51, 9)
     hot = SearchOptions(beam=5, temperature=0.5)
     assert not limit(tokens, hot, vocabulary=words).holds(9, 9)
+
+
+def test_devices_by_name(monkeypatch):
+    assert backend_of("cpu") is backend("cpu") and backend_of("emulator") is backend("emulated")
+    with pytest.raises(ValueError, match="device is 'gpu'; allowed: 'cpu', 'cuda', 'emulator'"):
+        backend_of("gpu")
+    monkeypatch.setattr(serving.translator, "gpu_fault", lambda: "there is none")
+    with pytest.raises(ValueError, match="device cuda: there is none"):
+        backend_of("cuda")
+
+
+@pytest.mark.thorough
+def test_translations_are_those_of_the_cpu(output, translator):
+    lines = read_items(output / "data" / "test.src")[:2]
+    options = SearchOptions(beam=2, max_len_b=4)
+    found = Translator(output, device="emulator").translate(lines, options)
+    for first, second in zip(translator.translate(lines, options), found, strict=True):
+        assert [one.text for one in second] == [one.text for one in first]
+        scores = [one.score for one in first]
+        assert [one.score for one in second] == pytest.approx(scores, abs=1e-4)

@@ -1,18 +1,7 @@
-"""Make fairseq 0.12 work with this PyTorch, on machines without a GPU and on full disks.
+"""Make fairseq 0.12 work with this PyTorch and NumPy, on machines without a GPU and on full disks.
 
-Importing this package prepares fairseq once for the whole process:
-
-* checkpoints: the types that fairseq puts into its own checkpoints are registered as safe for
-  torch.load, which stays as strict as it is about all others; files that are damaged, missing or no
-  checkpoints of fairseq's are named. A file is written under another name first, then renamed:
-  fairseq copies checkpoint_best.pt and checkpoint_last.pt over the previous ones, which are lost
-  when the disk is full. One training at a time writes into a folder;
-* batches: every epoch goes on with the batches of a training that was not interrupted, and on
-  another number of processes without skipping any; an optimizer of other parameters is refused; a
-  sentence beyond --max-tokens is named, and so is a data set of which nothing is left;
-* training: the first tensor that holds NaN or infinity is named, and no checkpoint of it is
-  written; on CPUs, the device that fairseq names for data parallel training is ignored;
-* blocks: text is cut into sentences for language models, with a NumPy that has no numpy.compat.
+Importing this package replaces functions of fairseq once for the whole process: how checkpoints are
+read and written, where an epoch of a resumed training goes on, and what a diverged training says.
 """
 
 import contextlib

@@ -15,42 +15,12 @@ from fairseq.data.iterators import EpochBatchIterator
 from fairseq.optim import FairseqOptimizer
 from fairseq.trainer import Trainer
 
-from lsq.fairseq.compatibility.soundness import MOMENTS
-
-_fairseq_batches = data_utils.batch_by_size
-
-
-def batch_by_size(indices, num_tokens_fn, num_tokens_vec=None, max_tokens=None, **options):
-    """Replace fairseq's data_utils.batch_by_size, which groups the sentences `indices`
-    into batches.
-
-    Raises:
-        ValueError: there are none, or one of them alone is beyond `max_tokens`.
-    """
-    if len(indices) == 0:
-        raise ValueError(
-            "no sentence is left to make batches of; all are longer than --max-tokens or the model"
-            " allows"
-        )
-    if max_tokens is not None:
-        sizes = (
-            [num_tokens_fn(index) for index in indices]
-            if num_tokens_vec is None
-            else num_tokens_vec
-        )
-        longest = int(numpy.argmax(sizes))
-        if sizes[longest] > max_tokens:
-            raise ValueError(
-                f"sentence {indices[longest]} has {sizes[longest]} tokens, but a batch has at most"
-                f" {max_tokens};"
-                " raise --max-tokens (--max-tokens-valid where it validates), or leave out"
-                " sentences that long"
-            )
-    return _fairseq_batches(indices, num_tokens_fn, num_tokens_vec, max_tokens, **options)
-
-
 logger = logging.getLogger(__name__)
 
+MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+"""Adam's state of each parameter."""
+
+_fairseq_batches = data_utils.batch_by_size
 _fairseq_iterator_state = EpochBatchIterator.state_dict
 _fairseq_load_iterator_state = EpochBatchIterator.load_state_dict
 _fairseq_iterator_for_epoch = EpochBatchIterator._get_iterator_for_epoch
@@ -58,9 +28,30 @@ _fairseq_train_iterator = Trainer.get_train_iterator
 _fairseq_load_optimizer = FairseqOptimizer.load_state_dict
 
 
+def batch_by_size(indices, num_tokens_fn, num_tokens_vec=None, max_tokens=None, **options):
+    """Replace data_utils.batch_by_size, which groups the sentences `indices` into batches;
+    ValueError if there are none, or one of them alone is beyond `max_tokens`."""
+    if len(indices) == 0:
+        raise ValueError(
+            "no sentence is left to make batches of; all are longer than --max-tokens or the model"
+            " allows"
+        )
+    if max_tokens is not None:
+        sizes = num_tokens_vec
+        if sizes is None:
+            sizes = [num_tokens_fn(index) for index in indices]
+        longest = int(numpy.argmax(sizes))
+        if sizes[longest] > max_tokens:
+            raise ValueError(
+                f"sentence {indices[longest]} has {sizes[longest]} tokens, but a batch has at most"
+                f" {max_tokens}; raise --max-tokens (--max-tokens-valid where it validates), or"
+                " leave out sentences that long"
+            )
+    return _fairseq_batches(indices, num_tokens_fn, num_tokens_vec, max_tokens, **options)
+
+
 def train_iterator(trainer: Trainer, epoch: int, **options: object) -> EpochBatchIterator:
-    """Replace Trainer.get_train_iterator: batches that all epochs share are those of
-    epoch 1.
+    """Replace Trainer.get_train_iterator: batches that all epochs share are those of epoch 1.
 
     Whoever goes on in a later epoch then calls `load_state_dict`, as fairseq does. Batches that are
     made anew for every epoch (of data in several folders, or with --update-epoch-batch-itr) are
@@ -69,17 +60,14 @@ def train_iterator(trainer: Trainer, epoch: int, **options: object) -> EpochBatc
     if options.get("disable_iterator_cache") or trainer.cfg.dataset.update_epoch_batch_itr:
         return _fairseq_train_iterator(trainer, epoch, **options)
     iterator = _fairseq_train_iterator(trainer, 1, **options)
-    shared = trainer.task.dataset_to_epoch_iter.get(
-        trainer.task.dataset(trainer.cfg.dataset.train_subset)
-    )
-    if iterator is shared:
+    dataset = trainer.task.dataset(trainer.cfg.dataset.train_subset)
+    if iterator is trainer.task.dataset_to_epoch_iter.get(dataset):
         return iterator
     return _fairseq_train_iterator(trainer, epoch, **{**options, "load_dataset": False})
 
 
 def keep_dummy_batch(trainer: Trainer, batch: object) -> None:
-    """Replace Trainer.reset_dummy_batch, by which a process without a batch left goes
-    along.
+    """Replace Trainer.reset_dummy_batch, for processes without a batch left.
 
     The first one, of the training's own batches, stays: clips may be measured on it. fairseq's is
     at times the first one of the validation, depending on where a training was resumed.
@@ -89,10 +77,8 @@ def keep_dummy_batch(trainer: Trainer, batch: object) -> None:
 
 
 def iterator_state(iterator: EpochBatchIterator) -> dict:
-    """Replace EpochBatchIterator.state_dict.
-
-    How many batches the epoch has, and among how many processes they were divided, is kept.
-    """
+    """Replace EpochBatchIterator.state_dict, to keep how many batches the epoch has and among how
+    many processes they were divided."""
     batches = {} if callable(iterator.batch_sampler) else {"batches": len(iterator.frozen_batches)}
     return {**_fairseq_iterator_state(iterator), "num_shards": iterator.num_shards, **batches}
 
@@ -100,12 +86,8 @@ def iterator_state(iterator: EpochBatchIterator) -> dict:
 def load_optimizer_state(
     optimizer: FairseqOptimizer, state: dict, overrides: dict | None = None
 ) -> None:
-    """Replace FairseqOptimizer.load_state_dict: moments are known by the order of
-    parameters alone.
-
-    Raises:
-        ValueError: there are other parameters now, or in another order.
-    """
+    """Replace FairseqOptimizer.load_state_dict, which knows moments by the order of parameters
+    alone; ValueError if there are other parameters now, or in another order."""
     own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     kept = [state["state"].get(number, {}) for number in numbers]
@@ -117,8 +99,8 @@ def load_optimizer_state(
     ):
         raise ValueError(
             "the checkpoint's optimizer is of other parameters than this model has (of an older"
-            " version of lsq, or of "
-            "other options); to train on from its weights alone, add --reset-optimizer"
+            " version of lsq, or of other options); to train on from its weights alone, add"
+            " --reset-optimizer"
         )
     _fairseq_load_optimizer(optimizer, state, overrides)
 
@@ -127,10 +109,9 @@ def load_iterator_state(iterator: EpochBatchIterator, state: dict) -> None:
     """Replace EpochBatchIterator.load_state_dict.
 
     fairseq counts the batches of one process. With another number of processes the same count is
-    another place in the
-    epoch: batches would be skipped or repeated, and past the end fairseq refuses. Here no batch is
-    skipped, and fewer are repeated than there are processes. With batches of another size, the same
-    share of the epoch is done.
+    another position in the epoch: batches would be skipped or repeated, and past the end fairseq
+    refuses. Here no batch is skipped, and fewer are repeated than there are processes. With batches
+    of another size, the same share of the epoch is done.
     """
     shards = state.get("num_shards", iterator.num_shards)
     done = state.get("iterations_in_epoch", 0) * shards
@@ -143,8 +124,7 @@ def load_iterator_state(iterator: EpochBatchIterator, state: dict) -> None:
         if before != now:
             logger.warning(
                 "the checkpoint's epoch %d has %d batches, and now it has %d, of which %d count as"
-                " done: some "
-                "sentences may be left out of this epoch or seen again in it",
+                " done: some sentences may be left out of this epoch or seen again in it",
                 state["epoch"],
                 before,
                 now,
@@ -171,11 +151,8 @@ def iterator_for_epoch(
     fix_batches_to_gpus: bool = False,
     offset: int = 0,
 ) -> Iterator | None:
-    """Replace EpochBatchIterator._get_iterator_for_epoch.
-
-    Where fairseq uses a data loader for further epochs, it goes by how the first one was to be
-    shuffled, so that --curriculum would end with the first resumption only.
-    """
+    """Replace EpochBatchIterator._get_iterator_for_epoch: a data loader that fairseq keeps for
+    further epochs shuffles as the first one did, so that --curriculum would never end."""
     if iterator.dataloader is not None:
         iterator.epoch_batch_sampler.shuffle = shuffle
         iterator.epoch_batch_sampler.fix_batches_to_gpus = fix_batches_to_gpus
@@ -185,14 +162,9 @@ def iterator_for_epoch(
 class GroupedIterator(iterators.CountingIterator):
     """Replace fairseq's GroupedIterator: batches in groups of --update-freq.
 
-    fairseq counts the groups of a whole epoch. Where an epoch goes on from a place that is not a
-    multiple of `chunk_size` (of another number of processes, or another --update-freq) that is one
-    too few, and fairseq, finding the epoch unfinished, would begin it again.
-
-    Args:
-        iterable: of batches; its `n` says how many of the epoch are done.
-        chunk_size: batches of a group.
-        skip_remainder_batch: leave out the last group if it is smaller.
+    fairseq counts the groups of a whole epoch. Where an epoch goes on from a position that is not a
+    multiple of `chunk_size` that is one too few, and fairseq, finding the epoch unfinished, would
+    begin it again.
     """
 
     def __init__(

@@ -22,7 +22,7 @@ from fairseq.trainer import Trainer
 from numpy._core import multiarray
 
 from lsq import files
-from lsq.fairseq.checkpoint import say_formats
+from lsq.fairseq.checkpoint import LAST, say_formats
 from lsq.fairseq.compatibility import soundness
 from lsq.fairseq.compatibility.training import replaced
 from lsq.files import loading_fault
@@ -34,32 +34,32 @@ _fairseq_load_training = Trainer.load_checkpoint
 _fairseq_load = checkpoint_utils.load_checkpoint_to_cpu
 ADAMS = {"adam": "FairseqAdam", "lsq_adam": "LSQAdam"}
 """Names of optimizers -> their classes, as checkpoints name them; their states are the same."""
-NUMPY_DTYPES = ("bool", "int32", "int64", "float32", "float64")
+CRASH = "crash.pt"
+"""File that fairseq writes before a training ends by an error, for debugging."""
+
+
+class CheckpointNotWritten(OSError):
+    """A checkpoint could not be written; whatever stood under its name before is untouched."""
 
 
 def register_types() -> None:
     """Let torch.load take the types in fairseq's checkpoints, as on disk and as processes send them
     to each other."""
     of_numpy = [numpy.ndarray, numpy.dtype, multiarray._reconstruct, multiarray.scalar]
-    of_numpy += [type(numpy.dtype(name)) for name in NUMPY_DTYPES]
+    dtypes = ("bool", "int32", "int64", "float32", "float64")
+    of_numpy += [type(numpy.dtype(name)) for name in dtypes]
     of_omegaconf = [omegaconf.DictConfig, omegaconf.ListConfig, omegaconf.base.ContainerMetadata]
-    of_omegaconf += [
-        omegaconf.base.Metadata,
-        omegaconf.nodes.AnyNode,
-        typing.Any,
-        defaultdict,
-        dict,
-        list,
-        int,
-    ]
+    of_omegaconf += [omegaconf.base.Metadata, omegaconf.nodes.AnyNode, typing.Any]
     own = [argparse.Namespace, fairseq.distributed.utils._TensorPlaceholder]
-    torch.serialization.add_safe_globals([*own, *of_numpy, *of_omegaconf])
+    torch.serialization.add_safe_globals(
+        [*own, *of_numpy, *of_omegaconf, defaultdict, dict, list, int]
+    )
 
 
 def load_checkpoint(
     path: str, arg_overrides: dict | None = None, load_on_all_ranks: bool = False
 ) -> dict:
-    """Replace fairseq's load_checkpoint_to_cpu, which reads no checksums.
+    """Replace load_checkpoint_to_cpu, which reads no checksums.
 
     Raises:
         FileNotFoundError, IsADirectoryError: there is no such file.
@@ -72,7 +72,6 @@ def load_checkpoint(
         raise ValueError(f"{path} is damaged: {damage}{soundness.beside(path)}")
     try:
         state = _fairseq_load(path, arg_overrides, load_on_all_ranks)
-        soundness.check_parts(state)
         tensors = {"": state["model"], "last_optimizer_state": state.get("last_optimizer_state")}
     except Exception as error:  # whatever is in the file decides what fails
         fault = loading_fault(error)
@@ -85,9 +84,8 @@ def load_checkpoint(
             path,
         )
     for name, part in tensors.items():
-        found = soundness.not_finite(part, name)
-        if found is not None:
-            raise ValueError(f"{path} cannot be used: {found}{soundness.beside(path)}")
+        if fault := soundness.not_finite(part, name):
+            raise ValueError(f"{path} cannot be used: {fault}{soundness.beside(path)}")
     say_formats(state["model"], path)
     return state
 
@@ -114,17 +112,17 @@ def updates_of(path: str | os.PathLike) -> int:
 def load_training(
     trainer: Trainer, filename: str, *arguments: object, **options: object
 ) -> dict | None:
-    """Replace Trainer.load_checkpoint, which begins anew where a file is missing that
-    was asked for.
+    """Replace Trainer.load_checkpoint, which begins anew where a file is missing that was asked
+    for.
 
     A task that has `check_resumed` is shown what it kept in the checkpoint, unless that is only
-    finetuned from.
+    finetuned from. A training goes on with one Adam from a checkpoint of another.
 
     Raises:
         FileNotFoundError, IsADirectoryError: there is no such file.
         ValueError: as in `load_checkpoint`, or the task refuses.
     """
-    asked_for = trainer.cfg.checkpoint.restore_file != "checkpoint_last.pt"
+    asked_for = trainer.cfg.checkpoint.restore_file != LAST
     if asked_for or os.path.lexists(filename):
         soundness.require_file(filename)
     check = getattr(trainer.task, "check_resumed", None)
@@ -134,47 +132,33 @@ def load_training(
     def load_fitting(*arguments: object, **options: object) -> dict:
         state = load_checkpoint(*arguments, **options)
         check(state.get("task_state", {}))
-        _rename_adam(state, trainer.cfg.optimizer)
+        history = state.get("optimizer_history")
+        name = ADAMS.get(getattr(trainer.cfg.optimizer, "_name", None))
+        if history and name and history[-1].get("optimizer_name") in ADAMS.values():
+            history[-1]["optimizer_name"] = name
         return state
 
     with replaced(checkpoint_utils, load_checkpoint_to_cpu=load_fitting):
         return _fairseq_load_training(trainer, filename, *arguments, **options)
 
 
-def _rename_adam(state: dict, optimizer: object) -> None:
-    """Let a training go on with one Adam from a checkpoint of another; fairseq would refuse."""
-    history, name = state.get("optimizer_history"), ADAMS.get(getattr(optimizer, "_name", None))
-    if history and name is not None and history[-1].get("optimizer_name") in ADAMS.values():
-        history[-1]["optimizer_name"] = name
-
-
-CRASH = "crash.pt"
-"""File that fairseq writes before a training ends by an error, for debugging."""
-
-
-class CheckpointNotWritten(OSError):
-    """A checkpoint could not be written; whatever stood under its name before is untouched."""
-
-
 def save_checkpoint(content: object, filename: str, async_write: bool = False) -> None:
-    """Replace fairseq's torch_persistent_save; `async_write` is for remote paths, which
-    lsq does not know.
+    """Replace torch_persistent_save; `async_write` is for remote paths, which lsq does not know.
 
     Raises:
         CheckpointNotWritten: the file system refused, e.g. because it is full.
         FloatingPointError: the model holds NaN or infinity; only crash.pt is written nevertheless.
     """
     if isinstance(content, dict) and os.path.basename(filename) != CRASH:
-        found = soundness.not_finite(content.get("model"))
-        if found is not None:
+        if fault := soundness.not_finite(content.get("model")):
             raise FloatingPointError(
-                f"{found}; {filename} is not written, and earlier checkpoints are kept"
+                f"{fault}; {filename} is not written, and earlier checkpoints are kept"
             )
-    write_whole(filename, lambda file: torch.save(content, file))
+    _write_whole(filename, lambda file: torch.save(content, file))
 
 
 def copy_checkpoint(source: str, target: str, overwrite: bool = False) -> bool:
-    """Replace fairseq's PathManager.copy; returns True.
+    """Replace PathManager.copy; returns True.
 
     Raises:
         CheckpointNotWritten: the file system refused, e.g. because it is full.
@@ -182,20 +166,18 @@ def copy_checkpoint(source: str, target: str, overwrite: bool = False) -> bool:
     if not overwrite and os.path.exists(target):
         raise FileExistsError(f"{target} exists")
     with open(source, "rb") as original:
-        write_whole(target, lambda file: shutil.copyfileobj(original, file))
+        _write_whole(target, lambda file: shutil.copyfileobj(original, file))
     return True
 
 
-def write_whole(filename: str, make: Callable[[BinaryIO], object]) -> None:
-    """`lsq.files.write`, with an error that says what is left.
-
-    Raises:
-        CheckpointNotWritten: the file system refused, e.g. because it is full.
-    """
+def _write_whole(filename: str, make: Callable[[BinaryIO], object]) -> None:
     try:
         files.write(Path(filename), make)
     except (OSError, RuntimeError) as error:
-        reason = _refusal(error)
+        # torch.save hides the file system's error behind a RuntimeError
+        reason: BaseException | None = error
+        while reason is not None and not isinstance(reason, OSError):
+            reason = reason.__context__
         if reason is None:
             raise
         raise CheckpointNotWritten(
@@ -204,19 +186,12 @@ def write_whole(filename: str, make: Callable[[BinaryIO], object]) -> None:
         ) from error
 
 
-def _refusal(error: BaseException | None) -> OSError | None:
-    """Find the file system's error, which torch.save hides behind a RuntimeError."""
-    while error is not None and not isinstance(error, OSError):
-        error = error.__context__
-    return error
-
-
+# fairseq claims a folder by a function of a module and never releases it
 _held = contextlib.ExitStack()
 
 
 def claim_folder(folder: str) -> None:
-    """Replace fairseq's verify_checkpoint_directory, which the first process calls
-    before a training.
+    """Replace verify_checkpoint_directory, which the first process calls before a training.
 
     The folder is this process's until `release_folder`, or until the process ends.
 

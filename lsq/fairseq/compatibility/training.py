@@ -1,7 +1,6 @@
 """A training step: data parallel on CPUs, and which tensor was the first that is not finite."""
 
 import contextlib
-import weakref
 from collections.abc import Iterator
 
 import torch
@@ -10,6 +9,9 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lsq.fairseq.compatibility import soundness
+
+_fairseq_train_step = Trainer.train_step
+_fairseq_clip_grad_norm = Trainer.clip_grad_norm
 
 
 @contextlib.contextmanager
@@ -25,9 +27,6 @@ def replaced(module: object, **attributes: object) -> Iterator[None]:
             setattr(module, name, value)
 
 
-_wrapped: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref] = weakref.WeakKeyDictionary()
-
-
 class CPUSafeDataParallel(DistributedDataParallel):
     """DistributedDataParallel that ignores the device that fairseq names for modules on CPUs."""
 
@@ -35,16 +34,6 @@ class CPUSafeDataParallel(DistributedDataParallel):
         if all(parameter.device.type == "cpu" for parameter in module.parameters()):
             device_ids = output_device = None
         super().__init__(module, device_ids=device_ids, output_device=output_device, **options)
-        _wrapped[module] = weakref.ref(self)
-
-    @classmethod
-    def around(cls, module: torch.nn.Module) -> "CPUSafeDataParallel | None":
-        """The data parallel module that was last made of `module`; None: there is none."""
-        return _wrapped.get(module, lambda: None)()
-
-
-_fairseq_train_step = Trainer.train_step
-_fairseq_clip_grad_norm = Trainer.clip_grad_norm
 
 
 class Diverged(FloatingPointError):
@@ -52,12 +41,8 @@ class Diverged(FloatingPointError):
 
 
 def clip_grad_norm(trainer: Trainer, *arguments: object) -> Tensor:
-    """Replace Trainer.clip_grad_norm; looks at the parameters as long as they are those
-    of this update.
-
-    Raises:
-        Diverged: the norm is not finite because a parameter is not.
-    """
+    """Replace Trainer.clip_grad_norm; Diverged if the norm is not finite because a parameter is
+    not, as long as parameters are those of this update."""
     norm = _fairseq_clip_grad_norm(trainer, *arguments)
     if not torch.isfinite(norm).all():
         _require_finite(trainer, dict(trainer.get_model().named_parameters()))
@@ -65,32 +50,26 @@ def clip_grad_norm(trainer: Trainer, *arguments: object) -> Tensor:
 
 
 def train_step(trainer: Trainer, samples: list, raise_oom: bool = False) -> dict | None:
-    """Replace Trainer.train_step, whose error names no tensor.
-
-    Raises:
-        Diverged: a parameter or a gradient holds NaN or infinity.
-    """
+    """Replace Trainer.train_step, whose error names no tensor; Diverged if a parameter or a
+    gradient holds NaN or infinity."""
     try:
         return _fairseq_train_step(trainer, samples, raise_oom)
     except Diverged:
         raise
     except (FloatingPointError, ValueError) as error:  # a ValueError: a quantiser has met NaN
         parameters = dict(trainer.get_model().named_parameters())
-        _require_finite(trainer, parameters, error)
-        gradients = {
-            f"the gradient of {name}": parameter.grad for name, parameter in parameters.items()
-        }
-        _require_finite(trainer, gradients, error)  # of the second try that fairseq makes
+        gradients = {f"the gradient of {name}": one.grad for name, one in parameters.items()}
+        # gradients are those of the second try that fairseq makes
+        _require_finite(trainer, parameters | gradients, error)
         raise
 
 
 def _require_finite(
     trainer: Trainer, tensors: dict[str, Tensor | None], cause: Exception | None = None
 ) -> None:
-    found = soundness.not_finite(tensors)
-    if found is not None:
+    fault = soundness.not_finite(tensors)
+    if fault is not None:
         raise Diverged(
-            f"{found}, after {trainer.get_num_updates()} updates; the training has diverged: lower"
-            " --lr, or raise "
-            "--warmup-updates, and go on from an earlier checkpoint"
+            f"{fault}, after {trainer.get_num_updates()} updates; the training has diverged: lower"
+            " --lr, or raise --warmup-updates, and go on from an earlier checkpoint"
         ) from cause

@@ -1,5 +1,5 @@
-"""Requests, JSON such as {"text": ["one line", "another"], "beam": 4, "nbest": 2}, and the limits
-of a service."""
+"""Requests, JSON such as {"text": ["one line", "another"], "beam": 4, "nbest": 2}, and what a
+service allows them."""
 
 import json
 from dataclasses import dataclass, fields, replace
@@ -15,39 +15,21 @@ EXAMPLE = '{"text": ["one line", "another line"]}'
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Limits of a service.
+    """Limits of a service; ValueError if one is not above 0."""
 
-    Raises:
-        ValueError: one is not above 0.
-    """
-
-    request_bytes: int = 2**20
-    """Bytes of a request."""
-    held_bytes: int = 2**28
-    """Bytes of all requests that have arrived, whole or in part, and are not answered."""
     queue: int = 4096
     """Sentences that wait at the same time, of all requests."""
     beam: int = 16
     """The largest beam that a request may ask for."""
     words: int = 512
     """The longest translation that a request may ask for, in subwords."""
-    connections: int = 2048
-    """Clients at the same time."""
-    receive_seconds: float = 10.0
-    """For a request to arrive, its header and its body."""
-    translate_seconds: float = 60.0
-    """For a request to be answered once it has arrived."""
-    read_seconds: float = 30.0
-    """For a client to read its answer."""
-    shutdown_seconds: float = 30.0
-    """For what has arrived to be answered when the service ends."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
             require_positive(field.name, getattr(self, field.name))
 
     def check(self, options: SearchOptions, longest_source: int) -> None:
-        """Refuse options that allow more than the service does, ValueError, if a source may have
+        """Raise ValueError if options allow more than the service does for sources of up to
         `longest_source` words."""
         if options.beam > self.beam:
             raise ValueError(f"beam is {options.beam}; this service takes {self.beam} at most")
@@ -60,17 +42,8 @@ class Limits:
             )
 
 
-@dataclass(frozen=True, kw_only=True)
-class TranslationRequest:
-    """A request, checked."""
-
-    lines: list[str]
-    prefixes: list[str]
-    options: SearchOptions
-
-
-def parse(body: bytes, defaults: SearchOptions) -> TranslationRequest:
-    """Read a request; `defaults` are the options that it does not name.
+def parse(body: bytes, defaults: SearchOptions) -> tuple[list[str], list[str], SearchOptions]:
+    """Read a request: (lines, prefixes, options). `defaults` are options that it does not name.
 
     Raises:
         ValueError: it is not JSON, or something in it is wrong.
@@ -92,7 +65,7 @@ def parse(body: bytes, defaults: SearchOptions) -> TranslationRequest:
             f"there are {len(lines)} lines but {len(prefixes)} prefixes; give one for each line"
         )
     options = {name: _value(name, given[name]) for name in OPTIONS if name in given}
-    return TranslationRequest(lines=lines, prefixes=prefixes, options=replace(defaults, **options))
+    return lines, prefixes, replace(defaults, **options)
 
 
 def _texts(name: str, value: Any) -> list[str]:

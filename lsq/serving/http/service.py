@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TypeVar
 
-from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -30,6 +30,11 @@ PAGE_HEADERS = {
 """The page loads nothing from elsewhere."""
 GONE = 499
 """Status, in the metrics alone, of a request whose client went away."""
+REQUEST_BYTES = 2**20
+RECEIVE_SECONDS = 10.0
+"""For a body to arrive."""
+TRANSLATE_SECONDS = 60.0
+"""For a request to be answered once it has arrived."""
 RETRY = {"Retry-After": "1"}
 CLOSE = {"Connection": "close"}
 Result = TypeVar("Result")
@@ -62,8 +67,7 @@ class Service:
         self.translator, self.options, self.limits = translator, options, limits
         self.metrics = Metrics()
         self.batcher = Batcher(translator, limits.queue, self.metrics)
-        self.metrics.watch(lambda: self.batcher.waiting)
-        self._held = 0  # bytes
+        self.metrics.waiting.set_function(lambda: self.batcher.waiting)
 
     def application(self) -> Starlette:
         """Return the application for an ASGI server."""
@@ -92,14 +96,14 @@ class Service:
 
     async def show_metrics(self, request: Request) -> Response:
         """Answer with the metrics, for Prometheus."""
-        return Response(self.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+        return Response(generate_latest(self.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     async def translate(self, request: Request) -> Response:
         """Answer {"text": [...], options} with {"translations": [{"text", "score", "alternatives"},
         ...]}, one for each line."""
         start, status = time.perf_counter(), 500
         try:
-            response = await self._answer(request)
+            response = await self._translated(request, await _body(request))
             status = response.status_code
             return response
         except HTTPException as refused:
@@ -114,26 +118,17 @@ class Service:
             status = GONE
             return Response(status_code=GONE)
         finally:
-            self.metrics.answered(status, time.perf_counter() - start)
-
-    async def _answer(self, request: Request) -> Response:
-        body = bytearray()
-        try:
-            await self._receive(request, body)
-            return await self._translated(request, bytes(body))
-        finally:
-            self._held -= len(body)
+            self.metrics.requests.labels(str(status)).inc()
+            self.metrics.request_seconds.observe(time.perf_counter() - start)
 
     async def _translated(self, request: Request, body: bytes) -> Response:
         try:
-            parsed = parse(body, self.options)
-            self.limits.check(parsed.options, self.translator.model.longest_source)
-            if len(parsed.lines) > self.limits.queue:
+            lines, prefixes, options = parse(body, self.options)
+            self.limits.check(options, self.translator.model.longest_source)
+            if len(lines) > self.limits.queue:
                 raise QueueFull(alone=True)
             translations = await _unless_gone(
-                request,
-                self.batcher.translate(parsed.lines, parsed.prefixes, parsed.options),
-                seconds=self.limits.translate_seconds,
+                request, self.batcher.translate(lines, prefixes, options)
             )
         except (ValueError, OverflowError) as error:
             raise HTTPException(400, str(error)) from None
@@ -147,43 +142,38 @@ class Service:
             raise HTTPException(503, "too many sentences wait; try again later", RETRY) from None
         except TimeoutError:
             message = (
-                f"not translated within {self.limits.translate_seconds:g} seconds; send fewer"
-                " lines, or later"
+                f"not translated within {TRANSLATE_SECONDS:g} seconds; send fewer lines, or later"
             )
             raise HTTPException(503, message, RETRY) from None
         return JSONResponse({"translations": [_shown(of_line) for of_line in translations]})
 
-    async def _receive(self, request: Request, body: bytearray) -> None:
-        """Read the request's body; a body that is refused is read to its end and thrown away, so
-        that its client listens."""
-        limit, size, full = self.limits.request_bytes, 0, False
-        try:
-            async with asyncio.timeout(self.limits.receive_seconds):
-                async for chunk in request.stream():
-                    size += len(chunk)
-                    full = full or self._held + len(chunk) > self.limits.held_bytes
-                    if size <= limit and not full:
-                        body += chunk
-                        self._held += len(chunk)
-        except TimeoutError:
-            if size <= limit:
-                message = (
-                    f"the request did not arrive within {self.limits.receive_seconds:g} seconds"
-                )
-                raise HTTPException(408, message, CLOSE) from None
-        if size > limit:
-            message = f"the request has more than {limit} bytes; send fewer lines at a time"
-            raise HTTPException(413, message, CLOSE)
-        if full:
-            raise HTTPException(503, "too many bytes wait; try again later", RETRY)
+
+async def _body(request: Request) -> bytes:
+    """Read a request's body; one that is too large is read to its end and thrown away, so that its
+    client listens."""
+    body, size = bytearray(), 0
+    try:
+        async with asyncio.timeout(RECEIVE_SECONDS):
+            async for chunk in request.stream():
+                size += len(chunk)
+                if size <= REQUEST_BYTES:
+                    body += chunk
+    except TimeoutError:
+        if size <= REQUEST_BYTES:
+            message = f"the request did not arrive within {RECEIVE_SECONDS:g} seconds"
+            raise HTTPException(408, message, CLOSE) from None
+    if size > REQUEST_BYTES:
+        message = f"the request has more than {REQUEST_BYTES} bytes; send fewer lines at a time"
+        raise HTTPException(413, message, CLOSE)
+    return bytes(body)
 
 
-async def _unless_gone(request: Request, work: Awaitable[Result], seconds: float) -> Result:
-    """Await `work`; cancel it when the client goes (Gone), or after `seconds` (TimeoutError)."""
+async def _unless_gone(request: Request, work: Awaitable[Result]) -> Result:
+    """Await `work`; cancel it when the client goes (Gone), or after some time (TimeoutError)."""
     working, going = asyncio.ensure_future(work), asyncio.ensure_future(_gone(request))
     try:
         done, _ = await asyncio.wait(
-            (working, going), timeout=seconds, return_when=asyncio.FIRST_COMPLETED
+            (working, going), timeout=TRANSLATE_SECONDS, return_when=asyncio.FIRST_COMPLETED
         )
         if working in done:
             return working.result()

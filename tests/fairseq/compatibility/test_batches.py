@@ -17,23 +17,22 @@ from fairseq.trainer import Trainer
 from fairseq_cli import train as fairseq_train
 
 from tests.dist.processes import run
+from tests.fairseq.comparison import assert_equal_states
+from tests.fairseq.two_workers import by_processes
+from tests.sampling import first
 
 
-def test_batch_beyond_max_tokens_names_both_numbers():
+def test_batches_that_cannot_be_are_refused_with_both_numbers():
     sizes = numpy.array([3, 9, 5])
     with pytest.raises(ValueError, match="sentence 4 has 9 tokens, but a batch has at most 8"):
         data_utils.batch_by_size(numpy.array([7, 4, 2]), None, sizes, max_tokens=8)
     with pytest.raises(ValueError, match="sentence 2 has 20 tokens"):
         data_utils.batch_by_size([1, 2], lambda index: 10 * index, max_tokens=11)
-    batches = data_utils.batch_by_size(
-        numpy.array([7, 2, 4]), None, numpy.array([3, 5, 9]), max_tokens=10
-    )
-    assert [list(batch) for batch in batches] == [[7, 2], [4]]
-
-
-def test_no_sentence_left():
     with pytest.raises(ValueError, match="no sentence is left"):
         data_utils.batch_by_size([], None, numpy.array([]), max_tokens=8)
+    sizes = numpy.array([3, 5, 9])
+    batches = data_utils.batch_by_size(numpy.array([7, 2, 4]), None, sizes, max_tokens=10)
+    assert [list(batch) for batch in batches] == [[7, 2], [4]]
 
 
 FAIRSEQ = "--arch transformer --criterion label_smoothed_cross_entropy"
@@ -65,10 +64,6 @@ def a_checkpoint_for_every_update(args, folder: Path) -> None:
     args.save_dir, args.save_interval_updates, args.no_epoch_checkpoints = str(folder), 1, False
 
 
-def updates_done(path: Path) -> int:
-    return torch.load(path)["optimizer_history"][-1]["num_updates"]
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize("model", MODELS)
 def test_a_training_goes_on_in_any_epoch_bit_by_bit(parse, tmp_path, sentences, model):
@@ -77,28 +72,19 @@ def test_a_training_goes_on_in_any_epoch_bit_by_bit(parse, tmp_path, sentences, 
     a_checkpoint_for_every_update(args, tmp_path / "whole")
     fairseq_train.main(convert_namespace_to_omegaconf(args))
     whole, last = list(sentences), torch.load(tmp_path / "whole" / "checkpoint_last.pt")
-    epochs = {path.stem for path in (tmp_path / "whole").glob("checkpoint[0-9].pt")}
-    assert epochs == {"checkpoint1", "checkpoint2", "checkpoint3"}
-    borders = {updates_done(tmp_path / "whole" / f"{name}.pt") for name in epochs}
-    assert borders == {6, 12, 18}
-    for name in (
-        "checkpoint_1_3",
-        "checkpoint1",
-        "checkpoint_2_8",
-        "checkpoint2",
-        "checkpoint_3_15",
-    ):
+    updates = {
+        f"checkpoint{name}": updates
+        for name, updates in {"_1_3": 3, "1": 6, "_2_8": 8, "2": 12, "_3_15": 15, "3": 18}.items()
+    }
+    for name, done in updates.items():
         path = tmp_path / "whole" / f"{name}.pt"
+        assert torch.load(path)["optimizer_history"][-1]["num_updates"] == done
         sentences.clear()
         args = parse(f"{common} --restore-file {path} --save-dir {tmp_path / name}")
         fairseq_train.main(convert_namespace_to_omegaconf(args))
-        assert sentences == whole[-len(sentences) :] and len(sentences) >= LONG - updates_done(
-            path
-        ), name
+        assert sentences == whole[-len(sentences) :] and len(sentences) >= LONG - done, name
         resumed = torch.load(tmp_path / name / "checkpoint_last.pt")
-        assert all(
-            torch.equal(resumed["model"][key], last["model"][key]) for key in last["model"]
-        ), name
+        assert_equal_states(resumed["model"], last["model"])
 
 
 class Epochs:
@@ -135,10 +121,8 @@ class Epochs:
             skip = self.cfg.optimization.skip_remainder_batch
             epoch = self.iterator.next_epoch_itr(shuffle=shuffle)
             for group in iterators.GroupedIterator(epoch, 2, skip_remainder_batch=skip):
-                yield (
-                    [batch["id"].tolist() if batch else [] for batch in group],
-                    self.iterator.state_dict(),
-                )
+                numbers = [batch["id"].tolist() if batch else [] for batch in group]
+                yield numbers, self.iterator.state_dict()
             self.iterator = self.made(
                 self.iterator.next_epoch_idx, load_dataset=self.task.has_sharded_data("train")
             )
@@ -146,25 +130,16 @@ class Epochs:
 
 OPTIONS = {
     "defaults": "",
+    "grouped": "--grouped-shuffling",
+    "two folders": "",
     "curriculum": "--curriculum 2",
     "seeds": "--update-ordered-indices-seed",
     "anew": "--update-epoch-batch-itr True",
-    "grouped": "--grouped-shuffling",
     "whole groups": "--skip-remainder-batch",
-    "two folders": "",
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(
-            name,
-            marks=() if name in {"defaults", "grouped", "two folders"} else pytest.mark.thorough,
-        )
-        for name in OPTIONS
-    ],
-)
+@pytest.mark.parametrize("name", first(OPTIONS, 3))
 def test_each_of_three_processes_goes_on_with_its_batches(parse, toy, name):
     args = parse(f"{FAIRSEQ} --encoder-layers 1 --decoder-layers 1 --max-tokens 40 {OPTIONS[name]}")
     if name == "two folders":
@@ -190,14 +165,8 @@ class Numbers(torch.utils.data.Dataset):
 def iterator(shards: int, shard: int, epoch: int = 3, size: int = 1) -> EpochBatchIterator:
     """Over 17 numbers in batches of that size."""
     batches = [list(range(first, min(first + size, 17))) for first in range(0, 17, size)]
-    return EpochBatchIterator(
-        Numbers(),
-        collate_fn=list,
-        batch_sampler=batches,
-        num_shards=shards,
-        shard_id=shard,
-        epoch=epoch,
-    )
+    place = {"num_shards": shards, "shard_id": shard, "epoch": epoch}
+    return EpochBatchIterator(Numbers(), collate_fn=list, batch_sampler=batches, **place)
 
 
 @pytest.mark.parametrize(("before", "now"), [(2, 3), (2, 1), (3, 2), (4, 3), (1, 4), (1, 1)])
@@ -214,11 +183,8 @@ def test_an_epoch_goes_on_with_another_number_of_processes(before, now, frequenc
         seen, states = [], []
         for shard in range(before):
             part = iterator(before, shard)
-            seen += [
-                item
-                for batch in islice(part.next_epoch_itr(shuffle=shuffle), place)
-                for item in batch
-            ]
+            batches = islice(part.next_epoch_itr(shuffle=shuffle), place)
+            seen += [item for batch in batches for item in batch]
             states.append(part.state_dict())
         after = []
         for shard in range(now):
@@ -249,31 +215,25 @@ def test_an_epoch_goes_on_with_batches_of_another_size(caplog, before, now, shar
         assert other.next_epoch_idx == 3
         assert total * share - shards - 1 < other.iterations_in_epoch * shards <= total * share
         assert len(list(other.next_epoch_itr())) > 0 and other.end_of_epoch()
-    assert (
-        f"epoch 3 has {len(part.frozen_batches)} batches, and now it has {total}, of which"
-        in caplog.text
-    )
+    said = f"epoch 3 has {len(part.frozen_batches)} batches, and now it has {total}, of which"
+    assert said in caplog.text
+
+
+def resumed(part: EpochBatchIterator, epoch: int, done: int) -> EpochBatchIterator:
+    """From a checkpoint without a number of processes."""
+    state = {"version": 2, "epoch": epoch, "iterations_in_epoch": done, "shuffle": False}
+    part.load_state_dict(state)
+    assert part.iterations_in_epoch == done
+    return part
 
 
 def test_groups_that_are_left_out_end_the_epoch():
-    part = iterator(1, 0)
-    part.load_state_dict({"version": 2, "epoch": 3, "iterations_in_epoch": 4, "shuffle": False})
-    groups = iterators.GroupedIterator(
-        part.next_epoch_itr(shuffle=False), 3, skip_remainder_batch=True
-    )
-    assert [[item for batch in group for item in batch] for group in groups] == [
-        [4, 5, 6],
-        [7, 8, 9],
-        [10, 11, 12],
-        [13, 14, 15],
-    ]
+    part = resumed(iterator(1, 0), 3, 4)
+    epoch = part.next_epoch_itr(shuffle=False)
+    groups = iterators.GroupedIterator(epoch, 3, skip_remainder_batch=True)
+    found = [[item for batch in group for item in batch] for group in groups]
+    assert found == [[4, 5, 6], [7, 8, 9], [10, 11, 12], [13, 14, 15]]
     assert len(groups) == groups.n == 6 and part.end_of_epoch()
-
-
-def test_checkpoints_without_a_number_of_processes_are_read_as_fairseq_does():
-    part = iterator(1, 0)
-    part.load_state_dict({"version": 2, "epoch": 1, "iterations_in_epoch": 2, "shuffle": False})
-    assert part.iterations_in_epoch == 2
 
 
 def test_batches_that_every_epoch_makes_anew_are_those_of_its_epoch():
@@ -284,7 +244,7 @@ def test_batches_that_every_epoch_makes_anew_are_those_of_its_epoch():
 
     part = EpochBatchIterator(Numbers(), collate_fn=list, batch_sampler=batches, epoch=1)
     assert part.first_batch == [10]
-    part.load_state_dict({"version": 2, "epoch": 2, "iterations_in_epoch": 1, "shuffle": False})
+    resumed(part, 2, 1)
     assert list(part.next_epoch_itr(shuffle=False)) == [[21], [22]]
     assert list(part.next_epoch_itr(shuffle=False)) == [[30], [31], [32]]
 
@@ -308,20 +268,14 @@ def _train(rank: int, args, runs: list[tuple[Path, dict]]) -> None:
 @pytest.mark.thorough
 def test_two_processes_go_on_bit_by_bit(parse, tmp_path):
     """One of them is without a batch at the end of every epoch."""
-    args = parse(f"{ONE_LAYER} --update-freq 1 --max-update 16")
-    args.distributed_init_method, args.distributed_no_spawn, args.distributed_backend = (
-        "env://",
-        True,
-        "gloo",
-    )
+    args = by_processes(parse(f"{ONE_LAYER} --update-freq 1 --max-update 16"))
     a_checkpoint_for_every_update(args, tmp_path / "whole")
     names = ["checkpoint1", "checkpoint_2_8", "checkpoint2"]
-    resumed = [
+    again = [
         (tmp_path / name, {"restore_file": str(tmp_path / "whole" / f"{name}.pt")})
         for name in names
     ]
-    run(_train, 2, args, [(tmp_path / "whole", {}), *resumed])
+    run(_train, 2, args, [(tmp_path / "whole", {}), *again])
     whole = torch.load(tmp_path / "whole" / "checkpoint_last.pt")["model"]
-    for folder, _ in resumed:
-        state = torch.load(folder / "checkpoint_last.pt")["model"]
-        assert all(torch.equal(state[key], whole[key]) for key in whole), folder
+    for folder, _ in again:
+        assert_equal_states(torch.load(folder / "checkpoint_last.pt")["model"], whole)

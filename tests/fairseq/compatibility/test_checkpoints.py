@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import BinaryIO
 
 import numpy
-import omegaconf
 import pytest
 import torch
 from fairseq import checkpoint_utils
@@ -15,6 +14,7 @@ from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.distributed import utils as distributed_utils
 from fairseq.distributed.utils import _split_tensors_from_obj
 from fairseq.file_io import PathManager
+from omegaconf import OmegaConf
 from torch import nn
 
 from lsq import files
@@ -23,6 +23,7 @@ from lsq.dist.roll_call import RankLost
 from lsq.fairseq.compatibility import CheckpointNotWritten, checkpoints
 from lsq.files.lock import NAME, Busy, locked_folder
 from tests.dist.processes import run
+from tests.fairseq.two_workers import by_processes
 
 
 def reloaded(content):
@@ -40,12 +41,8 @@ def reloaded(content):
         numpy.float64(1.5),
         numpy.int64(3),
         numpy.array([1.0, 2.0], dtype=numpy.float32),
-        omegaconf.OmegaConf.create(
-            {"task": {"data": "x", "n": 1}, "lr": [0.1, None], "flag": True}
-        ),
-        omegaconf.OmegaConf.create(
-            {"args": argparse.Namespace(a=1)}, flags={"allow_objects": True}
-        ),
+        OmegaConf.create({"task": {"data": "x", "n": 1}, "lr": [0.1, None], "flag": True}),
+        OmegaConf.create({"args": argparse.Namespace(a=1)}, flags={"allow_objects": True}),
         _split_tensors_from_obj({"weights": torch.ones(2), "step": 1}, []),
     ],
     ids=lambda content: type(content).__name__,
@@ -112,15 +109,6 @@ def test_a_training_begins_anew_only_where_nothing_was_asked_for(train, tmp_path
         train(tmp_path / "new", FAIRSEQ)
 
 
-@pytest.mark.parametrize(
-    "content", [5, [1], {}, {"model": torch.ones(2)}, {"model": {}}, torch.ones(3)]
-)
-def test_other_content_is_no_checkpoint(tmp_path, content):
-    torch.save(content, tmp_path / "other.pt")
-    with pytest.raises(ValueError, match=r"other.pt is not a checkpoint of fairseq's \(\w+: "):
-        checkpoint_utils.load_checkpoint_to_cpu(str(tmp_path / "other.pt"))
-
-
 def test_nan_in_the_model_or_the_optimizer_is_named(train, tmp_path):
     state = train(tmp_path, FAIRSEQ)
     state["last_optimizer_state"]["state"][1]["exp_avg"][0] = float("nan")
@@ -156,11 +144,7 @@ def _refused(rank: int, args) -> str:
 def test_two_processes_end_with_the_reason(parse, damaged):
     """The first one reads the file and ends; the other one is told."""
     args = parse(f"{FAIRSEQ} --save-dir {damaged}")
-    args.distributed_init_method, args.distributed_no_spawn, args.distributed_backend = (
-        "env://",
-        True,
-        "gloo",
-    )
+    by_processes(args)
     for said in run(_refused, 2, args, ends=True):
         assert re.search(f"checkpoint_last.pt {DAMAGED}", said)
     assert not (damaged / "crash.pt").exists()
@@ -250,6 +234,8 @@ def released():
 
 def test_a_training_has_its_folder_alone(tmp_path):
     folder = tmp_path / "a" / "b"
+    folder.mkdir(parents=True)
+    (folder / "dummy").write_text("precious")  # fairseq writes and deletes a file of this name
     checkpoint_utils.verify_checkpoint_directory(str(folder))
     with pytest.raises(
         Busy, match=f"is writing into {folder}; wait for it, or choose another --save-dir"
@@ -257,15 +243,7 @@ def test_a_training_has_its_folder_alone(tmp_path):
         with locked_folder(folder, "choose another --save-dir"):
             pass
     checkpoints.release_folder()
-    assert not (folder / NAME).exists()
-
-
-def test_files_beside_the_checkpoints_stay(tmp_path):
-    """fairseq writes and deletes a file of this name."""
-    (tmp_path / "dummy").write_text("precious")
-    checkpoint_utils.verify_checkpoint_directory(str(tmp_path))
-    checkpoints.release_folder()
-    assert (tmp_path / "dummy").read_text() == "precious"
+    assert not (folder / NAME).exists() and (folder / "dummy").read_text() == "precious"
 
 
 def test_another_training_in_the_same_process(tmp_path):

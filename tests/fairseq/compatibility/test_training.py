@@ -7,6 +7,7 @@ from torch import nn
 
 from lsq.fairseq import compatibility
 from lsq.fairseq.compatibility import CPUSafeDataParallel
+from tests.sampling import first
 
 FAIRSEQ = "--arch transformer --criterion label_smoothed_cross_entropy"
 
@@ -32,18 +33,17 @@ def damaging(monkeypatch):
 
 @pytest.mark.parametrize(
     ("arch", "name"),
-    [
-        ("", "encoder.embed_tokens.weight"),
-        pytest.param("", "decoder.layers.1.feed_forward.fc1_weight", marks=pytest.mark.thorough),
-        pytest.param("", "decoder.layers.0.feed_forward.fc2_bias", marks=pytest.mark.thorough),
-        pytest.param(
-            "", "encoder.layers.0.feed_forward.activation_clip", marks=pytest.mark.thorough
-        ),
-        pytest.param(
-            "--lsq-mode float", "decoder.output_projection.weight", marks=pytest.mark.thorough
-        ),
-        (FAIRSEQ, "encoder.embed_tokens.weight"),
-    ],
+    first(
+        [
+            ("", "encoder.embed_tokens.weight"),
+            (FAIRSEQ, "encoder.embed_tokens.weight"),
+            ("", "decoder.layers.1.feed_forward.fc1_weight"),
+            ("", "decoder.layers.0.feed_forward.fc2_bias"),
+            ("", "encoder.layers.0.feed_forward.activation_clip"),
+            ("--lsq-mode float", "decoder.output_projection.weight"),
+        ],
+        2,
+    ),
 )
 def test_nan_in_a_parameter_is_named(train, tmp_path, damaging, arch, name):
     damaging(name)
@@ -58,9 +58,8 @@ def test_a_gradient_that_is_not_finite_is_named(train, tmp_path, monkeypatch):
     step = Trainer.clip_grad_norm
 
     def clip_grad_norm(trainer, norm):
-        dict(trainer.get_model().named_parameters())["encoder.layers.0.fc1.bias"].grad[0] = float(
-            "inf"
-        )
+        parameters = dict(trainer.get_model().named_parameters())
+        parameters["encoder.layers.0.fc1.bias"].grad[0] = float("inf")
         return step(trainer, norm)
 
     monkeypatch.setattr(Trainer, "clip_grad_norm", clip_grad_norm)

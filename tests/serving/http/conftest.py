@@ -17,15 +17,13 @@ import torch
 
 from lsq.serving import Hypothesis, SearchOptions
 from lsq.serving.http.requests import Limits
-from lsq.serving.http.server import bound, server_of
+from lsq.serving.http.server import listen, server_of
 from lsq.serving.http.service import Service
-from lsq.serving.steps import Symbols
 from lsq.serving.subwords import Subwords, Words
-from lsq.serving.translation_model import TranslationModel, stamp_of
-from lsq.serving.translator import Part, TextTranslator
+from lsq.serving.translator import Part, TextTranslator, TranslationModel, stamp_of
 
 SYMBOLS = ["<s>", "<pad>", "</s>", "<unk>", *(f"w{word}" for word in range(100))]
-WORDS = Words(symbols=SYMBOLS, beginning=0, end=2, unknown=3)
+WORDS = Words(symbols=SYMBOLS, beginning=0, padding=1, end=2, unknown=3)
 
 
 class Echo(TextTranslator):
@@ -36,7 +34,6 @@ class Echo(TextTranslator):
             file=file,
             stamp=stamp_of(file),
             steps=None,
-            symbols=Symbols(),
             subwords=Subwords(WORDS, WORDS, None),
             longest_source=20,
             options=SearchOptions(),
@@ -80,9 +77,9 @@ class Echo(TextTranslator):
 def echo(tmp_path) -> Iterator[Echo]:
     file = tmp_path / "model"
     file.write_text("1")
-    found = Echo(file)
-    yield found
-    found.may_go.set()
+    translator = Echo(file)
+    yield translator
+    translator.may_go.set()
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
@@ -94,18 +91,16 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 class Served:
-    """A service at work; `ended` once it is not any more."""
+    """A service at work."""
 
-    def __init__(self, service: Service, limits: Limits):
-        self.service, self.address = service, bound("127.0.0.1", 0)
+    def __init__(self, service: Service):
+        self.service, self.address = service, listen("127.0.0.1", 0)
         self.port = self.address.getsockname()[1]
-        ready = threading.Event()
-        self.server = server_of(service.application(), limits, ready.set)
+        self.server = server_of(service.application())
         self.thread = threading.Thread(
             target=lambda: asyncio.run(self.server.serve(sockets=[self.address]))
         )
         self.thread.start()
-        assert ready.wait(20)
 
     def ask(self, method: str, path: str, body: object = None) -> tuple[int, object]:
         """(status, JSON or text); a body that is no bytes is sent as JSON."""
@@ -142,27 +137,31 @@ class Served:
         wait_for(lambda: self.service.batcher.waiting == sentences)
 
     def connect(self) -> socket.socket:
-        """A client that speaks for itself."""
-        return socket.create_connection(("127.0.0.1", self.port), timeout=20)
+        """A client that speaks for itself, with little room for answers."""
+        client = socket.socket()
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        client.settimeout(20)
+        client.connect(("127.0.0.1", self.port))
+        return client
 
     def end(self) -> None:
         """As a signal does."""
+        wait_for(lambda: self.server.started)
         self.server.stop()
         self.thread.join(30)
         assert not self.thread.is_alive()
 
 
 @pytest.fixture
-def serve() -> Iterator[Callable[..., Served]]:
-    """serve(translator, **limits): a service, which ends with the test."""
-    found = []
+def serve(echo) -> Iterator[Callable[..., Served]]:
+    """serve(**limits): a service of `echo` or another translator, which ends with the test."""
+    started = []
 
-    def serve(translator: TextTranslator, **limits: object) -> Served:
-        chosen = Limits(**limits)
-        found.append(Served(Service(translator, translator.options, chosen), chosen))
-        return found[-1]
+    def serve(translator: TextTranslator = echo, **limits: object) -> Served:
+        started.append(Served(Service(translator, translator.options, Limits(**limits))))
+        return started[-1]
 
     yield serve
-    for served in found:
-        getattr(served.service.translator, "may_go", threading.Event()).set()
+    echo.may_go.set()
+    for served in started:
         served.end()

@@ -15,7 +15,7 @@ from tests.serving.http.conftest import wait_for
 
 
 def test_translations(serve, echo):
-    served = serve(echo)
+    served = serve()
     answer = {"text": "w1 w2", "score": -1.0, "too_long": False, "alternatives": []}
     assert served.translate("w1  w2") == (200, {"translations": [answer]})
     status, found = served.translate(["w1", "", "w2 w3"], nbest=3)
@@ -25,20 +25,17 @@ def test_translations(serve, echo):
     assert echo.batches[-1] == (2, SearchOptions(nbest=3))
 
 
-def test_lines_that_are_too_long(serve, echo):
-    lines, long = ["w1", " ".join(["w2"] * 40)], {}
-    for echo.long_lines in ("cut", "skip", "copy"):
-        status, found = serve(echo).translate(lines)
-        translations = found["translations"]
-        assert status == 200 and [each["too_long"] for each in translations] == [False, True]
-        long[echo.long_lines] = translations[1]["text"]
-    assert long == {"cut": lines[1], "skip": "", "copy": lines[1]}
-    assert echo.batches[0] == (4, SearchOptions())
-    echo.long_lines = "refuse"
-    status, found = serve(echo).translate(lines)
-    assert status == 400 and found["error"].startswith(
-        "line 2: it has 40 subwords, and the model takes 19 at most"
-    )
+@pytest.mark.parametrize("long_lines", ["cut", "skip", "copy", "refuse"])
+def test_lines_that_are_too_long(serve, echo, long_lines):
+    echo.long_lines, long = long_lines, " ".join(["w2"] * 40)
+    status, found = serve().translate(["w1", long])
+    if long_lines == "refuse":
+        message = "line 2: it has 40 subwords, and the model takes 19 at most"
+        assert status == 400 and found["error"].startswith(message)
+        return
+    assert [each["too_long"] for each in found["translations"]] == [False, True]
+    assert found["translations"][1]["text"] == ("" if long_lines == "skip" else long)
+    assert echo.batches == [(4 if long_lines == "cut" else 1, SearchOptions())]
 
 
 @pytest.mark.thorough
@@ -87,7 +84,7 @@ def test_the_page_shows_an_error_in_the_place_of_an_earlier_translation():
 
 
 def test_page_health_and_metrics(serve, echo):
-    served = serve(echo)
+    served = serve()
     served.translate(["w1", "w2"])
     served.translate(["\0"])
     status, page = served.ask("GET", "/")
@@ -101,7 +98,8 @@ def test_page_health_and_metrics(serve, echo):
         'lsq_requests_total{status="200"} 1.0',
         'lsq_requests_total{status="400"} 1.0',
         "lsq_sentences_total 2.0",
-        "lsq_batch_sentences_count 1.0",
+        'lsq_batch_sentences_bucket{le="1.0"} 0.0',
+        'lsq_batch_sentences_bucket{le="2.0"} 1.0',
         "lsq_request_seconds_count 2.0",
         "lsq_waiting_sentences 0.0",
     ):
@@ -114,9 +112,6 @@ def test_page_health_and_metrics(serve, echo):
     ("body", "message"),
     [
         (b"", "not JSON"),
-        (b'{"text": "\xff"}', "not JSON"),
-        (b"[" * 100_000, "not JSON"),
-        ({"txt": "w1"}, 'no "text"'),
         ({"text": "a\0b"}, "line 1: a NUL character is no text"),
         ({"text": "a\ud800b"}, "line 1: .* half of a character"),
         ({"text": "w99"}, "no hypothesis"),
@@ -129,7 +124,7 @@ def test_page_health_and_metrics(serve, echo):
     ],
 )
 def test_mistakes_of_clients(serve, echo, body, message):
-    status, found = serve(echo).ask("POST", "/translate", body)
+    status, found = serve().ask("POST", "/translate", body)
     assert status == 400
     assert re.search(message, found["error"])
 
@@ -148,7 +143,7 @@ def test_a_default_that_every_request_would_be_refused_for(echo):
 
 
 def test_requests_that_wait_are_translated_together(serve, echo):
-    served = serve(echo)
+    served = serve()
     with served.busy() as clients:
         others = [clients.submit(served.translate, [f"w{word}"] * 2) for word in range(4)]
         served.wait_for_queue(8)
@@ -158,7 +153,7 @@ def test_requests_that_wait_are_translated_together(serve, echo):
 
 
 def test_a_request_that_fails_fails_alone(serve, echo):
-    served = serve(echo)
+    served = serve()
     with served.busy() as clients:
         found = [clients.submit(served.translate, text) for text in ("w2", "w99", "w98", "w3")]
         served.wait_for_queue(4)
@@ -168,7 +163,7 @@ def test_a_request_that_fails_fails_alone(serve, echo):
 
 def test_five_hundred_at_once(serve, echo):
     """Every one is answered or told that it is not, and none is lost."""
-    served = serve(echo, queue=100)
+    served = serve(queue=100)
     with served.busy(500) as clients:
         found = [clients.submit(served.translate, f"w{number % 90}") for number in range(500)]
         wait_for(lambda: sum(each.done() for each in found) >= 300)
@@ -185,23 +180,15 @@ def test_five_hundred_at_once(serve, echo):
 
 
 def test_more_than_the_queue_takes(serve, echo):
-    served = serve(echo, queue=3)
+    served = serve(queue=3)
     status, found = served.translate(["w1"] * 4)
     assert status == 413 and "more than 3 sentences" in found["error"]
     # nothing waits for these, but their answer is long
     assert served.translate([""] * 4)[0] == 413
 
 
-def test_more_bytes_than_all_requests_may_have(serve, echo):
-    served, body = serve(echo, held_bytes=1000), "w2" + " " * 980
-    with served.busy():
-        error = {"error": "too many bytes wait; try again later"}
-        assert served.translate(body) == (503, error)
-    assert served.translate("w2" + " " * 900)[0] == 200
-
-
 def test_large_requests_are_refused(serve, echo):
-    served = serve(echo)
+    served = serve()
     for body in (b'{"text": "' + b"w" * 10_000_000 + b'"}', b" " * (2**20 + 1)):
         assert served.ask("POST", "/translate", body) == (
             413,
@@ -213,27 +200,19 @@ def test_large_requests_are_refused(serve, echo):
 HEAD = b"POST /translate HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
 
 
-def test_slow_clients(serve, echo):
-    served = serve(echo, receive_seconds=0.3)
-    with served.connect() as silent, served.connect() as in_header, served.connect() as in_body:
-        in_header.sendall(b"POST /translate HTTP/1.1\r\nHost:")
-        in_body.sendall(HEAD % 100 + b"{")
+def test_slow_bodies(serve, monkeypatch):
+    monkeypatch.setattr(service, "RECEIVE_SECONDS", 0.3)
+    served = serve()
+    with served.connect() as client:
+        client.sendall(HEAD % 100 + b"{")
         assert served.translate("w1")[0] == 200
-        answer = b"".join(iter(lambda: in_body.recv(4096), b""))
-        assert answer.startswith(b"HTTP/1.1 408 ")
-        assert b"did not arrive within 0.3 seconds" in answer
-        assert in_header.recv(100) == silent.recv(100) == b""
-    with served.connect() as second:  # a slow second request on the same connection
-        body = b'{"text": "w1"}'
-        second.sendall(HEAD % len(body) + body)
-        assert second.recv(4096).startswith(b"HTTP/1.1 200 ")
-        second.sendall(b"GET")
-        while second.recv(4096):
-            pass
+        answer = b"".join(iter(lambda: client.recv(4096), b""))
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert b"did not arrive within 0.3 seconds" in answer
 
 
 def test_clients_that_go_away(serve, echo):
-    served = serve(echo)
+    served = serve()
     with served.busy():
         with served.connect() as going:
             body = b'{"text": ["w2", "w3"]}'
@@ -248,7 +227,7 @@ def test_clients_that_go_away(serve, echo):
 
 
 def test_a_batch_that_nobody_waits_for_is_interrupted(serve, echo):
-    served = serve(echo)
+    served = serve()
     echo.may_go.clear()
     body = b'{"text": "w1"}'
     with served.connect() as going:
@@ -260,8 +239,9 @@ def test_a_batch_that_nobody_waits_for_is_interrupted(serve, echo):
     assert served.translate("w2")[0] == 200
 
 
-def test_translations_that_take_too_long(serve, echo):
-    served = serve(echo, translate_seconds=0.2)
+def test_translations_that_take_too_long(serve, echo, monkeypatch):
+    monkeypatch.setattr(service, "TRANSLATE_SECONDS", 0.2)
+    served = serve()
     echo.may_go.clear()
     status, found = served.translate("w1")
     assert status == 503 and "not translated within 0.2 seconds" in found["error"]
@@ -270,15 +250,8 @@ def test_translations_that_take_too_long(serve, echo):
     assert served.translate("w3")[0] == 200
 
 
-def test_connections_are_limited(serve, echo):
-    served = serve(echo, connections=2)
-    with served.connect(), served.connect():
-        wait_for(lambda: served.ask("GET", "/health")[0] == 503)
-    wait_for(lambda: served.ask("GET", "/health")[0] == 200)
-
-
 def test_a_model_file_that_changes_is_told_and_not_read(serve, echo):
-    served = serve(echo)
+    served = serve()
     other = echo.model.file.with_name("other")
     other.write_text("2")
     other.replace(echo.model.file)
@@ -289,7 +262,7 @@ def test_a_model_file_that_changes_is_told_and_not_read(serve, echo):
 
 
 def test_what_has_arrived_is_answered_at_the_end(serve, echo):
-    served = serve(echo)
+    served = serve()
     ending = threading.Thread(target=served.end)
     with served.busy() as clients:
         found = [clients.submit(served.translate, f"w{word}") for word in range(1, 4)]
