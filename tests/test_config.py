@@ -173,7 +173,7 @@ def test_biases_refuse(given):
 @pytest.mark.parametrize(
     "given, message",
     [
-        ({"positions": 0}, "places is 0; it must be a whole number above 0"),
+        ({"positions": 0}, "positions is 0; it must be a whole number above 0"),
         ({"base": -1.0}, "base is -1.0.*above 0"),
         ({"width": 3}, "width is 3; it must be an even number above 0, or None"),
         ({"width": 18}, "18 columns of a head cannot turn; give an even number up to .* 16"),
