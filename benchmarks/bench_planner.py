@@ -13,8 +13,9 @@ from pathlib import Path
 
 import common
 
+from lsq.memory.buffers import Buffer
 from lsq.memory.files import read_buffers
-from lsq.memory.planner import METHODS, Buffer, plan
+from lsq.memory.planner import METHODS, plan
 from lsq.native import loader
 
 BASELINE = "greedy_by_size"

@@ -18,7 +18,7 @@ _ALLOWED = {
     "config": "quant",
     "memory": "extras files native",
     "program": "config native quant",
-    "gemm": "files native program",
+    "gemm": "extras files native program",
     "ops": "config gemm native program quant",
     "run": "emulator gemm memory native program",
     "dist": "config extras ops quant run",

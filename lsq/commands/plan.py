@@ -17,8 +17,9 @@ from lsq.commands.options import (
     one_line_errors,
     positive,
 )
+from lsq.memory.buffers import Buffer, Plan
 from lsq.memory.files import alive_at_peak, draw, read_buffers, save_plan, write_plan
-from lsq.memory.planner import METHODS, TIME_LIMIT, Buffer, Plan, plan
+from lsq.memory.planner import METHODS, TIME_LIMIT, plan
 
 SHOWN = 10
 """Buffers that are listed."""

@@ -5,9 +5,15 @@ Every product is a [M, K] times b [N, K] transposed; either operand may be a tra
 lsq.gemm.tuner makes the files.
 """
 
+from typing import TYPE_CHECKING
+
+from lsq.extras import lazily
 from lsq.gemm.cpu import int8_product, multiply, reference, scratch_for, untuned_product
-from lsq.gemm.cuda import cuda_tile, ended_by
+from lsq.gemm.cuda import ended_by
 from lsq.gemm.operations import LARGEST_INNER, inner_parts, is_long
+
+if TYPE_CHECKING:
+    from lsq.gemm.lookup import cuda_tile
 
 __all__ = [
     "LARGEST_INNER",
@@ -21,3 +27,4 @@ __all__ = [
     "scratch_for",
     "untuned_product",
 ]
+__getattr__ = lazily(__name__, {"cuda_tile": "lookup"})  # a CPU needs no files

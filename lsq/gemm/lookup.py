@@ -7,6 +7,7 @@ is planned.
 import bisect
 import copy
 import dataclasses
+import functools
 import logging
 import threading
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from pathlib import Path
 from lsq.gemm import configuration_file, cuda
 from lsq.gemm.configuration import Configuration, Entry, TileConfiguration, default_tile
 from lsq.gemm.configuration_file import ConfigurationFile, SearchedFile, Validators, difference
-from lsq.gemm.operations import TILED_ALONE
+from lsq.gemm.operations import TILED_ALONE, is_long
 from lsq.gemm.product_key import MATMUL, ProductKey
 
 logger = logging.getLogger(__name__)
@@ -159,9 +160,30 @@ def loaded() -> Table | None:
     return _table
 
 
-def tuned_tile(op: str, m: int, n: int, k: int) -> TileConfiguration | None:
-    """The tile of an operation's product [M, K] x [N, K] on the GPU that is here, or on any without
-    one; None: cuBLASLt multiplies."""
+def cuda_tile(op: str, m: int, n: int, k: int) -> TileConfiguration | None:
+    """The tile of a kernel of lsq that multiplies codes [M, K] x [N, K] and applies the epilogue;
+    None: cuBLASLt multiplies.
+
+    Operations ask for their scratch memory, and again for their launches. The answer depends on the
+    shape and the files of the GPU that is here; without a GPU, on the shape.
+
+    Args:
+        op: one of TILED, or of TILED_ALONE, whose tiles are those of the rule.
+        m, n, k: of a product whose launches are prepared; 0 where there is nothing to multiply.
+
+    Raises:
+        ValueError: there is no such product.
+    """
+    if not min(m, n, k) or is_long(op, k):
+        return None
+    generation, forced, tile = cuda.choices()
+    if forced and (tile or op not in TILED_ALONE):
+        return tile
+    return _tuned_tile(generation, op, m, n, k)
+
+
+@functools.lru_cache(maxsize=4096)
+def _tuned_tile(generation: int, op: str, m: int, n: int, k: int) -> TileConfiguration | None:
     key = ProductKey(op=op, m=m, n=n, k=k)
     try:
         found = table()

@@ -13,7 +13,7 @@ from lsq.layers.in_place import InPlace, class_in_place
 from lsq.layers.linear import ALONE, result_dtype
 from lsq.layers.logits import Logits
 from lsq.layers.module import beside_the_graph
-from lsq.run.executor import active_rehearsal
+from lsq.run.frames import active_rehearsal
 
 IGNORED = -1
 """The target that a program ignores."""

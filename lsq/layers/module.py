@@ -24,7 +24,8 @@ from lsq.program.values import SEEN
 from lsq.quant.random import draw_key, key_of
 from lsq.run import shards
 from lsq.run.backends import Backend, backend, for_device
-from lsq.run.executor import NO_HOOKS, Execution, Hooks, active_rehearsal
+from lsq.run.executor import NO_HOOKS, Execution, Hooks
+from lsq.run.frames import active_rehearsal
 from lsq.run.parameter_state import steps
 
 if TYPE_CHECKING:

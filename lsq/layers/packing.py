@@ -11,7 +11,7 @@ from torch.nn import functional
 from lsq.layers.blocks import PackedSequences
 from lsq.layers.module import ProgramModule, beside_the_graph
 from lsq.run.backends import Backend, for_device
-from lsq.run.executor import active_rehearsal
+from lsq.run.frames import active_rehearsal
 
 
 class Packing:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from lsq.memory.planner import Buffer, fixed_offsets, lower_bound, peak_of, place, table
+from lsq.memory.buffers import Buffer, fixed_offsets, lower_bound, peak_of, place, table
 from lsq.native import loader
 from lsq.native.sources import LibraryError
 

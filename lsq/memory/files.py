@@ -12,7 +12,7 @@ from pathlib import Path
 
 from lsq import extras
 from lsq.files import write_text
-from lsq.memory.planner import LARGEST, Buffer, Plan, live_load
+from lsq.memory.buffers import LARGEST, Buffer, Plan, live_load
 
 REQUIRED = ("id", "lower", "upper", "size")
 OPTIONAL = ("alignment", "offset", "gaps")

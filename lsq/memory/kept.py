@@ -22,7 +22,8 @@ from contextlib import contextmanager
 import torch
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
-from lsq.memory.planner import DEFAULT_ALIGNMENT, Buffer, plan
+from lsq.memory.buffers import DEFAULT_ALIGNMENT, Buffer
+from lsq.memory.planner import plan
 
 SMALLEST = 1 << 18
 """Bytes of the smallest tensor that is kept; the C library keeps smaller ones itself."""

@@ -11,7 +11,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -27,8 +26,6 @@ from lsq.run.shards import copies
 if TYPE_CHECKING:
     from lsq.run.planned import StepMemory
 
-active_rehearsal: ContextVar = ContextVar("rehearsal", default=None)
-"""The lsq.run.step.Rehearsal that goes on in this thread, if any; others go on computing."""
 _seconds: defaultdict[str, float] | None = None
 
 

@@ -7,6 +7,7 @@ its borders may lie elsewhere in each run: its addresses are put in before.
 
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor
@@ -20,6 +21,9 @@ from lsq.program.operation import Operation
 from lsq.program.program import Program
 from lsq.program.tensor import VirtualTensor
 from lsq.run.parameter_state import known_state, state_of
+
+active_rehearsal: ContextVar = ContextVar("rehearsal", default=None)
+"""The lsq.run.step.Rehearsal that goes on in this thread, if any; others go on computing."""
 
 Values = dict[VirtualTensor, torch.Tensor]
 

@@ -20,10 +20,11 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from lsq.memory.planner import Buffer, Plan, plan
+from lsq.memory.buffers import Buffer, Plan
+from lsq.memory.planner import plan
 from lsq.program.program import Program
 from lsq.program.tensor import VirtualTensor
-from lsq.run.executor import active_rehearsal
+from lsq.run.frames import active_rehearsal
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ import torch
 
 from lsq.layers import TransformerEncoderLayer
 from lsq.layers.memory import describe_memory, plan_memory, release_memory
-from lsq.memory.planner import overlaps
+from lsq.memory.buffers import overlaps
 from lsq.run.executor import Execution
 from tests.layers.shapes import config_of
 from tests.layers.toy import Translator, batch, largest, losses, twins

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from hypothesis import strategies
 
-from lsq.memory.planner import Buffer, Plan
+from lsq.memory.buffers import Buffer, Plan
 
 
 def buffers_of(*rows: tuple[int, ...], alignment: int = 1) -> list[Buffer]:

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lsq.memory import exact
-from lsq.memory.planner import Buffer, busiest_loads, peak_of, plan
+from lsq.memory.buffers import Buffer, busiest_loads, peak_of
+from lsq.memory.planner import plan
 from lsq.native import loader
 from tests.memory.instances import (
     assert_separate,

@@ -5,8 +5,9 @@ from dataclasses import asdict, replace
 import pytest
 from matplotlib.figure import Figure
 
+from lsq.memory.buffers import Buffer
 from lsq.memory.files import alive_at_peak, draw, read_buffers, save_plan, write_plan
-from lsq.memory.planner import Buffer, plan
+from lsq.memory.planner import plan
 from tests.memory.instances import buffers_of, random_buffers
 
 

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 
 from lsq.memory import planner
-from lsq.memory.planner import (
-    METHODS,
+from lsq.memory.buffers import (
     SHOWN,
     Buffer,
     Plan,
@@ -22,8 +21,8 @@ from lsq.memory.planner import (
     check,
     live_load,
     overlaps,
-    plan,
 )
+from lsq.memory.planner import METHODS, plan
 from lsq.native import loader
 from tests.memory.instances import (
     assert_separate,

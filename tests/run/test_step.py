@@ -9,7 +9,7 @@ from torch import nn
 import lsq
 from lsq.layers import Packing, TransformerEncoderLayer
 from lsq.layers.memory import plan_memory, release_memory
-from lsq.run.executor import active_rehearsal
+from lsq.run.frames import active_rehearsal
 from lsq.run.planned import described
 from lsq.run.step import (
     borrowed_in,
