@@ -130,7 +130,7 @@ def _bytes(tensor: torch.Tensor) -> int:
 
 
 def gpu_rows(call: Call, device: Device, options: argparse.Namespace) -> Iterator[dict]:
-    operation, scratch, entries = bound(call, device.place)
+    operation, scratch, entries = bound(call, device.torch_device)
     moved = moved_bytes(operation, entries)
     held = {
         tensor.data_ptr(): _bytes(tensor)
@@ -138,7 +138,7 @@ def gpu_rows(call: Call, device: Device, options: argparse.Namespace) -> Iterato
     }
     count = gpu.copies(device, moved, sum(held.values()))
     lists: dict[str, list] = {part: [] for part in parts(entries)}
-    for launched in [entries, *(bound(call, device.place)[2] for _ in range(count - 1))]:
+    for launched in [entries, *(bound(call, device.torch_device)[2] for _ in range(count - 1))]:
         for part, chosen in parts(launched).items():
             lists[part].append(device.list(chosen, title=call.name).run)
     copied = gpu.copy_sides(device, moved, count) if "kernels" in lists else {}

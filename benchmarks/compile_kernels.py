@@ -185,7 +185,7 @@ def translation_model(size: Size, config: LayerConfig) -> Architecture:
 def messages(dtypes=DTYPES) -> Iterator[Operation]:
     """Packing, summing and unpacking of gradient messages, in every specialised way."""
     for block, rows, dtype in itertools.product(MESSAGE_BLOCKS, (1, PROCESSES), dtypes):
-        layout = MessageLayout.of_shard(TOKENS, block=block)
+        layout = MessageLayout.for_values(TOKENS, 1, block=block)
 
         def tensor(*shape, dtype=torch.uint8):
             return VirtualTensor(name="any", shape=shape, dtype=dtype)

@@ -81,14 +81,14 @@ def open_device(name: str) -> Device:
 
 
 def on_gpu(device: Device) -> bool:
-    return device.place.type == "cuda"
+    return device.torch_device.type == "cuda"
 
 
 def copies(device: Device, moved: int, held: int) -> int:
     """How many copies of tensors to rotate among, by bytes that a call moves and holds."""
     if not on_gpu(device):
         return 2
-    cache = torch.cuda.get_device_properties(device.place).L2_cache_size
+    cache = torch.cuda.get_device_properties(device.torch_device).L2_cache_size
     wanted = math.ceil(ROTATION * cache / max(1, moved))
     return max(2, min(wanted, COPIES, COPIES_BYTES // max(1, held)))
 
@@ -169,7 +169,7 @@ def copy_sides(device: Device, moved: int, count: int) -> dict[str, list[Callabl
     """
     words = 2 * max(1, moved // 32)
     shape, bounds = (count, words), (-(2**61), 2**61)
-    source = torch.randint(*bounds, shape, dtype=torch.int64, device=device.place)
+    source = torch.randint(*bounds, shape, dtype=torch.int64, device=device.torch_device)
     target = torch.empty_like(source)
     pairs = list(zip(source, target, strict=True))
     return {
@@ -200,7 +200,7 @@ def conditions(device: Device, **more) -> dict:
         "cublaslt": device.products.library.version(),
     }
     if on_gpu(device):
-        return {**hardware(device.place), "cuda": libraries, **more}
+        return {**hardware(device.torch_device), "cuda": libraries, **more}
     meaning = "times in the emulator say nothing about a GPU"
     return {"device": device.name, "meaning": meaning, "cuda": libraries, **more}
 

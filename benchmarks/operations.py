@@ -214,7 +214,7 @@ def messages(values: int, dtype: torch.dtype) -> Iterator[Operation]:
     layout = MessageLayout.for_values(values, PROCESSES)
     packed = _messages(layout, PROCESSES)
     yield PackGradients(x=_tensor("gradients", (1, values), dtype), messages=packed)
-    one = MessageLayout.of_shard(layout.length)
+    one = MessageLayout.for_values(layout.length, 1)
     yield SumMessages(messages=packed, factor=1 / PROCESSES, sum=_messages(one))
     x = _tensor("gradients", (values,), dtype)
     yield UnpackGradients(messages=_messages(layout, 1, PROCESSES), x=x)

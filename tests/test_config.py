@@ -173,7 +173,7 @@ def test_biases_refuse(given):
 @pytest.mark.parametrize(
     "given, message",
     [
-        ({"places": 0}, "places is 0; it must be a whole number above 0"),
+        ({"positions": 0}, "positions is 0; it must be a whole number above 0"),
         ({"base": -1.0}, "base is -1.0.*above 0"),
         ({"width": 3}, "width is 3; it must be an even number above 0, or None"),
         ({"width": 18}, "18 columns of a head cannot turn; give an even number up to .* 16"),
@@ -182,7 +182,7 @@ def test_biases_refuse(given):
 )
 def test_rotary_refuses(given, message):
     with pytest.raises(ValueError, match=message):
-        LayerConfig(**LAYER, rotary=Rotary(**{"places": 64} | given))
+        LayerConfig(**LAYER, rotary=Rotary(**{"positions": 64} | given))
 
 
 @pytest.mark.parametrize("value, use", [(1, 16), (15, 16), (17, 32), (8191, 8192)])

@@ -392,7 +392,7 @@ def turning(config: LayerConfig) -> LayerConfig:
     return replace(
         config,
         kv_heads=1,
-        rotary=Rotary(places=9),
+        rotary=Rotary(positions=9),
         qk_norm=1e-6,
         window=5,
         relative_bias=RelativeBias(buckets=8, farthest=6),

@@ -20,10 +20,10 @@ NORMS = ("layer", "rms")
 class Rotary:
     """Rotary position embeddings (RoFormer, Su et al. 2021), in halves as Llama's."""
 
-    places: int
+    positions: int
     """Tokens of the longest sequence."""
     base: float = 10000.0
-    """Column i of R / 2 turns by place * base ** (-2 i / R)."""
+    """Column i of R / 2 turns by position * base ** (-2 i / R)."""
     width: int | None = None
     """R, the first columns of a head, which are rotated; None: all."""
     frequencies: tuple[float, ...] | None = None
@@ -32,7 +32,7 @@ class Rotary:
     """Factor of all cosines and sines (YaRN, Peng et al. 2023)."""
 
     def __post_init__(self) -> None:
-        require_whole("places", self.places)
+        require_whole("positions", self.positions)
         require_positive("base", self.base)
         require_positive("factor", self.factor)
         if self.width is not None and (

@@ -131,7 +131,7 @@ def device() -> Device:
         compile=lambda kernel: emulator.compile_kernels(
             kernel.source, kernel.defines, profile=True
         ),
-        place=torch.device("cpu"),
+        torch_device=torch.device("cpu"),
     )
 
 

@@ -27,7 +27,7 @@ def read(path: Path, build: Callable[[Any], Built], remedy: str) -> Built:
 
     Args:
         path: the file.
-        build: checks the content; raises a ValueError that begins with the place of what is wrong.
+        build: checks the content; raises a ValueError that begins with the path of what is wrong.
         remedy: what to do about a file that is wrong, for the message.
     """
     try:
@@ -49,35 +49,35 @@ def write(path: Path, head: dict[str, Any], name: str, lines: list[dict[str, Any
 
 
 def record(
-    made: type[Built], value: Any, place: str, **converters: Callable[[Any, str], Any]
+    made: type[Built], value: Any, path: str, **converters: Callable[[Any, str], Any]
 ) -> Built:
     """Make a dataclass from an object with its fields; those that have a default may be missing.
 
     Args:
         made: a dataclass that checks itself, with errors that begin with the name of the field.
         value: what should be the object; else a ValueError is raised.
-        place: where it stands; "" for the whole file.
-        converters: field -> what makes its value, given the content and its place.
+        path: where it stands; "" for the whole file.
+        converters: field -> what makes its value, given the content and its path.
     """
     fields = dataclasses.fields(made)
     needed = [field.name for field in fields if field.default is dataclasses.MISSING]
-    check_fields(value, needed, place, allowed=[field.name for field in fields])
+    check_fields(value, needed, path, allowed=[field.name for field in fields])
     values = dict(value)
     for name, convert in converters.items():
         if name in values:
-            values[name] = convert(value[name], within(place, name))
+            values[name] = convert(value[name], within(path, name))
     try:
         return made(**values)
     except ValueError as error:
-        raise ValueError(within(place, str(error))) from None
+        raise ValueError(within(path, str(error))) from None
 
 
 def check_fields(
-    value: Any, needed: list[str], place: str, allowed: list[str] | None = None
+    value: Any, needed: list[str], path: str, allowed: list[str] | None = None
 ) -> None:
     """Raise a ValueError unless a value is an object with these fields, and none beside
     `allowed`."""
-    where = place or "the content"
+    where = path or "the content"
     if not isinstance(value, dict):
         raise ValueError(
             f"{where} is {shown(value)}; it must be an object with {', '.join(needed)}"
@@ -93,16 +93,16 @@ def check_fields(
         raise ValueError(f"{where} has no field {missing[0]!r}; needed: {', '.join(needed)}")
 
 
-def sequence(value: Any, place: str, convert: Callable[[Any, str], Built]) -> tuple[Built, ...]:
+def sequence(value: Any, path: str, convert: Callable[[Any, str], Built]) -> tuple[Built, ...]:
     """Convert each item of a list; ValueError if it is none."""
     if not isinstance(value, list):
-        raise ValueError(f"{place} is {shown(value)}; it must be a list")
-    return tuple(convert(item, f"{place}[{number}]") for number, item in enumerate(value))
+        raise ValueError(f"{path} is {shown(value)}; it must be a list")
+    return tuple(convert(item, f"{path}[{number}]") for number, item in enumerate(value))
 
 
-def within(place: str, name: str) -> str:
-    """Return the place of a field of what stands at `place`."""
-    return f"{place}.{name}" if place else name
+def within(path: str, name: str) -> str:
+    """Return the path of a field of what stands at `path`."""
+    return f"{path}.{name}" if path else name
 
 
 def _content(path: Path) -> str:

@@ -56,7 +56,7 @@ def step_inputs(
         state["history"] = x.new_empty(batch, 0, width, dtype=codes_dtype(config))
     past = state["history"].shape[1]
     each = torch.arange(batch + 1, dtype=torch.int32, device="cpu")
-    cu_seqlens, history_cu_seqlens, places = backend.send(
+    cu_seqlens, history_cu_seqlens, positions = backend.send(
         [each, each * (past + 1), torch.full((batch,), past, device="cpu")]
     )
     return past, {
@@ -64,7 +64,7 @@ def step_inputs(
         "cu_seqlens": cu_seqlens,
         "history": state["history"].reshape(batch * past, width),
         "history_cu_seqlens": history_cu_seqlens,
-        **position_inputs(config, places, past + 1, causal=True),
+        **position_inputs(config, positions, past + 1, causal=True),
     }
 
 

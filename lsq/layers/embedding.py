@@ -114,11 +114,11 @@ class Embedding(ProgramModule):
             )
         tokens = packing.pack(tokens, fill=self.padding_idx)
         first = self.padding_idx + 1 + offset
-        places = torch.where(
+        positions = torch.where(
             tokens != self.padding_idx, packing.positions + first, self.padding_idx
         )
         program = programs.embedding(self.quant, packing.sentences.rows, self._table, self.mode())
-        inputs = {"tokens": tokens, "places": places}
+        inputs = {"tokens": tokens, "positions": positions}
         if not self.learned:
             inputs["position_weight"] = self.position_weight
         (x,) = self.execute(program, inputs)

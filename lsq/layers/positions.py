@@ -29,8 +29,8 @@ def rotate_heads(
         rstd = builder.tensor(prefix + "heads.rstd", (rows, config.heads + config.of_keys))
         norms = HeadNorms(query=query, key=key, rstd=rstd, epsilon=config.qk_norm)
     rotation = Rotation(
-        table=builder.input("rotation", (config.rotary.places, config.rotary.columns(width))),
-        positions=builder.input("places", (rows,), torch.int64),
+        table=builder.input("rotation", (config.rotary.positions, config.rotary.columns(width))),
+        positions=builder.input("positions", (rows,), torch.int64),
         width=width,
         queries=config.heads,
         keys=config.of_keys,
@@ -57,7 +57,7 @@ def position_bias(builder: LayerBuilder, config: LayerConfig, prefix: str) -> Po
 
 def position_inputs(
     config: LayerConfig,
-    places: torch.Tensor,
+    positions: torch.Tensor,
     longest: int,
     causal: bool,
     table: torch.Tensor | None = None,
@@ -66,18 +66,18 @@ def position_inputs(
 
     Args:
         config: of the layer.
-        places: int64 [M], of each row in its sentence.
-        longest: places are below this number.
+        positions: int64 [M], of each row in its sentence.
+        longest: positions are below this number.
         causal: keys behind a query are not seen.
         table: [buckets, N], of biases by distance that several layers share.
 
     Raises:
-        ValueError: a sentence has more words than there are places to turn by, or a shared table is
+        ValueError: a sentence has more words than `rotary` has positions, or a shared table is
             missing.
     """
     rotary, relative, found = config.rotary, config.relative_bias, {}
     if relative is not None:
-        found = {"buckets": _buckets(relative, causal, places.device)}
+        found = {"buckets": _buckets(relative, causal, positions.device)}
         if relative.shared:
             if table is None:
                 raise ValueError(
@@ -87,14 +87,14 @@ def position_inputs(
             found["relative_bias"] = table
     if rotary is None:
         return found
-    if longest > rotary.places:
+    if longest > rotary.positions:
         raise ValueError(
-            f"a sentence of {longest} words has no more than {rotary.places} places to turn by;"
-            " shorten it, or give Rotary more places"
+            f"a sentence of {longest} words is longer than {rotary.positions}, the positions of"
+            " Rotary; shorten it, or give Rotary more positions"
         )
     return found | {
-        "places": places,
-        "rotation": _table(rotary, config.head_columns, places.device),
+        "positions": positions,
+        "rotation": _table(rotary, config.head_columns, positions.device),
     }
 
 
@@ -108,7 +108,7 @@ def _table(rotary: Rotary, head_columns: int, device: torch.device) -> torch.Ten
             )
         else:
             frequencies = torch.tensor(rotary.frequencies, dtype=torch.float64)
-        return rotation_table(frequencies, rotary.places, rotary.factor).to(device)
+        return rotation_table(frequencies, rotary.positions, rotary.factor).to(device)
 
 
 @lru_cache(maxsize=16)

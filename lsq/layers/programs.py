@@ -178,14 +178,14 @@ class Table:
 
 @cached
 def embedding(quant: QuantConfig, rows: int, table: Table, mode: Mode) -> Program:
-    """tokens int64 [M], places int64 [M] -> x [M, H] = dropout(scale * weight[token] +
-    position[place])."""
+    """tokens int64 [M], positions int64 [M] -> x [M, H] = dropout(scale * weight[token] +
+    position_weight[position])."""
     b = mode.builder("embedding", quant)
-    tokens, places = (b.input(name, (rows,), torch.int64) for name in ("tokens", "places"))
+    tokens, positions = (b.input(name, (rows,), torch.int64) for name in ("tokens", "positions"))
     start = {"kind": Kind.TABLE, "deviation": table.hidden**-0.5}
     weight = b.parameter("weight", (table.vocabulary, table.hidden), **start)
     size = (table.positions, table.hidden)
-    positions = (
+    position_weight = (
         b.parameter("position_weight", size, **start)
         if table.learned
         else b.input("position_weight", size)
@@ -194,9 +194,9 @@ def embedding(quant: QuantConfig, rows: int, table: Table, mode: Mode) -> Progra
     b.add(
         Embed(
             tokens=tokens,
-            positions=places,
+            positions=positions,
             weight=weight,
-            table=positions,
+            table=position_weight,
             scale=table.scale,
             padding=table.padding,
             dropout=b.dropout(table.dropout),

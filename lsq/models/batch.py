@@ -148,8 +148,8 @@ def visible(present: torch.Tensor, *, causal: bool, window: int | None = None) -
     time = present.shape[1]
     if not causal:
         return present[:, None, :].expand(-1, time, -1)
-    places = torch.arange(time, device=present.device)
-    distance = places[:, None] - places
+    positions = torch.arange(time, device=present.device)
+    distance = positions[:, None] - positions
     near = distance >= 0 if window is None else (distance >= 0) & (distance < window)
     return present[:, None, :] & near
 

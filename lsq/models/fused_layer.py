@@ -556,7 +556,7 @@ class FusedLayer(InPlace):
             inputs["memory"] = side.source.pack(side.states)
             inputs["memory_cu_seqlens"] = side.source.cu_seqlens
         if side.rotation is not None:
-            inputs["rotation"], inputs["places"] = rotation_of(*side.rotation, packing)
+            inputs["rotation"], inputs["positions"] = rotation_of(*side.rotation, packing)
             positions = len(inputs["rotation"])
         else:
             inputs |= position_inputs(
@@ -655,4 +655,6 @@ def cache_of(options: Mapping[str, object]) -> object:
 def _with_positions(config: LayerConfig, positions: int | None) -> LayerConfig:
     if positions is None:
         return config
-    return dataclasses.replace(config, rotary=dataclasses.replace(config.rotary, places=positions))
+    return dataclasses.replace(
+        config, rotary=dataclasses.replace(config.rotary, positions=positions)
+    )

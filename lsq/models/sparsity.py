@@ -7,6 +7,7 @@ K columns of a weight.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,14 +20,20 @@ from lsq.layers import ProgramModule
 from lsq.layers.weight_masks import WeightMasks, check_whole
 from lsq.models.clips import keep_apart
 from lsq.models.selection import Skip, skipping
-from lsq.observe.statistics import program_modules
+from lsq.observe.statistics import InputSquares, observing, program_modules
 from lsq.quant.pruning import GROUP, KEPT, Pruning, check_width
 
 Weights = dict[str, tuple[ProgramModule, str]]
 """Path in a model -> the module that a weight belongs to, and its name there."""
 
 
-def sparsify(model: nn.Module, pruning: Pruning | None = None, *, skip: Skip = ()) -> "Sparsity":
+def sparsify(
+    model: nn.Module,
+    pruning: Pruning | None = None,
+    *,
+    skip: Skip = (),
+    run: Callable[[], object] | None = None,
+) -> "Sparsity":
     """Make the weights of all products in `model` 2:4 sparse, except projections onto a vocabulary.
 
     Works in place, on lsq's own layers and on those of lsq.convert, in every mode. Weights keep
@@ -35,10 +42,12 @@ def sparsify(model: nn.Module, pruning: Pruning | None = None, *, skip: Skip = (
 
     Args:
         model: after lsq.convert, before DistributedDataParallel.
-        pruning: when masks are chosen; the default is Pruning().
+        pruning: how masks are chosen, and when; the default is Pruning().
         skip: weights to leave dense: names, their ends from a dot on ("qkv_weight"), names of
             modules around them, patterns with * and ?, or a function of (module, name of the
             weight).
+        run: computes a batch of the model, for measure="output"; put dropout off before. In
+            DistributedDataParallel all processes need the same batch.
 
     Returns:
         What chooses the masks from now on: call `follow(optimizer)`.
@@ -46,9 +55,15 @@ def sparsify(model: nn.Module, pruning: Pruning | None = None, *, skip: Skip = (
     Raises:
         TypeError: `model` is no torch.nn.Module.
         ValueError: there is no weight, its width is no multiple of 4, it is sparse already, on the
-            meta device or a shard of FSDP2; or a pattern in `skip` fits nothing.
+            meta device or a shard of FSDP2; a pattern in `skip` fits nothing; `run` is missing, is
+            not needed, or leaves a weight out.
     """
     pruning, every = Pruning() if pruning is None else pruning, _weights(model)
+    if (run is None) == (pruning.measure == "output"):
+        raise ValueError(
+            f"measure is {pruning.measure!r} and run is {run!r}; give run=<a function that computes"
+            ' a batch> with measure="output", and with it alone'
+        )
     skips = skipping(skip, every)
     weights = {path: weight for path, weight in every.items() if not skips(weight[0], path)}
     if not weights:
@@ -61,12 +76,14 @@ def sparsify(model: nn.Module, pruning: Pruning | None = None, *, skip: Skip = (
         raise ValueError(f"{type(model).__name__} has no weight to prune; {reason}")
     for path, (module, name) in weights.items():
         _check(path, module, name)
+    sparsity = Sparsity(model, pruning, weights)
+    if run is not None:
+        sparsity.measure(run)
     for module, name in weights.values():
         if module.weight_masks is None:
             module.weight_masks = WeightMasks(straight_through=pruning.every > 0)
         module.weight_masks.add(module, name)
     keep_apart(model)
-    sparsity = Sparsity(model, pruning, weights)
     sparsity.begin()
     return sparsity
 
@@ -120,7 +137,7 @@ class Sparsity:
     """The masks of a model over a training.
 
     Attributes:
-        pruning: when masks are chosen.
+        pruning: how masks are chosen, and when.
         updates: of the optimizer, so far.
         weights: that have masks.
     """
@@ -128,6 +145,7 @@ class Sparsity:
     def __init__(self, model: nn.Module, pruning: Pruning, weights: Weights):
         self.pruning, self.weights, self.updates = pruning, weights, 0
         self._model = model
+        self._squares: dict[str, torch.Tensor] = {}
         self._changed: list[torch.Tensor] = []
         self._hooks: list[Any] = []
 
@@ -200,13 +218,46 @@ class Sparsity:
             ValueError: weights are shards of FSDP2.
         """
         self._changed = []
-        for module, name in self.weights.values():
+        for path, (module, name) in self.weights.items():
             check_whole(module, name)
             values, in_out = module.own_parameter(name), module.declared[name].in_out
-            mask = choose((values.t() if in_out else values).float().abs())
+            scores = (values.t() if in_out else values).float().abs()
+            if path in self._squares:
+                # squares of small weights would vanish
+                scores = scores * self._squares[path].to(scores.device).sqrt()
+            mask = choose(scores)
             mask = mask.t() if in_out else mask
             self._changed.append((mask != module.weight_masks.mask(module, name)).float().mean())
             module.weight_masks.put(module, name, mask)
+
+    @torch.no_grad()
+    def measure(self, run: Callable[[], object]) -> None:
+        """Measure mean squares of inputs, for measure="output": the masks chosen next go by them.
+
+        Raises:
+            ValueError: a weight was not used.
+        """
+        squares = {module: InputSquares() for module in self._modules()}
+        with observing(squares):
+            run()
+        missing = [
+            path
+            for path, (module, name) in self.weights.items()
+            if name not in squares[module].sums
+        ]
+        if missing:
+            raise ValueError(
+                f"{missing[0]} was not used in this batch, and {len(missing) - 1} others; skip them"
+            )
+        # a parameter of several layers has one mask
+        owners = {
+            path: tuple(map(id, module.sources(name)))
+            for path, (module, name) in self.weights.items()
+        }
+        shared: dict[tuple[int, ...], torch.Tensor] = {}
+        for path, (module, name) in self.weights.items():
+            shared[owners[path]] = shared.get(owners[path], 0) + squares[module].mean(name)
+        self._squares = {path: shared[owner] for path, owner in owners.items()}
 
     @property
     def changed(self) -> float:
@@ -243,12 +294,23 @@ class Sparsity:
             module.weight_masks.followed = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of updates. Masks are in the state dict of the model."""
-        return {"updates": self.updates}
+        """Return updates, and mean squares of inputs by path. Masks are in the state dict of the
+        model."""
+        return {"updates": self.updates, "squares": dict(self._squares)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on after so many updates, with the masks that the model has loaded, or will load."""
-        self.updates = state["updates"]
+        """Go on after so many updates, with the masks that the model has loaded, or will load.
+
+        Raises:
+            ValueError: it is of other weights.
+        """
+        measured = self.weights.keys() if self.pruning.measure == "output" else set()
+        if strange := state["squares"].keys() ^ measured:
+            raise ValueError(
+                f"the state is of other weights or another measure: {min(strange)} is in one of"
+                " both alone; sparsify with the same Pruning and skip"
+            )
+        self.updates, self._squares = state["updates"], dict(state["squares"])
 
     def _modules(self) -> set[ProgramModule]:
         return {module for module, _ in self.weights.values()}

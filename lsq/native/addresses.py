@@ -17,11 +17,11 @@ class Addresses:
     are.
 
     Args:
-        place: the device where tensors must lie.
+        device: where tensors must lie.
     """
 
-    def __init__(self, place: torch.device):
-        self._place = place
+    def __init__(self, device: torch.device):
+        self._device = device
         self.memory: list[ctypes.Array] = []
         """Memory that must live as long as the list that reads it."""
         self._held: list[torch.Tensor] = []
@@ -31,7 +31,7 @@ class Addresses:
 
         def address(tensor: torch.Tensor) -> int:
             self._held.append(tensor)
-            return contiguous_address(tensor, self._place, what)
+            return contiguous_address(tensor, self._device, what)
 
         self.memory.append(loader.words(operation.pack(address)))
         return self.memory[-1]
@@ -40,7 +40,7 @@ class Addresses:
         """(address of a word, offset): the tensor lies `offset` bytes after what stands there; no
         word: at it."""
         self._held.append(tensor)
-        return None, tensor_address(tensor, self._place, what)
+        return None, tensor_address(tensor, self._device, what)
 
     def held(self) -> Iterable[torch.Tensor]:
         """Tensors that live as long as the list that reads them."""
@@ -99,8 +99,8 @@ def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def contiguous_address(tensor: torch.Tensor, place: torch.device, what: str) -> int:
-    """The address of a tensor for a kernel on `place`; `what` begins the message of an error.
+def contiguous_address(tensor: torch.Tensor, device: torch.device, what: str) -> int:
+    """The address of a tensor for a kernel on `device`; `what` begins the message of an error.
 
     Raises:
         ValueError: the tensor is not contiguous, lies elsewhere, or is not aligned.
@@ -109,18 +109,18 @@ def contiguous_address(tensor: torch.Tensor, place: torch.device, what: str) -> 
         raise ValueError(
             f"{what}: a tensor with strides {tensor.stride()} is not contiguous; call .contiguous()"
         )
-    return tensor_address(tensor, place, what)
+    return tensor_address(tensor, device, what)
 
 
-def tensor_address(tensor: torch.Tensor, place: torch.device, what: str) -> int:
+def tensor_address(tensor: torch.Tensor, device: torch.device, what: str) -> int:
     """The address of a tensor that may have any strides.
 
     Every border of a pass comes here: no message is made ahead.
     """
-    if tensor.device != place:
+    if tensor.device != device:
         raise ValueError(
-            f"{what}: a tensor lies on {tensor.device}, but this list runs on {place}; move it with"
-            " .to()"
+            f"{what}: a tensor lies on {tensor.device}, but this list runs on {device}; move it"
+            " with .to()"
         )
     found = tensor.data_ptr()
     if found % ALIGNMENT:

@@ -21,18 +21,18 @@ class StreamMemory:
     zero.
 
     Args:
-        place: where.
+        torch_device: where.
         workspace_bytes: size of the workspace.
     """
 
-    def __init__(self, place: torch.device, workspace_bytes: int):
-        self.place = place
-        self.workspace = aligned_workspace(workspace_bytes, place)
+    def __init__(self, torch_device: torch.device, workspace_bytes: int):
+        self.torch_device = torch_device
+        self.workspace = aligned_workspace(workspace_bytes, torch_device)
 
     @functools.cached_property
     def ticket(self) -> torch.Tensor:
         """Made when a list first takes one: to fill it is a launch, which a capture would keep."""
-        return torch.zeros(TICKETS, dtype=torch.int32, device=self.place)
+        return torch.zeros(TICKETS, dtype=torch.int32, device=self.torch_device)
 
     def grow(self, workspace_bytes: int) -> None:
         """Make room for a larger workspace.
@@ -40,7 +40,7 @@ class StreamMemory:
         The stream is current: PyTorch reuses the old one after its work.
         """
         if self.workspace.numel() < workspace_bytes:
-            self.workspace = aligned_workspace(workspace_bytes, self.place)
+            self.workspace = aligned_workspace(workspace_bytes, self.torch_device)
 
     def clear(self) -> None:
         """A kernel that did not finish leaves its ticket as it is."""
@@ -48,10 +48,10 @@ class StreamMemory:
             self.ticket.zero_()
 
 
-def aligned_workspace(size: int, place: torch.device) -> torch.Tensor:
+def aligned_workspace(size: int, torch_device: torch.device) -> torch.Tensor:
     """uint8 [size] on a device that begins at a multiple of WORKSPACE_ALIGNMENT, as cuBLASLt wants
     its workspace."""
-    whole = torch.empty(size + WORKSPACE_ALIGNMENT, dtype=torch.uint8, device=place)
+    whole = torch.empty(size + WORKSPACE_ALIGNMENT, dtype=torch.uint8, device=torch_device)
     first = -whole.data_ptr() % WORKSPACE_ALIGNMENT
     return whole[first : first + size]
 
@@ -65,7 +65,7 @@ class Device:
         compile: makes the machine code of a kernel.
         products: finds the algorithms of products (lsq.gemm.cublaslt.Products); None where lists
             hold none.
-        place: the torch device whose tensors it works on.
+        torch_device: the torch device whose tensors it works on.
     """
 
     def __init__(
@@ -75,10 +75,10 @@ class Device:
         driver: Driver,
         compile: Callable[[Kernel], bytes],
         products,
-        place: torch.device,
+        torch_device: torch.device,
     ):
         self.name = name
-        self.place = place
+        self.torch_device = torch_device
         self.driver = driver
         self.products = products
         self._compile = compile
@@ -106,7 +106,9 @@ class Device:
         """Prepare `entries` for running on their tensors, which the list keeps; `products` as of
         LaunchList."""
         return LaunchList(
-            self, [Part(entries=entries, addresses=Addresses(self.place), title=title)], products
+            self,
+            [Part(entries=entries, addresses=Addresses(self.torch_device), title=title)],
+            products,
         )
 
     def run(self, entries: Sequence[Launch | Product]) -> None:
@@ -119,12 +121,12 @@ class Device:
         A capture gets memory of its own for each list: its graph may run on any stream.
         """
         if capturing and self._of_captures is None:
-            return StreamMemory(self.place, workspace_bytes)
+            return StreamMemory(self.torch_device, workspace_bytes)
         if capturing:
             self._of_captures.grow(workspace_bytes)
             return self._of_captures
         if stream not in self._memories:
-            self._memories[stream] = StreamMemory(self.place, workspace_bytes)
+            self._memories[stream] = StreamMemory(self.torch_device, workspace_bytes)
         self._memories[stream].grow(workspace_bytes)
         return self._memories[stream]
 
@@ -135,7 +137,7 @@ class Device:
 
         Whoever captures here replays one graph after another, and none once the context has ended.
         """
-        self._of_captures = StreamMemory(self.place, 0)
+        self._of_captures = StreamMemory(self.torch_device, 0)
         self._of_captures.ticket.zero_()
         try:
             yield
@@ -145,20 +147,20 @@ class Device:
     def record(self, tensor: torch.Tensor) -> None:
         """Let PyTorch's allocator know that the current stream uses a tensor, whichever stream it
         was made on."""
-        if self.place.type != "cpu":
-            tensor.record_stream(torch.accelerator.current_stream(self.place))
+        if self.torch_device.type != "cpu":
+            tensor.record_stream(torch.accelerator.current_stream(self.torch_device))
 
     def stream(self) -> int:
         """The handle of PyTorch's current stream on this device."""
-        if self.place.type == "cuda":
-            return torch.cuda.current_stream(self.place).cuda_stream
+        if self.torch_device.type == "cuda":
+            return torch.cuda.current_stream(self.torch_device).cuda_stream
         return (
-            torch.accelerator.current_stream(self.place).stream_id
-            if self.place.type != "cpu"
+            torch.accelerator.current_stream(self.torch_device).stream_id
+            if self.torch_device.type != "cpu"
             else 0
         )
 
     def synchronize(self) -> None:
         """Wait until everything launched on the current stream is done."""
-        if self.place.type != "cpu":
-            torch.accelerator.current_stream(self.place).synchronize()
+        if self.torch_device.type != "cpu":
+            torch.accelerator.current_stream(self.torch_device).synchronize()

@@ -72,7 +72,7 @@ class LaunchList:
                 self._follow(stream)
             memory = self.device.memory(stream, self._workspace_bytes, capturing)
             # PyTorch keeps a capture's memory with its graph
-            if capturing and self.device.place.type != "cuda":
+            if capturing and self.device.torch_device.type != "cuda":
                 self._captured.append(memory)
             if self._ticket is not None:
                 self._ticket.value = memory.ticket.data_ptr()

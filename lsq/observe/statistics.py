@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor, nn
 
@@ -11,6 +12,7 @@ from lsq.config import require_model
 from lsq.layers.module import ProgramModule
 from lsq.ops.calibration import integer_bits
 from lsq.ops.fake_quantize import FakeQuantize
+from lsq.ops.project import Project
 from lsq.program.operation import Operation
 from lsq.program.values import Coded
 from lsq.quant import Format
@@ -33,6 +35,15 @@ class TensorStatistics:
     """Largest |code| in use. None: codes are no integers under one scale per clip."""
     bits: int | None
     """Width of such codes."""
+
+
+class Observer(Protocol):
+    """Sees the operations of one module that round, as it declares them and on its tensors; and, in
+    a pass that goes back, its weights."""
+
+    def __call__(self, declared: Operation, operation: Operation) -> None: ...
+
+    def weights(self, module: ProgramModule, tensors: Mapping[str, Tensor]) -> None: ...
 
 
 def program_modules(model: nn.Module) -> dict[str, ProgramModule]:
@@ -63,19 +74,50 @@ def observe(model: nn.Module) -> Iterator[dict[str, TensorStatistics]]:
     of the last pass."""
     statistics: dict[str, TensorStatistics] = {}
     modules = program_modules(model)
-    before = {module: module._observer for module in modules.values()}
-    for path, module in modules.items():
-        module._observer = _Statistics(module, path, statistics)
-    try:
+    observers = {module: _Statistics(module, path, statistics) for path, module in modules.items()}
+    with observing(observers):
         yield statistics
+
+
+@contextmanager
+def observing(observers: Mapping[ProgramModule, Observer]) -> Iterator[None]:
+    """Let observers see the passes of their modules; afterwards those before them do again."""
+    before = {module: module._observer for module in observers}
+    for module, observer in observers.items():
+        module._observer = observer
+    try:
+        yield
     finally:
         for module, observer in before.items():
             module._observer = observer
 
 
+class InputSquares:
+    """Sums up squares of the inputs of a module's products, as they are read: rounded, where they
+    are."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, Tensor] = {}
+        self.rows: dict[str, int] = {}
+
+    def __call__(self, declared: Operation, operation: Operation) -> None:
+        if not isinstance(operation, Project):
+            return
+        name, x = declared.weight.values.name, operation.x
+        floats = x.floats if x.coded is None else x.coded.decode()
+        self.sums[name] = self.sums.get(name, 0) + floats.detach().double().square().sum(0)
+        self.rows[name] = self.rows.get(name, 0) + len(floats)
+
+    def weights(self, module: ProgramModule, tensors: Mapping[str, Tensor]) -> None:
+        pass
+
+    def mean(self, name: str) -> Tensor:
+        """E[x²], float32 [K], of the K inputs of a weight."""
+        return (self.sums[name] / max(1, self.rows[name])).float()
+
+
 class _Statistics:
-    """Sees the operations of one module that round, as it declares them and on its tensors; and, in
-    a pass that goes back, its weights."""
+    """Collects the statistics of one module."""
 
     def __init__(self, module: ProgramModule, path: str, statistics: dict[str, TensorStatistics]):
         self._module, self._path, self._statistics = module, path, statistics

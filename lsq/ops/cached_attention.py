@@ -3,10 +3,10 @@ decoding.
 
     context = softmax(q k^T / sqrt(width)) v
 
-A row finds its keys by a list of places in the cache. So hypotheses that share their beginning
+A row finds its keys by a list of positions in the cache. So hypotheses that share their beginning
 share its keys, going on from another hypothesis copies a list and no keys, and all rows of a
 sentence have one list of the encoder's words. R rows, N heads, D columns of a head, H = N * D, L
-lists, C places of a list at most.
+lists, C positions of a list at most.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ class CachedAttention(Operation):
     """Context rows [R, H]. A row whose list is empty gets 0."""
 
     queries: In[Coded]  # [R, H], or with `appends` [R, 3H]: queries, keys and values.
-    cache: Out[Codes]  # [places, 2H]: keys and values. Read, and written where `appends`.
+    cache: Out[Codes]  # [positions, 2H]: keys and values. Read, and written where `appends`.
     cache_scale: In[Floats]  # [1]
-    lists: In[Indices]  # [L, C], places in the cache, in any order.
+    lists: In[Indices]  # [L, C], positions in the cache, in any order.
     lengths: In[Indices]  # Of each list: [L], or more.
     owned: In[Indices]  # [R], the list that each row has.
     appends: bool
-    """Each row first writes its own key and value at the last place of its list, which no other row
-    shares then."""
+    """Each row first writes its own key and value at the last position of its list, which no other
+    row shares then."""
     heads: int  # N.
     context: Out[Coded]  # [R, H], without bits or errors for a backward pass.
 
@@ -54,17 +54,17 @@ class CachedAttention(Operation):
         hidden, cache = self.columns, self.cache.clone()
         lists = [self.lists[number, : self.lengths[number]] for number in self.owned.tolist()]
         if self.appends:
-            for row, places in enumerate(lists):
-                if len(places):
-                    cache[places[-1]] = self.queries.codes[row, hidden:]
+            for row, positions in enumerate(lists):
+                if len(positions):
+                    cache[positions[-1]] = self.queries.codes[row, hidden:]
         context = torch.zeros(self.rows, hidden, dtype=torch.float32)
         share = torch.tensor(self.width**-0.5, dtype=torch.float32)
-        for row, places in enumerate(lists):
+        for row, positions in enumerate(lists):
             query = self.queries.codes[row, :hidden].view(self.heads, 1, self.width).float()
             keys, values = (
-                cache[places].float().view(-1, 2, self.heads, self.width).permute(1, 2, 0, 3)
+                cache[positions].float().view(-1, 2, self.heads, self.width).permute(1, 2, 0, 3)
             )
             scores = query @ keys.transpose(1, 2) * (self.queries.scale * self.cache_scale * share)
-            if len(places):
+            if len(positions):
                 context[row] = (scores.softmax(dim=2) @ (values * self.cache_scale)).flatten()
         return {"cache": cache, "context": self.context.encode(context)}

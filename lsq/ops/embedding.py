@@ -73,8 +73,8 @@ class EmbedGradient(Operation):
     table_rows = extent(0, "dtable")
 
     def limits(self):
-        places = {} if self.dtable is None else {"positions": self.table_rows}
-        return {"tokens": self.vocabulary, **places}
+        positions = {} if self.dtable is None else {"positions": self.table_rows}
+        return {"tokens": self.vocabulary, **positions}
 
     def reference(self):
         gradient = dropped(self.gradient, self.dropout)

@@ -20,7 +20,7 @@ from lsq.program.values import Coded, Rows
 OUTPUTS, INPUTS, GROUPS = 16, 64, 16
 """Size of a tile; groups of four inputs in one of its rows."""
 EMPTY = 0 | 1 << 2
-"""The places of a group beyond the last input."""
+"""The indices of a group beyond the last input."""
 
 
 class SparseWeight(Value):
@@ -47,19 +47,19 @@ class SparseWeight(Value):
                 f"a sparse weight has {rows} outputs; kernels need a multiple of {OUTPUTS}"
             )
         steps, groups = -(-inner // INPUTS), inner // 4
-        places = (
+        indices = (
             torch.stack([indices & 15, indices >> 4], dim=2).flatten(1)[:, :groups].to(torch.int64)
         )
         missing = steps * GROUPS - groups
-        places = torch.nn.functional.pad(places, (0, missing), value=EMPTY)
+        indices = torch.nn.functional.pad(indices, (0, missing), value=EMPTY)
         values = torch.nn.functional.pad(values, (0, 2 * missing))
         # [tile, half of its rows, row, step, part, word of b, ...] -> groups in the order of
         # registers
-        places = _in_order(places.view(rows // OUTPUTS, 2, 8, steps, 4, 4))
+        indices = _in_order(indices.view(rows // OUTPUTS, 2, 8, steps, 4, 4))
         values = _in_order(values.reshape(rows // OUTPUTS, 2, 8, steps, 4, 4, 2))
-        shifts = torch.arange(0, 32, 4, device=places.device)
+        shifts = torch.arange(0, 32, 4, device=indices.device)
         # tile, half, row, step, half of the inputs
-        words = (places.view(*places.shape[:4], 2, 8) << shifts).sum(5)
+        words = (indices.view(*indices.shape[:4], 2, 8) << shifts).sum(5)
         words = words.permute(0, 3, 2, 4, 1).to(torch.uint32).contiguous()
         lanes = values.view(*values.shape[:4], 2, 4, 4).permute(0, 3, 2, 5, 4, 1, 6)
         return cls(
@@ -79,10 +79,10 @@ class SparseWeight(Value):
             self.kept.view(torch.int32).view(tiles, steps, 8, 2, 2).permute(0, 4, 2, 1, 3).long()
         )
         shifts = torch.arange(0, 32, 4, device=words.device)
-        places = (words[..., None] >> shifts & 15).flatten(4)
-        places = torch.stack([places & 3, places >> 2], dim=5)
-        found = torch.zeros(*places.shape[:5], 4, dtype=torch.int8, device=values.device).scatter_(
-            5, places, values
+        indices = (words[..., None] >> shifts & 15).flatten(4)
+        indices = torch.stack([indices & 3, indices >> 2], dim=5)
+        found = torch.zeros(*indices.shape[:5], 4, dtype=torch.int8, device=values.device).scatter_(
+            5, indices, values
         )
         found = found.view(tiles, 2, 8, steps, 4, 4, 4).transpose(4, 5)
         return found.reshape(tiles * OUTPUTS, steps * INPUTS)[:, : self.inner]

@@ -52,7 +52,7 @@ def _sums(op: ProjectWeightGradient) -> KernelSums | None:
     tile, each_row, rows = _tile(op), op.clips > 1, op.weight_rows
     if op.weight.in_out:
         shape = row_blocks(op.columns, rows), rows if each_row else 1
-    elif tile is None and each_row:
+    elif tile is None and each_row and op.dclip is not None:
         return None
     elif tile is None:
         shape = rows, 1

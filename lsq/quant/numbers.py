@@ -242,8 +242,8 @@ def _percentile(blocks: Tensor, inside: Tensor | None, percentile: float) -> Ten
         if inside is None
         else inside.sum(1, keepdim=True)
     )
-    place = width - count + (count * (percentile / 100) - 1e-9).ceil().long().clamp(min=1) - 1
-    found = blocks.abs().sort(1).values.gather(1, place)
+    position = width - count + (count * (percentile / 100) - 1e-9).ceil().long().clamp(min=1) - 1
+    found = blocks.abs().sort(1).values.gather(1, position)
     return torch.where(found > 0, found, 1.0)
 
 
@@ -393,7 +393,7 @@ def number_format(name: str) -> NumberFormat:
 
 
 def _meant(name: str) -> str:
-    """Suggest a format for an unknown name, which may have a dash in place of the slash."""
+    """Suggest a format for an unknown name, which may have a dash in position of the slash."""
     number, _, grained = name.rpartition("-")
     try:
         grain(grained)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 GROUP, KEPT = 4, 2
 PATTERNS = ("2:4",)
+MEASURES = ("magnitude", "output")
 WRITTEN = ("every", "decay", "begin", "end")
 """Fields that may follow the pattern in a text."""
 
@@ -23,7 +24,13 @@ class Pruning:
     """
 
     pattern: str = "2:4"
-    """Two of four neighbouring inputs of an output, the largest; there is no other one."""
+    """Two of four neighbouring inputs of an output; there is no other one."""
+    measure: str = "magnitude"
+    """"magnitude": |w|. "output": w² E[x²], the mean square of the change that leaving out a weight
+    makes to its output where inputs are independent of each other, measured on a batch. It is the
+    diagonal of the Hessian that SparseGPT (Frantar & Alistarh 2023, arXiv:2301.00774) inverts, and
+    orders weights as Wanda (Sun et al. 2023, arXiv:2306.11695) does.
+    """
     every: int = 16
     """Updates from one choice of masks to the next; 0: masks stay as they were chosen, and what is
     pruned gets no gradient. Else gradients go straight through to all weights, so that others may
@@ -41,10 +48,11 @@ class Pruning:
     None: never."""
 
     def __post_init__(self) -> None:
-        if self.pattern not in PATTERNS:
-            raise ValueError(
-                f"pattern is {self.pattern!r}; allowed: {', '.join(map(repr, PATTERNS))}"
-            )
+        for name, allowed in (("pattern", PATTERNS), ("measure", MEASURES)):
+            if getattr(self, name) not in allowed:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)!r}; allowed: {', '.join(map(repr, allowed))}"
+                )
         for name in ("every", "begin"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 0:

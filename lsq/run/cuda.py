@@ -84,7 +84,7 @@ def emulated_device(
     return Device(
         name="CUDA emulator on the CPU",
         driver=driver,
-        place=device,
+        torch_device=device,
         compile=lambda kernel: emulator.compile_kernels(kernel.source, kernel.defines, sanitize),
         products=Products(device, current=driver.current, library=library, choose=choose),
     )
@@ -101,7 +101,7 @@ def gpu(index: int = 0, choose: Choose | None = None) -> Device:
     return Device(
         name=torch.cuda.get_device_name(device),
         driver=driver,
-        place=device,
+        torch_device=device,
         compile=lambda kernel: (
             compiler.compile_kernels(kernel.source, kernel.defines, target).image
         ),
@@ -129,7 +129,7 @@ class CUDA(Backend):
     ):
         self.target = target
         self.activations = activations
-        self.name, self.device = target.name, target.place
+        self.name, self.device = target.name, target.torch_device
         self._most = kept
         self._kept: OrderedDict[tuple, LaunchList] = OrderedDict()
         self._lock = threading.Lock()

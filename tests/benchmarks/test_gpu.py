@@ -107,9 +107,9 @@ class FakeGpu:
         monkeypatch.setattr(torch.cuda, "graph", lambda graph: graph)
         monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: self.Event(self))
         cache = SimpleNamespace(L2_cache_size=50_000_000)
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda place: cache)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: cache)
         self.device = SimpleNamespace(
-            place=SimpleNamespace(type="cuda"),
+            torch_device=SimpleNamespace(type="cuda"),
             synchronize=lambda: None,
             captures_in_turn=contextlib.nullcontext,
         )

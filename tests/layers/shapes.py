@@ -8,16 +8,16 @@ from tests.constants import quant_with
 HIDDEN, HEADS, INNER = 48, 3, 112
 ATTENTIONS = {
     "grouped": {"heads": 6, "kv_heads": 3, "head_width": 16},
-    "rotary": {"rotary": Rotary(places=64)},
-    "half of a head turns": {"rotary": Rotary(places=64, width=8, base=500.0)},
-    "normed heads": {"rotary": Rotary(places=64), "qk_norm": 1e-6},
+    "rotary": {"rotary": Rotary(positions=64)},
+    "half of a head turns": {"rotary": Rotary(positions=64, width=8, base=500.0)},
+    "normed heads": {"rotary": Rotary(positions=64), "qk_norm": 1e-6},
     "window": {"window": 3},
     "biases": {"relative_bias": RelativeBias(buckets=8, farthest=6), "softmax_scale": 1.0},
     "all": {
         "heads": 4,
         "kv_heads": 2,
         "head_width": 8,
-        "rotary": Rotary(places=64),
+        "rotary": Rotary(positions=64),
         "qk_norm": 1e-5,
         "window": 4,
         "relative_bias": RelativeBias(),

@@ -7,6 +7,7 @@ import itertools
 import math
 import pickle
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -134,6 +135,62 @@ def test_all_weights_of_an_encoder_layer(mode):
     assert sparse.state_dict().keys() == dense.state_dict().keys()
 
 
+def test_by_output():
+    """Of inputs of different sizes, the weights of the smallest are pruned; the error of the output
+    is less."""
+    plain, x = layer(quant=QuantConfig(mode="float")), batch(rows=500)
+    x = x * torch.tensor([0.01, 3.0, 1.0, 0.3]).repeat(INPUTS // 4)
+    wanted, errors = plain(x), {}
+    for measure in ("magnitude", "output"):
+        sparse = copy.deepcopy(plain)
+        run = partial(sparse, x) if measure == "output" else None
+        sparsify(sparse, Pruning(measure=measure), run=run)
+        errors[measure] = (sparse(x) - wanted).square().sum()
+        scores = plain.weight.abs() if run is None else plain.weight.square() * x.square().mean(0)
+        assert torch.equal(mask_of(sparse), choose(scores))
+    assert errors["output"] < 0.9 * errors["magnitude"]
+
+
+@pytest.mark.parametrize(
+    "quant", [QuantConfig(), QuantConfig(weight_format="int4"), QuantConfig(mode="float")]
+)
+def test_mean_squares_over_two_passes(quant):
+    model = layer(quant=quant)
+    batches = [batch(rows=rows) * torch.linspace(0, 2, INPUTS) for rows in (41, 7)]
+    model(batches[0])
+    sparsity = sparsify(model, Pruning(measure="output"), run=lambda: [model(x) for x in batches])
+    squares = sparsity.state_dict()["squares"]
+    x = torch.cat(batches).double()
+    if quant.quantized:
+        scale = model.input_clip.detach() / 127
+        x = (x / scale).clamp(-127, 127).round() * scale
+    expected = x.square().mean(0).float()
+    torch.testing.assert_close(squares["weight"], expected, rtol=1e-4, atol=1e-6)
+    assert model._observer is None
+
+
+def test_mean_squares_of_all_products_of_a_layer():
+    model = TransformerEncoderLayer(config_of(mode="float"))
+    found = sparsify(
+        model, Pruning(measure="output"), run=lambda: model(torch.randn(5, 2, HIDDEN))
+    ).state_dict()["squares"]
+    assert {name: len(squares) for name, squares in found.items()} == {
+        "self_attn.qkv_weight": HIDDEN,
+        "self_attn.out_weight": HIDDEN,
+        "feed_forward.fc1_weight": HIDDEN,
+        "feed_forward.fc2_weight": model.config.feed_forward,
+    }
+    assert all((squares > 0).any() for squares in found.values())
+
+
+def test_who_looked_before_goes_on_when_the_batch_fails():
+    model = layer()
+    model._observer = before = object()
+    with pytest.raises(ZeroDivisionError):
+        sparsify(model, Pruning(measure="output"), run=lambda: 1 / 0)
+    assert model._observer is before
+
+
 # Over a training
 
 
@@ -239,11 +296,12 @@ def test_dense_at_first_and_at_the_end():
 
 
 def test_goes_on_from_a_checkpoint():
-    """As if it had not been interrupted."""
+    """As if it had not been interrupted, with masks by output."""
+    pruning = Pruning(every=3, measure="output", begin=1)
 
     def made(seed: int) -> tuple:
         model = layer(seed)
-        sparsity = sparsify(model, Pruning(every=3, begin=1))
+        sparsity = sparsify(model, pruning, run=lambda: model(batch(9)))
         optimizer = Adam(model.parameters(), lr=0.01)
         sparsity.follow(optimizer)
         return model, sparsity, optimizer
@@ -272,7 +330,8 @@ def test_a_parameter_of_two_layers_has_one_mask():
     torch.manual_seed(0)
     first, second = layers = nn.Sequential(QuantizedLinear(32, 32), QuantizedLinear(32, 32))
     second.weight = first.weight
-    sparsity = sparsify(layers)
+    x = torch.randn(9, 32) * torch.linspace(0.1, 3, 32)
+    sparsity = sparsify(layers, Pruning(measure="output"), run=lambda: layers(x))
     assert mask_of(first).equal(mask_of(second))
     sparsity.finish()
     assert (first.weight != 0).float().mean() == 0.5
@@ -606,3 +665,24 @@ def test_widths_that_groups_do_not_fill(columns, use):
         check_width("fc1", columns)
     with pytest.raises(ValueError, match=f"use {use}"):
         choose(torch.zeros(2, columns))
+
+
+@pytest.mark.parametrize(
+    ("measure", "run", "message"),
+    [
+        ("output", None, r"measure is 'output' and run is None; give run="),
+        ("magnitude", lambda: None, r"measure is 'magnitude' and run is <function"),
+        ("output", lambda: None, r"weight was not used in this batch"),
+    ],
+)
+def test_a_batch_to_measure_by_that_does_not_fit(measure, run, message):
+    with pytest.raises(ValueError, match=message):
+        sparsify(layer(), Pruning(measure=measure), run=run)
+
+
+def test_a_state_of_another_measure_is_refused():
+    sparsity = sparsify(layer())
+    state = {"updates": 3, "squares": {"weight": torch.ones(INPUTS)}}
+    with pytest.raises(ValueError, match="of other weights or another measure: weight is in one"):
+        sparsity.load_state_dict(state)
+    assert sparsity.updates == 0

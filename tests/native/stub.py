@@ -23,6 +23,6 @@ def stub_device(folder: Path) -> tuple[Device, ctypes.CDLL]:
         driver=Driver(str(path)),
         compile=lambda kernel: b"code",
         products=None,
-        place=torch.device("cpu"),
+        torch_device=torch.device("cpu"),
     )
     return device, stub

@@ -177,7 +177,7 @@ def test_a_list_runs_on_its_own_device_whichever_is_current(emulated):
         driver=Driver(str(emulator.build_driver()), 1),
         compile=emulated._compile,
         products=None,
-        place=torch.device("cpu"),
+        torch_device=torch.device("cpu"),
     )
 
     def work():

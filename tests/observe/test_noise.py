@@ -146,7 +146,7 @@ def test_a_sample_computes_what_the_pass_did():
 
 
 def test_sentences_are_whole():
-    config = LayerConfig(**SHAPE, rotary=Rotary(places=7))
+    config = LayerConfig(**SHAPE, rotary=Rotary(positions=7))
     layer, x = TransformerEncoderLayer(config), torch.randn(7, 5, 32, requires_grad=True)
     padding = torch.arange(7) >= torch.tensor([3, 4, 7, 1, 6])[:, None]
     for rows, count, taken in ((1, 1, 3), (7, 2, 7), (8, 3, 14), (100, 5, 21)):

@@ -119,7 +119,7 @@ def run(operation: Operation, *, order: int = 0) -> Operation:
     """
     target = current_device()
     set_order(order)
-    fences = Fences(operation.name, target.place)
+    fences = Fences(operation.name, target.torch_device)
     copies: dict[int, torch.Tensor] = {}
 
     def placed(tensor):

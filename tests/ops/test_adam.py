@@ -174,7 +174,7 @@ def test_in_place_on_cuda(shape):
     operation, target = step_of(shape), cuda.current_device()
     expected = written(on_cpu(operation))
     placed = in_place(operation).bind(
-        lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=target.place)
+        lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=target.torch_device)
     )
     for ours, given in zip(placed.inputs, operation.inputs, strict=True):
         ours.copy_(given)

@@ -105,7 +105,7 @@ class CountingDevice(Device):
             driver=Driver(str(build.build_driver())),
             compile=self._counting,
             products=products,
-            place=torch.device("cpu"),
+            torch_device=torch.device("cpu"),
         )
 
     def _counting(self, kernel: Kernel) -> bytes:

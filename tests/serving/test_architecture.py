@@ -66,7 +66,7 @@ def test_texts_that_are_no_architecture_are_refused():
 
 
 @pytest.mark.parametrize(
-    "change", [{"head_width": 32}, {"window": 3}, {"rotary": Rotary(places=8)}]
+    "change", [{"head_width": 32}, {"window": 3}, {"rotary": Rotary(positions=8)}]
 )
 def test_attention_that_no_decoder_of_codes_knows_is_refused(change):
     decoder = model_of(small_model()).architecture.decoder

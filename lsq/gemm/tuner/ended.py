@@ -85,7 +85,7 @@ class EndedTrial:
                 f"op is {key.op!r}, which a GPU makes by tiles of a rule alone: leave it out"
             )
         self.key, self.device, self._by_itself = key, device, by_itself
-        first = Sampler(device.place, torch.bfloat16).operation(operations[key.op](key))
+        first = Sampler(device.torch_device, torch.bfloat16).operation(operations[key.op](key))
         others = by_itself.backend.copies(key) - 1
         self._operations = [first, *(first.bind(torch.Tensor.clone) for _ in range(others))]
         self._scratch: dict[tuple[int, Spec], torch.Tensor] = {}
@@ -156,7 +156,7 @@ class EndedTrial:
         """Scratch memory, shared by all lists: it is warm, as planned memory is."""
         if wanted not in self._scratch:
             shape, dtype = wanted[1]
-            self._scratch[wanted] = torch.empty(shape, dtype=dtype, device=self.device.place)
+            self._scratch[wanted] = torch.empty(shape, dtype=dtype, device=self.device.torch_device)
         return self._scratch[wanted]
 
     def _list(self, configuration: Configuration, number: int) -> LaunchList:

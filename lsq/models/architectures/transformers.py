@@ -128,7 +128,7 @@ class LlamaLayer(FusedLayer):
     }
     SOURCES = sources(MODULES, norm_bias=False)
     attends = attrgetter("self_attn")
-    FIXED = {"pre_norm": True, "norm": "rms", "rotary": Rotary(places=1)}
+    FIXED = {"pre_norm": True, "norm": "rms", "rotary": Rotary(positions=1)}
     SHAPE = at(head_width="self_attn.head_dim", activation="mlp.act_fn")
     SETTINGS = at(
         softmax_scale="self_attn.scaling",
