@@ -374,6 +374,18 @@ def test_what_is_read_of_encoders_and_decoders(name):
             lambda one: setattr(one.output, "LayerNorm", nn.LayerNorm(64, bias=False)),
             r"one of its norms is LayerNorm.*, and no LayerNorm with a weight and a bias",
         ),
+        (
+            "bert",
+            "bert.encoder.layer.1",
+            lambda one: setattr(one.intermediate, "dense", None),
+            "its intermediate.dense is None",
+        ),
+        (
+            "gpt2",
+            "transformer.h.1",
+            lambda one: setattr(one, "ln_1", None),
+            "its ln_1 is None",
+        ),
     ],
 )
 def test_layers_that_differ_inside_are_not_fused(name, layer, change, reason):
