@@ -205,7 +205,7 @@ def _average_shards(mesh) -> None:
     clips = [clip for _, _, clip in named]
     device = local(clips[0]).device
     values = (
-        torch.zeros(clip.numel()) if value is None else value
+        torch.zeros(clip.numel(), device=device) if value is None else value
         for clip, value in zip(clips, news, strict=True)
     )
     own = torch.cat([value.to(device).float().flatten() for value in values])

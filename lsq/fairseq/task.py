@@ -80,7 +80,7 @@ def with_paddings(
 class LSQTask(GradientTask):
     """Base of lsq's tasks, before fairseq's class, with TaskOptions in `cfg`."""
 
-    model: BaseFairseqModel
+    model: BaseFairseqModel | None = None
     signals: Signals | None = None
     sparsity: Sparsity | None = None
     planned = False
@@ -199,7 +199,7 @@ class LSQTask(GradientTask):
         ignore_grad: bool = False,
     ):
         """Called by fairseq for each batch; `update_num` counts the updates that are done."""
-        if not self.planned:
+        if not self.planned and self.model is not None:  # of a loop without epochs there is none
             self.planned = True
             if any(isinstance(module, ProgramModule) for module in self.model.modules()):
                 batch = self.bounding_batch(self.model)

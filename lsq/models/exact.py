@@ -52,6 +52,9 @@ def check_exact(layer: nn.Module, parts: Mapping[str, str], parameters: set[str]
         change = patched(kind) or altered(module)
         if change:
             raise ValueError(f"{name} has {change}")
+        gone = [child for child, there in module._modules.items() if there is None]
+        if gone:
+            raise ValueError(f"its {f'{path}.{gone[0]}'.lstrip('.')} is None")
     for name, _ in layer.named_parameters():
         if name.replace(".base_layer.", ".") not in parameters and not is_adapter(name):
             raise ValueError(f"it has a parameter {name}, which its class does not use")

@@ -205,9 +205,7 @@ class StepMemory:
         self.outside = outside
         self.arena = Arena(step.plan.peak, device)
         self._open: list[BorrowedTensor] = []
-        # arenas are zeros in a forked process: gradients that it may read are moved
-        copy_out = weakref.WeakMethod(self.copy_out)
-        os.register_at_fork(before=lambda: (found := copy_out()) and found())
+        _everywhere.add(self)
         self._owners = [weakref.ref(owner) for owner in owners]
         self.positions = {
             (each.node, each.backward): position for position, each in enumerate(step.passes)
@@ -366,6 +364,19 @@ class StepMemory:
             )
         self.end_borrowed(position)
         self._position = position
+
+
+_everywhere: weakref.WeakSet[StepMemory] = weakref.WeakSet()
+"""A registry, since what is called before a fork stays for the life of the process."""
+
+
+def _before_fork() -> None:
+    """Arenas are zeros in a forked process: gradients that it may read are moved."""
+    for memory in list(_everywhere):
+        memory.copy_out()
+
+
+os.register_at_fork(before=_before_fork)
 
 
 def described(outside: Mapping[str, int]) -> str:

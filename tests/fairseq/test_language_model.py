@@ -189,6 +189,31 @@ def test_the_largest_batch_bounds_all(build, parse, given, sentences):
         criterion(model, sample)[0].backward()
 
 
+@pytest.mark.thorough
+def test_it_learns_as_fairseqs_does(pair, build):
+    """From the same first weights by the same batches: the losses of int8 are those of floats."""
+    task, theirs, _ = pair("--decoder-normalize-before")
+    _, ours = build("--decoder-normalize-before")
+    checkpoint.load_float(ours, theirs.state_dict())
+    task.load_dataset("train")
+    dataset, losses = task.dataset("train"), []
+    for model in (theirs, ours):
+        torch.manual_seed(1)
+        optimizer = torch.optim.Adam(model.train().parameters(), lr=5e-3)
+        found = []
+        for update in range(60):
+            places = range(20 * update, 20 * update + 20)
+            sample = dataset.collater([dataset[place % len(dataset)] for place in places])
+            logits = model(**sample["net_input"])[0].transpose(1, 2)
+            loss = torch.nn.functional.cross_entropy(logits, sample["target"], ignore_index=1)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            found.append(loss.item())
+        losses.append(sum(found[-12:]) / 12)
+    assert losses[0] == pytest.approx(losses[1], abs=0.05) and losses[1] < 1.5
+
+
 def test_it_starts_from_a_checkpoint_of_fairseqs(train, build, batch, tmp_path):
     same = "--decoder-normalize-before --share-decoder-input-output-embed"
     train(tmp_path / "float", f"{same} {THEIRS} --max-update 30")

@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -37,6 +38,16 @@ def test_planned_is_the_default(train, tmp_path, monkeypatch):
     )
     train(tmp_path, "--max-update 2")
     assert modes == ["planned"]
+
+
+def test_a_task_trains_a_batch_outside_of_an_epoch(build, parse, batch):
+    """There is no trainer to say which model is trained: nothing is planned."""
+    task, model = build()
+    sample, criterion = batch(task), task.build_criterion(parse())
+    backward = SimpleNamespace(backward=lambda loss: loss.backward())
+    loss, size, _ = task.train_step(sample, model, criterion, backward, 0)
+    assert size > 0 and loss.isfinite()
+    assert all(one.step_memory is None for one in model.modules() if hasattr(one, "step_memory"))
 
 
 def test_a_model_without_layers_of_lsq_is_left_alone(train, tmp_path, monkeypatch):

@@ -86,6 +86,11 @@ def test_trains_and_comes_back(name, least, tmp_path):
     assert_trains_and_comes_back(made(name), batch_of(name, (13, 8)), tmp_path, least=least)
 
 
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
+def test_linear_layers_alone_train_and_come_back(name, tmp_path):
+    assert_trains_and_comes_back(made(name), batch_of(name, (17, 17)), tmp_path, whole=False)
+
+
 # Batches that are empty
 
 
@@ -215,6 +220,17 @@ def test_masks_of_other_attentions(name, attention):
     assert_same_in_float(
         plain, batch, batch["attention_mask"].bool() if present is None else present
     )
+
+
+@pytest.mark.thorough
+@torch.no_grad()
+def test_masks_of_flex_attention():
+    """A layer with such a mask runs its own code."""
+    plain, batch = made("mistral").eval(), right_padded((11, 7))
+    mine, present = fused(plain, FLOAT).eval(), batch["attention_mask"].bool()
+    mine.set_attn_implementation("flex_attention")
+    expected, found = (one(**batch).logits[present] for one in (plain, mine))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_several_texts_in_a_row():
@@ -357,6 +373,18 @@ def test_what_is_read_of_encoders_and_decoders(name):
             "bert.encoder.layer.1",
             lambda one: setattr(one.output, "LayerNorm", nn.LayerNorm(64, bias=False)),
             r"one of its norms is LayerNorm.*, and no LayerNorm with a weight and a bias",
+        ),
+        (
+            "bert",
+            "bert.encoder.layer.1",
+            lambda one: setattr(one.intermediate, "dense", None),
+            "its intermediate.dense is None",
+        ),
+        (
+            "gpt2",
+            "transformer.h.1",
+            lambda one: setattr(one, "ln_1", None),
+            "its ln_1 is None",
         ),
     ],
 )

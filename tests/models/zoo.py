@@ -298,11 +298,13 @@ def trained(model: torch.nn.Module, batch: dict, optimizer, steps: int) -> list[
 
 
 def assert_trains_and_comes_back(
-    model: torch.nn.Module, batch: dict, folder, least: float = 25.0
+    model: torch.nn.Module, batch: dict, folder, least: float = 25.0, *, whole: bool = True
 ) -> None:
     """In int8 it is near the float model, learns, and saves what the float model loads, converted
-    and reverted."""
-    mine = fused(model)
+    and reverted; `whole`: with fused layers."""
+    mine = fused(model) if whole else copy.deepcopy(model)
+    if not whole:
+        assert lsq.convert(mine, fused=False).converted
     present = batch.get("attention_mask", torch.ones(())).bool().expand(batch["labels"].shape)
     assert decibels(model.eval()(**batch).logits[present], mine(**batch).logits[present]) > least
     losses = trained(mine, batch, Adam(mine.parameters(), lr=1e-2), 8)

@@ -254,11 +254,12 @@ def test_an_empty_batch(mode, rounded, compared):
     assert not found.sum.any() and not found.dclip.any()
 
 
+@by_themselves
 @pytest.mark.parametrize("rounded", [False, True])
-def test_a_row_that_is_not_finite_stays_alone(rounded):
+def test_a_row_that_is_not_finite_stays_alone(rounded, compared):
     operation, _ = case(41, kind=Activation.relu, dropout=0.2, added=True, rounded=rounded)
     operation.gradient.scale[3] = math.nan
-    found = compare(operation)
+    found = compared(operation, exact=True)
     if rounded:
         assert (
             found.rounded.scale.isnan().nonzero().tolist() == [[3]]
@@ -269,9 +270,10 @@ def test_a_row_that_is_not_finite_stays_alone(rounded):
     assert found.sum.isnan().any() and found.dclip.isnan()
 
 
-def test_results_that_nobody_wants():
+@by_themselves
+def test_results_that_nobody_wants(compared):
     operation, _ = case(41, kind=Activation.relu, rounded=True, rest=False)
-    found = compare(operation)
+    found = compared(operation, exact=True)
     assert found.sum is None and found.dclip is None
 
 

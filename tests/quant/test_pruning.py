@@ -25,6 +25,7 @@ def test_schedule(pruning, due, sparse):
     ("options", "message"),
     [
         ({"pattern": "1:4"}, r"pattern is '1:4'; allowed: '2:4'"),
+        ({"measure": "output "}, r"measure is 'output '; allowed: 'magnitude', 'output'"),
         ({"every": -1}, r"every is -1; it must be a whole number, 0 or more"),
         ({"begin": 0.5}, r"begin is 0.5; it must be a whole number"),
         ({"decay": float("nan")}, r"decay is nan; it must be a finite number, 0 or more"),

@@ -315,6 +315,12 @@ def test_forked_processes_see_gradients(pair):
         os.close(end)
 
 
+def test_a_plan_leaves_nothing_for_forks_behind(pair, monkeypatch):
+    planned, *_ = pair
+    monkeypatch.setattr(os, "register_at_fork", lambda **_: pytest.fail("it stays for good"))
+    plan_memory(planned, largest(planned))
+
+
 @pytest.mark.parametrize(
     "replace",
     [

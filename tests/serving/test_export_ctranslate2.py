@@ -132,6 +132,27 @@ def test_it_computes_with_our_weights(tmp_path, ctranslate2, options):
     assert 0 < (found - expected).abs().mean() < 0.1 * expected.std()
 
 
+def test_codes_and_scales_are_the_learned_ones(ctranslate2):
+    model = model_of(small_model())
+    known = vocabularies(model)
+    variables = export_ctranslate2.specification(
+        model, known["encoder"], known["decoder"]
+    ).variables()
+    for theirs, ours in (
+        ("encoder/layer_1/self_attention/linear_0", "encoder.layers.1.self_attn.qkv_weight"),
+        ("decoder/layer_0/attention/linear_1", "decoder.layers.0.encoder_attn.key_value_weight"),
+        ("decoder/layer_0/ffn/linear_1", "decoder.layers.0.feed_forward.fc2_weight"),
+        ("decoder/projection", "decoder.output_projection.weight"),
+    ):
+        found = [variables[f"{theirs}/{part}"] for part in ("weight", "weight_scale")]
+        # equal ones are there once, and the others by its name
+        found = [variables[one] if isinstance(one, str) else one for one in found]
+        codes, scale = (torch.from_numpy(one.numpy()) for one in found)
+        assert torch.equal(codes, model.tensors[ours + ".codes"][: len(codes)])
+        assert_close(1 / scale, model.tensors[ours + ".scale"][: len(codes)], rtol=2e-7, atol=0)
+    assert len(codes) == 37
+
+
 def test_what_it_cannot_compute_is_refused(tmp_path, ctranslate2):
     for options, words in (
         ({"layer_norm_epsilon": 1e-3}, "norm is 'layer' with an epsilon of 0.001; a model for CTr"),

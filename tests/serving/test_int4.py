@@ -7,8 +7,9 @@ import torch
 from lsq.quant import Grain
 from lsq.quant.formats import Int4
 from lsq.serving.decoding_model import model_of, tensors_of
+from lsq.serving.engine import Engine
 from lsq.serving.int4 import least_squares, with_int4
-from tests.serving.models import small_model
+from tests.serving.models import EOS, small_model
 
 FORM = Int4(name="int4", bits=8, grain=Grain.ROW)
 
@@ -69,3 +70,12 @@ def test_a_model(options):
         elif not name.endswith(".scale"):
             assert after.tensors[name] is tensor
     assert with_int4(after) is after
+
+
+def test_it_decodes_nearly_as_before():
+    model, scores = model_of(small_model()), []
+    for each in (model, with_int4(model)):
+        engine = Engine(each)
+        engine.begin([torch.tensor([5, 9, 17, EOS])], rows=1, steps=2)
+        scores.append(engine.step_all(torch.tensor([EOS]), torch.tensor([0])))
+    assert 0 < (scores[0] - scores[1]).abs().max() < 0.5

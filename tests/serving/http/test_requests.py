@@ -51,6 +51,8 @@ def test_one_line_or_several():
         ({"text": "a", "beam": True}, "beam is true; it must be of type int"),
         ({"text": "a", "beam": 0}, "beam is 0; it must be a whole number of at least 1"),
         ({"text": "a", "nbest": 4}, "nbest is 4 and beam 3"),
+        ({"text": "a", "sampling": 1}, "sampling is 1; it must be of type bool"),
+        ({"text": "a", "temperature": "1"}, 'temperature is "1"; it must be of type float'),
         ({"text": "a", "temperature": float("nan")}, "temperature is nan"),
         ({"text": "a", "temperature": 10**400}, "temperature is too large"),
         ({"text": "a", "length_penalty": [1] * 10_000}, r"length_penalty is \[1, 1.* it must be"),

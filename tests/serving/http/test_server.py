@@ -1,5 +1,6 @@
 import concurrent.futures
 import contextlib
+import resource
 import socket
 
 import pytest
@@ -74,6 +75,34 @@ def test_connections_are_limited(serve, monkeypatch):
         client.close()
     wait_for(lambda: not connected)
     assert served.translate("w1")[0] == 200
+
+
+def test_a_client_that_sends_on_and_on_and_reads_no_answer_is_left(serve, monkeypatch):
+    """Nothing is read of it while an earlier answer waits."""
+    monkeypatch.setattr(server, "CLIENT_SECONDS", 0.3)
+    served, body = serve(), b'{"text": "w1"}'
+    head = b"POST /translate HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
+    with served.connect() as client, pytest.raises(ConnectionError):
+        while True:
+            client.sendall((head + body) * 100)
+    assert served.translate("w1")[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "expected"),
+    [
+        (1024, 2000, [(2000, 2000)]),
+        (1024, resource.RLIM_INFINITY, [(server.FILES, resource.RLIM_INFINITY)]),
+        (server.FILES, server.FILES, []),
+        (resource.RLIM_INFINITY, resource.RLIM_INFINITY, []),
+    ],
+)
+def test_the_system_is_asked_for_room_for_connections(monkeypatch, soft, hard, expected):
+    asked = []
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (soft, hard))
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: asked.append(limits))
+    listen("127.0.0.1", 0).close()
+    assert asked == expected
 
 
 @pytest.mark.parametrize("signals", [1, 2])

@@ -112,6 +112,8 @@ def test_page_health_and_metrics(serve, echo):
     ("body", "message"),
     [
         (b"", "not JSON"),
+        (b'{"text": "\xff"}', "not JSON"),
+        (b"[" * 100_000, "not JSON"),
         ({"text": "a\0b"}, "line 1: a NUL character is no text"),
         ({"text": "a\ud800b"}, "line 1: .* half of a character"),
         ({"text": "w99"}, "no hypothesis"),
