@@ -13,7 +13,7 @@ from torch import nn
 
 from lsq.layers.in_place import InPlace
 from lsq.layers.schedule import recomputing
-from lsq.run.executor import active_rehearsal
+from lsq.run.frames import active_rehearsal
 
 logger = logging.getLogger(__name__)
 TOKENS = 8
