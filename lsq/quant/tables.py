@@ -78,6 +78,39 @@ class NumberFormat:
             )
         return torch.tensor(self.values, dtype=torch.float32, device=codes.device)[codes.int()]
 
+    def pack(self, codes: Tensor) -> Tensor:
+        """Codes, any shape -> bytes uint8 [whole words]: the first code of a word is its lowest
+        digit."""
+        count, stored = self.word
+        flat = codes.flatten().to(torch.int64)
+        digits = torch.nn.functional.pad(flat, (0, -flat.numel() % count)).view(-1, count)
+        words = (digits * self._weights(codes.device)).sum(1, keepdim=True)
+        shifts = 8 * torch.arange(stored, device=codes.device)
+        return (words >> shifts & 255).to(torch.uint8).flatten()
+
+    def unpack(self, packed: Tensor, shape: torch.Size | tuple[int, ...]) -> Tensor:
+        """Inverse of pack: codes uint8 of this shape.
+
+        Raises:
+            ValueError: `packed` does not hold exactly the bytes of that many codes.
+        """
+        count, stored = self.word
+        numel = math.prod(shape)
+        wanted = -(-numel // count) * stored
+        if packed.numel() != wanted:
+            raise ValueError(
+                f"{numel} codes of {self.name} (shape {list(shape)}) take {wanted} bytes, but"
+                f" packed holds {packed.numel()}"
+            )
+        shifts = 8 * torch.arange(stored, device=packed.device)
+        words = (packed.view(-1, stored).to(torch.int64) << shifts).sum(1, keepdim=True)
+        digits = words // self._weights(packed.device) % len(self.values)
+        return digits.flatten()[:numel].view(shape).to(torch.uint8)
+
+    def _weights(self, device: torch.device) -> Tensor:
+        """What each digit of a word counts."""
+        return len(self.values) ** torch.arange(self.word[0], device=device)
+
 
 @cache
 def boundaries_of(values: tuple[float, ...]) -> tuple[Tensor, Tensor, Tensor]:

@@ -69,6 +69,21 @@ def test_nan_is_a_code_or_that_of_zero(name):
     )
 
 
+@pytest.mark.parametrize("shape", [(), (0, 3), (7,), (3, 5), (2, 9, 4)])
+@pytest.mark.parametrize("name", FORMATS)
+def test_packed_codes_come_back(name, shape):
+    form = number_format(name)
+    generator = torch.Generator().manual_seed(len(shape))
+    codes = torch.randint(len(form.values), shape, generator=generator, dtype=torch.uint8)
+    packed = form.pack(codes)
+    count, stored = form.word
+    assert packed.dtype == torch.uint8 and packed.numel() == -(-codes.numel() // count) * stored
+    assert torch.equal(form.unpack(packed, shape), codes)
+    message = f"{form.name} .* take {packed.numel()} bytes, but packed holds"
+    with pytest.raises(ValueError, match=message):
+        form.unpack(torch.cat([packed, packed.new_zeros(1)]), shape)
+
+
 @pytest.mark.parametrize("bits", range(2, 9))
 def test_integers_are_rounded_half_to_even_in_twos_complement(bits):
     form, largest = integer(bits), 2 ** (bits - 1) - 1
