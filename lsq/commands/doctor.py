@@ -94,7 +94,7 @@ class Report:
     threads: int
     """Threads that torch uses."""
     cpu_features: tuple[str, ...]
-    """Those of processor.CPU_FEATURES; empty where the system does not tell."""
+    """Features of the processor, by processor.CPU_FEATURES; empty where the system hides them."""
     gpus: tuple[str, ...]
     """CUDA devices that torch sees."""
     cuda: str | None

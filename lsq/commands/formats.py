@@ -149,7 +149,7 @@ def write(errors: Errors, source: str, folder: Path) -> None:
 STATES = ("model", "state_dict", "model_state_dict")
 """Names under which a checkpoint holds its model, beside the state of an optimizer and others."""
 PARTS = ("*.safetensors", "pytorch_model*.bin")
-"""transformers' names of the files of a model in a folder; the first that is there."""
+"""Names that transformers gives the file of a model in a folder; the first that exists counts."""
 
 
 def tensors_in(path: Path) -> dict[str, Tensor]:

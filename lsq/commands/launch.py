@@ -1,4 +1,4 @@
-"""Where a training computes: the device, from --lsq-device, --lsq-activations and fairseq's --cpu,
+"""Choice of the device of a training: from --lsq-device, --lsq-activations and fairseq's --cpu,
 and this process's part of it, from torchrun's environment."""
 
 import logging

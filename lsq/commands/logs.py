@@ -1,4 +1,4 @@
-"""What reaches the screen: fairseq's log without noise."""
+"""fairseq's log on the screen, without noise."""
 
 import contextlib
 import logging

@@ -98,7 +98,7 @@ def draw_losses(curves: dict[str, LossCurve], path: Path, title: str) -> None:
 
 @contextlib.contextmanager
 def recording(path: Path, updates: int, description: str, quiet: bool) -> Iterator[None]:
-    """Within this context fairseq's training shows one bar of `updates` updates and appends its
+    """Let fairseq's training show one bar of `updates` updates and appends its
     losses to `path`."""
     before, step, rounded = read_losses(path), Trainer.train_step, meters.safe_round
     done, seconds = min(before.updates, updates), before.seconds
@@ -177,7 +177,7 @@ class _Recorder(progress_bar.BaseProgressBar):
 
 @contextlib.contextmanager
 def one_bar(description: str, quiet: bool) -> Iterator[None]:
-    """Within this context fairseq's generation shows a bar of its batches and logs nothing to
+    """Let fairseq's generation show a bar of its batches and logs nothing to
     it."""
 
     def make(iterator: Iterable, **options) -> progress_bar.BaseProgressBar:

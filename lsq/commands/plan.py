@@ -122,7 +122,7 @@ def parse_step(program: str, architecture: str, arguments: Sequence[str]) -> Nam
 
     Raises:
         ValueError: the architecture is not of lsq, or a number is out of its range.
-        SystemExit: argparse has told another mistake.
+        SystemExit: argparse has reported another mistake.
     """
     from fairseq import options  # takes seconds
 

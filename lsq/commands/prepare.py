@@ -1,4 +1,4 @@
-"""From text files to fairseq's binary data, in stages of which finished ones are skipped.
+"""Stages that make fairseq's binary data of text files; finished stages are skipped.
 
 output/text         cleaned sentence pairs of train, valid and test
 output/vocabulary   sentencepiece's model of both languages

@@ -273,7 +273,7 @@ CHARACTERS = 50
 MORE_THAN_LETTERS = 100
 """Pieces that a vocabulary has beside single characters."""
 CHARACTERS_OF_A_TOKEN = 3
-"""With a small vocabulary, roughly."""
+"""Characters of a token of a small vocabulary, roughly."""
 PASSES = 200
 """Passes over the text in a training, at most."""
 LEAST_UPDATES = 1000

@@ -61,7 +61,7 @@ class RollCall:
         self.rank, self.size, self.host, self.store_host = rank, size, host, store_host
         self._store = distributed.PrefixStore("lsq/roll_call", store)
         self.group: Callable[[], object] = lambda: None
-        """The process group, as long as it is there."""
+        """The process group, while it exists."""
         self._last_words: str | None = None
         self._lost: str | None = None
         self._called, self._ends, self._wake, self._done = (threading.Event() for _ in range(4))

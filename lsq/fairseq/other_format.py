@@ -22,7 +22,7 @@ class Converted(NamedTuple):
     state: dict[str, Any]
     measured: Measured
     optimizer: str
-    """What became of the optimizer's state."""
+    """A sentence on the optimizer's state: kept, or why it is not."""
 
 
 def converted(path: Path, changes: Mapping[str, Any]) -> Converted:

@@ -199,11 +199,11 @@ class LSQDecoder(FairseqStack, FairseqIncrementalDecoder):
         return x, {"attn": [None], "inner_states": [state.transpose(0, 1) for state in inner]}
 
     def encoded_for_rows(self, encoder_out: dict[str, list[Tensor]] | None) -> tuple:
-        """What `rows` of a layer takes beside x and its packing; nothing without an encoder."""
+        """Further arguments of a layer's `rows` after x and packing; none without an encoder."""
         return ()
 
     def encoded_for_steps(self, encoder_out: dict[str, list[Tensor]] | None) -> tuple:
-        """What `step` of a layer takes beside x and its state; nothing without an encoder."""
+        """Further arguments of a layer's `step` after x and state; none without an encoder."""
         return ()
 
     def loss(

@@ -96,5 +96,5 @@ def _remove(*folders: Path) -> None:
 
 
 def open_partial(path: Path) -> BinaryIO:
-    """Open a file to write into, emptied if it is there; OSError if it is a link."""
+    """Open a file for writing, and empty it if it exists; OSError if it is a link."""
     return open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o666), "wb")

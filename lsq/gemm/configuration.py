@@ -41,7 +41,8 @@ SIDES = {
 FEW_ROWS = 64
 """Products of at most so many rows have tiles of so many rows."""
 SHARED_BYTES = {"mma": 48 * 1024, "wgmma": 192 * 1024}
-"""Of a block: two fit a multiprocessor of every GPU; one of Hopper's, and two with small tiles."""
+"""Shared memory of a block, in bytes, by instruction. Two blocks with mma fit a multiprocessor of
+every GPU; with wgmma one fits, or two with small tiles."""
 STAGES = {"mma": 4, "wgmma": 8}
 INNER_OF_A_PART = 1024
 """Values along K that a part has at least."""

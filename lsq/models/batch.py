@@ -17,7 +17,7 @@ from lsq.run.parameter_state import FEW_ROWS, Stamp
 
 Result = TypeVar("Result")
 _local = threading.local()
-"""What each thread remembers: masks belong to a model's batch, and its layers do not know it."""
+"""Masks of the current batch of each thread: a model has them, and its layers do not know it."""
 HIDDEN = -1e4
 """A number that, added to a score, leaves nothing of a probability; so does a smaller one."""
 KEPT = 4

@@ -30,7 +30,7 @@ NAME = "lsq.safetensors"
 CLIP = "_clip"
 """How names of clips end."""
 ACTIVATION_FIELDS = ("activation_format", "bits")
-"""Those of clip_format.FIELDS that say what clips of activations mean."""
+"""Fields of clip_format.FIELDS on which clips of activations depend."""
 
 
 def save_clips(model: nn.Module, folder: str | os.PathLike) -> Path:
@@ -193,10 +193,10 @@ def _names(model: nn.Module, outcome: str) -> set[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What a model measures of its clips after it has loaded those of another format."""
+    """Clips that a model measures after it has loaded clips of another format."""
 
     weights: frozenset[str]
-    """Names of the clips of weights, all of which were measured anew."""
+    """Names of the clips of weights; all were measured anew."""
     activations_due: bool
     """Whether the next pass measures clips of activations; else they were kept."""
 

@@ -133,9 +133,9 @@ class FusedLayer(InPlace):
     FIXED: ClassVar[Mapping[str, object]] = {}
     """Fields of LayerConfig that all layers of the class have."""
     SHAPE: ClassVar[Attributes]
-    """Where fields of LayerConfig are read once."""
+    """Attributes from which fields of LayerConfig are read once."""
     SETTINGS: ClassVar[Attributes]
-    """Where fields of LayerConfig are read in every pass, since users may change them."""
+    """Attributes from which fields of LayerConfig are read in every pass: users change them."""
     causal: bool = False
     """Whether queries see no later keys."""
     CROSS: ClassVar[bool] = False

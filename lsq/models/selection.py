@@ -1,4 +1,4 @@
-"""What `convert` makes of each layer of a model, why it leaves the others, and its report."""
+"""Selection of the layers that `convert` changes, the reasons to leave others, and the report."""
 
 import difflib
 import fnmatch
@@ -264,7 +264,7 @@ def _wholes(
 
 
 def _within(linear: Conversion, wholes: list[str]) -> Conversion:
-    """The same, but for a linear layer inside of a whole one that is converted."""
+    """Return the conversion of a linear layer; inside of a converted layer, the reason to leave it."""
     if linear.entry.adapter:
         return linear
     for whole in reversed(wholes):

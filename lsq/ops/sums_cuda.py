@@ -45,7 +45,7 @@ class KernelSums:
     """Sums that a kernel leaves in parts: its own launch finishes them, or that of the pass."""
 
     holder: Declared
-    """Whose field `parts` says where the pass wants them; None: it finishes its own."""
+    """Its field `parts` is the memory that the pass gives; None: it finishes its own sums."""
     spec: Spec
     """(shape, dtype) of the parts."""
     of: Callable[..., PartialSums]

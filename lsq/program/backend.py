@@ -13,14 +13,14 @@ SENT_ALIGNMENT = 16
 
 
 class Backend:
-    """Where operations run, and what programs for it look like."""
+    """A device that runs operations, and its demands on programs."""
 
     name: str
     """For people."""
     device: torch.device = torch.device("cpu")
-    """Where its tensors lie."""
+    """Device of its tensors."""
     activations: torch.dtype = torch.float32
-    """Of activations in programs; other floats are float32."""
+    """dtype of activations in programs; other floats are float32."""
     starts_scales: bool = False
     """One operation writes all scales of a pass at its beginning."""
     leaves_sums: bool = False

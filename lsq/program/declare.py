@@ -112,7 +112,7 @@ class Leaf:
     optional: bool
     """Whether it, or a value that would have it, may be missing."""
     may_miss: bool
-    """Whether it may be missing where its holder is there."""
+    """Whether it may be None although its holder is present."""
     where: str
     """For messages."""
     offset: int

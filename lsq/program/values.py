@@ -180,7 +180,7 @@ class Weight(Value):
 
     @property
     def written(self) -> tuple:
-        """What is made from values and clip."""
+        """Codes or decoded values, made from values and clip."""
         found = self.codes, self.scale, self.transposed, self.decoded, self.grouped
         return tuple(one for one in found if one is not None)
 

@@ -108,7 +108,7 @@ class NumberFormat:
         return digits.flatten()[:numel].view(shape).to(torch.uint8)
 
     def _weights(self, device: torch.device) -> Tensor:
-        """What each digit of a word counts."""
+        """Weight of each digit of a word."""
         return len(self.values) ** torch.arange(self.word[0], device=device)
 
 

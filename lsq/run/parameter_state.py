@@ -94,7 +94,7 @@ def checksum(tensor: Tensor) -> int | None:
 
 
 def _counted(tensor: Tensor) -> tuple:
-    """What PyTorch counts of a tensor. Inference tensors have no version."""
+    """PyTorch's version counter of a tensor. Inference tensors have none."""
     version = 0 if tensor.is_inference() else tensor._version
     return weakref.ref(tensor.untyped_storage()), tensor.data_ptr(), version, tensor.shape
 

@@ -18,7 +18,7 @@ FILES = tuple(f"{split}.{end}" for split in SPLITS for end in ENDS)
 TextFiles = dict[str, tuple[Path, Path] | None]
 """The user's files (source, target) for each of SPLITS; None: pairs are held out of train."""
 SPLIT_SEED = 1
-"""Of the choice of held-out pairs, whatever --seed is: runs are compared on the same text."""
+"""Seed of the choice of held-out pairs, whatever --seed is: runs compare on the same text."""
 
 ONE_A_LINE = "it must hold one sentence a line"
 

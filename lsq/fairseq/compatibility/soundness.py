@@ -1,4 +1,4 @@
-"""Whether a checkpoint is as it was written, and its numbers are numbers.
+"""Checks that a checkpoint is undamaged, and that its numbers are numbers.
 
 PyTorch writes a CRC-32 with every record of a file and never reads it. Reading them takes half a
 second for a gigabyte.

@@ -18,7 +18,7 @@ SENTENCES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 class Metrics:
-    """What a service counts, for Prometheus."""
+    """Counters of a service, for Prometheus."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()

@@ -13,7 +13,7 @@ from starlette.applications import Starlette
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 CONNECTIONS = 1024
-"""Clients at the same time. Further ones are told so, up to REFUSED, or closed."""
+"""Clients at the same time. Up to REFUSED further clients get an error; others are closed."""
 REFUSED = 64
 BACKLOG = 256
 """Connections that the system holds until they are accepted, all in one go."""
