@@ -264,7 +264,7 @@ def _wholes(
 
 
 def _within(linear: Conversion, wholes: list[str]) -> Conversion:
-    """Return the conversion of a linear layer; inside of a converted layer, the reason to leave it."""
+    """Leave a linear layer to the converted layer that holds it, if there is one."""
     if linear.entry.adapter:
         return linear
     for whole in reversed(wholes):
