@@ -41,8 +41,8 @@ class Rotary:
             raise ValueError(f"width is {self.width!r}; it must be an even number above 0, or None")
 
     def columns(self, head: int) -> int:
-        """Return R for heads of so many columns; ValueError if they are too few, or an odd number,
-        or there are not R / 2 frequencies."""
+        """Return R for heads of so many columns; raises ValueError if these, or frequencies, do
+        not fit."""
         found = head if self.width is None else self.width
         if found > head or found % 2:
             raise ValueError(
@@ -83,8 +83,7 @@ class RelativeBias:
 
 @dataclass(frozen=True, kw_only=True)
 class Adapter:
-    """Low-rank adapters of one weight of a layer (LoRA, Hu et al. 2022), trained in floats beside
-    it."""
+    """Low-rank adapters (LoRA, Hu et al. 2022) of one weight, trained in floats beside it."""
 
     weight: str
     """The name of the weight in the layer."""

@@ -16,15 +16,13 @@ from lsq.layers.module import beside_the_graph
 from lsq.run.frames import active_rehearsal
 
 IGNORED = -1
-"""The target that a program ignores."""
 
 
 class Head(InPlace):
-    """A torch.nn.Linear [V, H] without a bias, for any V: int8 products padded to a multiple of 16.
+    """A torch.nn.Linear [V, H] without a bias, for any V: products are padded to a multiple of 16.
 
-    In training it returns lsq.layers.logits.Logits: a cross-entropy on these runs as one program
-    with the projection, and nothing [M, V] is ever stored. On the CPU, rows whose targets count for
-    nothing are left out.
+    In training it returns Logits, whose cross-entropy runs as one program with the projection:
+    nothing [M, V] is stored. On the CPU, rows whose targets do not count are left out.
     """
 
     def take_place(self, quant: QuantConfig, path: str) -> None:
@@ -60,12 +58,9 @@ class Head(InPlace):
     def loss(
         self, rows: torch.Tensor, target: torch.Tensor, *, ignore: int, smoothing: float, mean: bool
     ) -> torch.Tensor:
-        """Cross-entropy as PyTorch defines it, of rows [M, H] and target int64 [M], in float32.
-
-        Raises:
-            ValueError: a target lies outside the vocabulary and is not `ignore` (on a GPU the loss
-                is NaN then).
-        """
+        """PyTorch's cross-entropy of rows [M, H] and target int64 [M], in float32; raises
+        ValueError for a target outside the vocabulary but `ignore` (on a GPU the loss is NaN
+        then)."""
         words, counted = len(self.weight), target != ignore
         count = counted.sum()
         if target.device.type == "cpu":

@@ -19,7 +19,6 @@ from lsq.run import shards
 
 Model = TypeVar("Model", bound=nn.Module)
 FUSED = "Fused"
-"""How names of classes of fused layers begin."""
 UNDIVIDED = "_no_split_modules"
 """The attribute by which models of transformers name the classes that accelerate and others wrap
 one by one."""
@@ -142,8 +141,7 @@ def _all_or_nothing(model: nn.Module) -> Iterator[None]:
 
 
 def _name_classes(model: nn.Module) -> None:
-    """Name the classes of layers that there are now in UNDIVIDED: fused ones, beside the others or
-    instead of them."""
+    """Name the present classes of layers in UNDIVIDED, fused ones beside or instead of others."""
     for module in model.modules():
         listed = getattr(module, UNDIVIDED, None)
         if not listed:
@@ -161,15 +159,11 @@ def _name_classes(model: nn.Module) -> None:
 
 
 def revert(model: Model) -> Model:
-    """Make the layers of `convert` what they were, with the weights that they have now, in place.
+    """Make the layers of `convert` what they were, with the weights of now, in place; returns the
+    model.
 
-    Clips are removed. Weights that are codes alone (lsq.freeze) become floats, one after the other.
-
-    Returns:
-        The model.
-
-    Raises:
-        ValueError: the model is wrapped, or a layer has got a forward of its own since.
+    Clips are removed, codes alone (lsq.freeze) become floats. Raises ValueError if the model is
+    wrapped, or a layer has got a forward of its own since.
     """
     check_bare(model, "revert")
     converted = [module for module in model.modules() if isinstance(module, InPlace)]
@@ -189,10 +183,8 @@ def revert(model: Model) -> Model:
 
 
 def float_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The state dict of `model` without what its converted layers add: that of the float model.
-
-    Weights that are codes alone (lsq.freeze) are decoded.
-    """
+    """The state dict of the float model: that of `model` without clips, and with decoded
+    weights."""
     names = clip_names(model)
     return {
         name: value.decode() if isinstance(value, CodedWeight) else value
