@@ -12,7 +12,7 @@ from lsq.layers.blocks import filled
 from lsq.layers.in_place import InPlace, class_in_place
 from lsq.layers.linear import ALONE, result_dtype
 from lsq.layers.logits import Logits
-from lsq.layers.module import beside_the_graph
+from lsq.layers.module import beside_the_graph, check_words
 from lsq.run.frames import active_rehearsal
 
 IGNORED = -1
@@ -89,12 +89,7 @@ class Head(InPlace):
             index = counted.nonzero().squeeze(1)
             rows, target = rows.index_select(0, index), target.index_select(0, index)
         if count:
-            low, high = (int(one) for one in torch.aminmax(target))
-            if low < 0 or high >= len(self.weight):
-                raise ValueError(
-                    f"targets lie between {low} and {high}; the vocabulary has {len(self.weight)}"
-                    " words"
-                )
+            check_words("targets", target, len(self.weight))
         # what fills up must not be measured
         exact = self.calibration_due() and active_rehearsal.get() is None
         if count in (0, counted.numel()) or exact:

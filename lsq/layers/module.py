@@ -359,6 +359,16 @@ def rows_of(x: Tensor, width: int) -> Tensor:
     return x if x.dim() == 2 else x.reshape(-1, width)
 
 
+def check_words(kind: str, words: Tensor, vocabulary: int) -> None:
+    """Raise a ValueError for words outside a vocabulary; on a GPU kernels answer with NaN."""
+    if words.device.type == "cpu":
+        low, high = map(int, torch.aminmax(words))
+        if low < 0 or high >= vocabulary:
+            raise ValueError(
+                f"{kind} lie between {low} and {high}; the vocabulary has {vocabulary} words"
+            )
+
+
 def held(y: Tensor, parameters: Iterable[Tensor]) -> Tensor:
     """Return y, whose graph reaches `parameters` without giving gradients: DDP waits for each."""
     return _Held.apply(y, *parameters)

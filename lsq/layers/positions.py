@@ -91,13 +91,8 @@ def position_inputs(
 def _table(rotary: Rotary, head_columns: int, device: torch.device) -> torch.Tensor:
     rotated = rotary.columns(head_columns)
     with torch.inference_mode(False), torch.device("cpu"):  # training may use it as well
-        if rotary.frequencies is None:
-            frequencies = rotary.base ** (
-                -torch.arange(0, rotated, 2, dtype=torch.float64) / rotated
-            )
-        else:
-            frequencies = torch.tensor(rotary.frequencies, dtype=torch.float64)
-        return rotation_table(frequencies, rotary.positions, rotary.factor).to(device)
+        exponents = -torch.arange(0, rotated, 2, dtype=torch.float64) / rotated
+        return rotation_table(rotary.base**exponents, rotary.positions).to(device)
 
 
 @lru_cache(maxsize=16)

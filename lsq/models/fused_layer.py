@@ -48,18 +48,8 @@ from lsq.run.executor import FLOATS, Execution
 
 TRAINED_INPUTS = ("x", "memory", "relative_bias")
 FLOAT16 = torch.finfo(torch.float16).min, torch.finfo(torch.float16).max
-ATTENTION_OPTIONS = frozenset(
-    {
-        "block_table",
-        "cu_seq_lens_k",
-        "cu_seq_lens_q",
-        "is_causal",
-        "position_bias",
-        "s_aux",
-        "sliding_window",
-        "softcap",
-    }
-)
+_OPTIONS = "block_table cu_seq_lens_k cu_seq_lens_q is_causal position_bias s_aux"
+ATTENTION_OPTIONS = frozenset({*_OPTIONS.split(), "sliding_window", "softcap"})
 """Options of a pass by which attention of transformers gives another result."""
 ATTENTIONS = frozenset({"attentions", "cross_attentions"})
 UNFILLED = "_lsq_unfilled"

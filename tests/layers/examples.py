@@ -1,5 +1,4 @@
-"""Programs of every kind of layer, small, by name; "lsq" and "float" in a name say what they
-are."""
+"""Programs of every kind of layer, small, by name, which says "lsq" and "float" where they are."""
 
 import torch
 
@@ -91,8 +90,7 @@ def drawn_for(program: Program, seed: int = 0) -> dict[str, torch.Tensor]:
 def run(
     program: Program, where: Backend, given: dict[str, torch.Tensor] | None = None
 ) -> dict[str, torch.Tensor]:
-    """By name, on the CPU: outputs, gradients, and the integers of the forward pass, from what is
-    given, or drawn."""
+    """By name, on the CPU: outputs, gradients, and the integers of the forward pass."""
     drawn = {
         name: tensor.to(where.device) for name, tensor in (given or drawn_for(program)).items()
     }
