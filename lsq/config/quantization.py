@@ -246,8 +246,7 @@ class QuantConfig:
 
     @cached_property
     def coded(self) -> bool:
-        """Whether products read integers, since all formats have fast ones; else values are
-        decoded."""
+        """Whether products read integers, as all formats have fast ones; else decoded values."""
         return self.quantized and all(
             form in fast
             for name, fast in FAST_FORMATS.items()
@@ -276,7 +275,7 @@ class QuantConfig:
         return self._decoded(format_choice(self.activation_format).of(name), "tensor")
 
     def weight_form(self, name: str) -> WeightFormat | ScaledFormat | None:
-        """Return what a weight is rounded to, with clips for output channels or one for all, or
+        """Return what a weight is rounded to, by clips of output channels or one for all, or
         None."""
         form = format_choice(self.weight_format).of(name)
         per_row = self.weight_granularity == "channel"
@@ -285,8 +284,7 @@ class QuantConfig:
         return self._decoded(form, "row" if per_row else "tensor")
 
     def gradient_form(self, name: str) -> Format | ScaledFormat | None:
-        """Return what the gradient of a weight's product is rounded to (GRADIENT: at random), or
-        None."""
+        """Return what the gradient of a weight's product is rounded to (GRADIENT: at random)."""
         if not self.quantized or self.backward == "float":
             return None
         form = format_choice(self.gradient_format).of(name)

@@ -38,8 +38,7 @@ class PackedSequences:
     count: int
 
     def filled(self) -> "PackedSequences":
-        """Return sizes at least as large: four of `rows` between two powers of two, few of
-        `count`."""
+        """Return sizes at least as large, of which there are few."""
         rows = filled(self.rows)
         count = -(-rows // 16)
         while count < self.count:
@@ -103,8 +102,7 @@ def bias_of(config: LayerConfig, name: str) -> str | None:
 def project_heads(
     builder: LayerBuilder, config: LayerConfig, x: Rows, name: str, parts: int
 ) -> Rows:
-    """Queries (parts 1), keys and values (2), or all three (3; they may be rotated), side by
-    side."""
+    """Queries (parts 1), keys and values (2), or all three (3), which may be rotated."""
     hidden, rotates = config.hidden, parts == 3 and config.rotary is not None
     columns = parts % 2 * config.query_columns + parts // 2 * 2 * config.key_columns
     heads = builder.project(
@@ -187,8 +185,7 @@ def self_attention(
     causal: bool,
     qkv: Rows | None = None,
 ) -> VirtualTensor:
-    """Attend within sentences, from x or its `qkv`; raises ValueError for a window if not
-    causal."""
+    """Attend within sentences, from x or `qkv`; ValueError for a window that is not causal."""
     if config.window is not None and not causal:
         raise ValueError(
             f"window is {config.window}, but only causal self-attention has one: leave it out"
@@ -295,7 +292,7 @@ def norm(
     clip: str | None,
     keep_float: bool,
 ) -> Residual:
-    """The norm `name` of residual + dropout(update): its rows, and its floats if kept, else the
+    """Norm of residual + dropout(update): its rows, and its floats if they are kept, else the
     sum."""
     rows, columns = shape = residual.shape
     # the next sum begins with z, or a gradient reads it

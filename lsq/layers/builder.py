@@ -1,7 +1,6 @@
 """The builder of layers, which knows how a value is rounded, and functions that keep programs.
 
-Products read int8 codes (or int4 weights); or values that a FakeQuantize makes of floats; or
-floats.
+Products read int8 codes (or int4 weights), values that a FakeQuantize makes, or floats.
 """
 
 import inspect
@@ -199,8 +198,7 @@ class LayerBuilder(Builder):
         return y.rows
 
     def _groups(self, x: Rows, form) -> GroupedCodes | None:
-        """Decoded x [M, K] as int8 codes with scales of groups, if products on the CPU read
-        these."""
+        """Decoded x [M, K] as int8 codes with scales of groups, if CPU products read these."""
         producer = self.producer(x.floats)
         if not self.multiplies_groups or not isinstance(producer, FakeQuantize):
             return None

@@ -70,8 +70,7 @@ class FollowedClips:
     def memory(
         self, wanted: Iterable[tuple[str, str]], clips: Mapping[str, torch.Tensor], *, counts: bool
     ) -> dict[str, torch.Tensor]:
-        """Return float32 [1] for each (name, clip) that is wanted, where a pass records
-        magnitudes."""
+        """Return float32 [1] for each (name, clip) of `wanted`, where magnitudes are recorded."""
         if self._seen is None:
             self._rows = {name: row for row, name in enumerate(clips)}
             device = next((clip.device for clip in clips.values()), None)
@@ -142,8 +141,7 @@ class ClippedModule(nn.Module):
         return [self.state_name(name)]
 
     def own_parameter(self, name: str) -> nn.Parameter:
-        """Return a parameter or what others make in its place; ten times as fast as
-        `get_parameter`."""
+        """Return a parameter, or what others make of it, ten times as fast as `get_parameter`."""
         found = self._parameters.get(name)
         if found is not None:
             return found
@@ -193,8 +191,7 @@ class ClippedModule(nn.Module):
         return [name for name, declared in self.declared.items() if declared.kind is Kind.WEIGHT]
 
     def add_masks(self) -> None:
-        """Give prunable weights masks that keep all; raises ValueError unless 4 divides their
-        widths."""
+        """Give prunable weights masks that keep all; ValueError unless 4 divides their widths."""
         names = [] if self.quant.pruning is None else self.prunable()
         if names:
             from lsq.layers.weight_masks import WeightMasks  # which dense layers do not need
@@ -266,8 +263,7 @@ class ClippedModule(nn.Module):
         anew: Collection[str] = (),
         all: bool = True,
     ) -> None:
-        """Measure clips of weights, unseen by autograd: an earlier pass may await its backward
-        pass.
+        """Measure clips of weights, unseen by autograd, since earlier passes may yet go back.
 
         `again`: go on from the present clips, where weights have changed. `anew`: weights whose
         clips say nothing, since others have put values there. `all`: else of those alone.
@@ -303,8 +299,7 @@ class ClippedModule(nn.Module):
         widens: bool = False,
         **options,
     ) -> None:
-        """Measure the clip of x; `into`: as a pass reads it; `widens`: it only grows, and skips
-        NaN."""
+        """Measure the clip of x; `into`: as a pass reads it; `widens`: it grows, and skips NaN."""
         parameter, how = self.own_parameter(clip), self.quant.clip_init
         kept = parameter.data
         target = kept.float() if into is None else into
@@ -332,8 +327,7 @@ class ClippedModule(nn.Module):
         return made
 
     def _fit_clips(self, program: Program, parameters: dict[str, torch.Tensor]) -> list[str]:
-        """Resize clips with their weights, whose names are returned; ValueError for other
-        parameters."""
+        """Resize clips with weights, whose names are returned; ValueError for other parameters."""
         resized = []
         for virtual in program.parameters:
             name, declared, found = virtual.name, virtual.declared, parameters[virtual.name]

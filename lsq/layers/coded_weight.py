@@ -174,8 +174,7 @@ class CodedWeight(ReadOnly):
 
     @staticmethod
     def joined(parts: Sequence[torch.Tensor]) -> CodedWeight | None:
-        """Join parts of one product; None if all are floats; ValueError if others took their
-        place."""
+        """Join parts of one product; None if all are floats; ValueError if one was replaced."""
         coded = [part for part in parts if type(part) is CodedWeight]
         if not coded:
             return None
@@ -192,8 +191,7 @@ class CodedWeight(ReadOnly):
         return self.codes.decode(self.first, self.last).to(self.dtype)
 
     def given(self, weight: Weight, made_of: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the program's inputs of this weight; ValueError if a part of it is to be
-        trained."""
+        """Return the program's inputs of this weight; ValueError if a part of it is trained."""
         if any(one.requires_grad for one in made_of):
             raise ValueError(f"{weight.values.name} or its clip requires a gradient, but {ADVICE}")
         codes, scale, values = weight.codes.name, weight.scale.name, weight.values

@@ -14,8 +14,7 @@ POSITIONS = ("sinusoidal", "learned")
 
 
 def sinusoidal_table(positions: int, hidden: int, padding_idx: int) -> torch.Tensor:
-    """float32 [positions, hidden]: sines, then cosines (Vaswani et al. 2017, as in
-    tensor2tensor)."""
+    """float32 [positions, hidden]: sines, then cosines (Vaswani et al. 2017, section 3.5)."""
     half = hidden // 2
     frequency = torch.exp(
         torch.arange(half, dtype=torch.float32) * -(math.log(10000) / max(half - 1, 1))

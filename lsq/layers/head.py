@@ -58,9 +58,8 @@ class Head(InPlace):
     def loss(
         self, rows: torch.Tensor, target: torch.Tensor, *, ignore: int, smoothing: float, mean: bool
     ) -> torch.Tensor:
-        """PyTorch's cross-entropy of rows [M, H] and target int64 [M], in float32; raises
-        ValueError for a target outside the vocabulary but `ignore` (on a GPU the loss is NaN
-        then)."""
+        """PyTorch's cross-entropy of rows [M, H] and target int64 [M], in float32; ValueError
+        for a target outside the vocabulary but `ignore` (on a GPU the loss is NaN then)."""
         words, counted = len(self.weight), target != ignore
         count = counted.sum()
         if target.device.type == "cpu":

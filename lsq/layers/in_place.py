@@ -28,8 +28,7 @@ class InPlace(ProgramModule):
         raise NotImplementedError
 
     def finish_conversion(self, check: bool) -> None:
-        """End a conversion that cannot fail; `check`: the first pass is compared with the float
-        one."""
+        """End a conversion that cannot fail; `check`: compare the first pass with the float one."""
 
     def holders(self, name: str) -> Iterator[tuple[str, nn.Module, str]]:
         """Yield (path, module, name there) of the parameters that `name` is made of."""

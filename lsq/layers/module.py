@@ -95,8 +95,7 @@ class ProgramModule(ClippedModule):
         self.step_memory: StepMemory | None = None
 
     def declare(self, build: Callable[[Mode], Program], *, measure: bool = True) -> None:
-        """Make the parameters of the program that `build` makes; `measure`: clips of weights
-        now."""
+        """Make the parameters of the program of `build`; `measure`: clips of weights now."""
         program = build(Mode(training=True, backward=True, backend=backend("reference")))
         self.tensor_names = tensor_names(program, self.state_names)
         self.take_parameters(virtual.declared for virtual in program.parameters)
@@ -126,8 +125,7 @@ class ProgramModule(ClippedModule):
     # One pass
 
     def execute(self, program: Program, inputs: dict[str, Tensor]) -> tuple[Tensor, ...]:
-        """Run `program` on inputs and this module's parameters; ValueError for different
-        devices."""
+        """Run `program` on inputs and own parameters; ValueError if their devices differ."""
         self._check_devices(inputs)
         if self.schedule.float_fallback:
             program = in_floats(program)

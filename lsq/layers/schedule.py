@@ -1,5 +1,4 @@
-"""When a module measures its clips, by its training passes: plain numbers that no device
-decides."""
+"""When a module measures its clips: plain numbers of passes, for which nobody waits."""
 
 import math
 from collections.abc import Mapping
@@ -127,8 +126,7 @@ class Schedule:
         self._weights_at = self.passes
 
     def count(self, again: bool, *, trained: bool) -> None:
-        """Count a pass in training mode; one of checkpointing without gradients when it runs
-        again."""
+        """Count a pass in training mode; one of a checkpoint counts when it runs again."""
         if trained and (not again or self._uncounted):
             self.passes += 1
             step, self._step = self._step, steps.count

@@ -197,8 +197,7 @@ class TransformerDecoderLayer(ProgramModule):
     def step(
         self, x: torch.Tensor, encoder_out: torch.Tensor, padding: torch.Tensor | None, state: State
     ) -> torch.Tensor:
-        """One step: x float32 [B, H], encoder_out [S, B, H], padding bool [B, S] or None -> [B,
-        H]."""
+        """One step: x float32 [B, H], encoder_out [S, B, H], padding bool [B, S] -> [B, H]."""
         decoding.check_ready(self)
         config, mode, (source, batch, hidden) = self.config, self.mode(), encoder_out.shape
         if not state:

@@ -141,8 +141,7 @@ class WeightMasks:
         module._drop_codes()
 
     def parts(self, module: nn.Module, name: str) -> list[tuple[nn.Parameter, torch.Tensor]]:
-        """Return the parameters of a weight, each with its part of the mask; ValueError for
-        shards."""
+        """Return a weight's parameters with their parts of the mask; ValueError for shards."""
         check_whole(module, name)
         parts = module.sources(name)
         masks = self.mask(module, name).split([len(part) for part in parts])

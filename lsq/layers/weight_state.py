@@ -87,14 +87,12 @@ class WeightState:
         self._weights = {other: one for other, one in self._weights.items() if other != name}
 
     def changed(self, name: str, values: Tensor) -> bool:
-        """Whether a weight holds other values than when asked last; always on devices that would
-        have to be waited for."""
+        """Whether a weight has other values than when asked last; on a GPU, always."""
         before, self._sums[name] = self._sums.get(name), checksum(values)
         return before is None or before != self._sums[name]
 
     def drop_outdated(self, module: nn.Module, program: Program) -> list[str]:
-        """Forget codes of changed weights; return those that got values while clips stayed,
-        unfrozen."""
+        """Forget codes of changed weights; return those whose clips stayed, unfrozen."""
         replaced = []
         for weight in rounded_weights(program) if self._weights else ():
             codes = self._weights.get(weight.name)

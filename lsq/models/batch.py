@@ -97,8 +97,8 @@ def _remembered_packing(
 def rotation_of(
     cosine: torch.Tensor, sine: torch.Tensor, packing: Packing
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """cosine, sine [B or 1, T, D] -> (table float32 [P, D], positions int64 [R]); P is a power
-    of two, so that programs are made for few."""
+    """cosine, sine [B or 1, T, D] -> (table float32 [P, D], positions int64 [R]), P of few
+    values."""
 
     def make() -> tuple[torch.Tensor, torch.Tensor]:
         (batch, time), half = packing.shape, cosine.shape[2] // 2
@@ -113,8 +113,7 @@ def rotation_of(
 
 
 def _sees(mask: torch.Tensor, batch: int) -> torch.Tensor | None:
-    """Which query sees which key, bool [B, T or 1, S]; None if heads differ, or a key is hidden
-    in part."""
+    """Which query sees which key, bool [B, T or 1, S]; None if heads differ, or in part."""
     if mask.shape[1] != 1:
         return None
     sees = mask if mask.dtype == torch.bool else mask == 0
@@ -124,7 +123,7 @@ def _sees(mask: torch.Tensor, batch: int) -> torch.Tensor | None:
 
 
 def visible(present: torch.Tensor, *, causal: bool, window: int | None = None) -> torch.Tensor:
-    """present bool [B, T] -> bool [B, T, T]: which keys each query sees; `causal`: up to its
+    """present bool [B, T] -> bool [B, T, T]: which keys each query sees, if `causal` up to its
     own."""
     time = present.shape[1]
     if not causal:

@@ -271,8 +271,7 @@ def _check(
 
 
 def keep_apart(model: nn.Module, *, apart: bool = True) -> None:
-    """Let `save_pretrained` of transformers' models in `model` leave clips out, or save them
-    again."""
+    """Let `save_pretrained` of models in `model` leave clips out, or save them again."""
     for module in model.modules():
         if hasattr(type(module), "_keys_to_ignore_on_save"):
             own = clip_names(module)

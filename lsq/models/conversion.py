@@ -179,8 +179,7 @@ def revert(model: Model) -> Model:
 
 
 def float_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The state dict of the float model: that of `model` without clips, and with decoded
-    weights."""
+    """The state dict of the float model: without clips, and with decoded weights."""
     names = clip_names(model)
     return {
         name: value.decode() if isinstance(value, CodedWeight) else value

@@ -216,8 +216,7 @@ class FusedLayer(InPlace):
         return name in self.SOURCES or name in self.adapted.sources
 
     def holders(self, name: str) -> Iterator[tuple[str, nn.Module, str]]:
-        """Yield path, module and name there of each parameter that one of the program's is made
-        of."""
+        """Yield path, module and name there of each parameter of one of the program's."""
         paths = self.SOURCES.get(name)
         for path in paths or self.adapted.sources[name]:
             inside, _, last = path.rpartition(".")
@@ -225,8 +224,7 @@ class FusedLayer(InPlace):
             yield path, base_of(holder) if paths else holder, last
 
     def sources(self, name: str) -> list[torch.Tensor]:
-        """Return the parameters of one of the program's; raises ValueError if a module was
-        replaced."""
+        """Return the parameters of one of the program's; ValueError if a module was replaced."""
         parameters = []
         for path, holder, last in self.holders(name):
             if holder._parameters.get(last) is None:
@@ -471,9 +469,8 @@ class FusedLayer(InPlace):
     def fused(
         self, x: torch.Tensor, packing: Packing, *, cache: object = None, **side_inputs
     ) -> torch.Tensor:
-        """Run the program: x [B, T, H] -> the same after the layer, zero in padding; padding
-        alone is not computed. `cache`: empty, filled but in training passes. `side_inputs`: see
-        SideInputs."""
+        """Run the program: x [B, T, H] -> the same after the layer, zero in padding. `cache`:
+        empty, filled but in training passes. `side_inputs`: see SideInputs."""
         side = SideInputs(**side_inputs)
         if not packing.rows:
             read = [tensor for tensor in (side.states, side.bias) if tensor is not None]

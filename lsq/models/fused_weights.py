@@ -41,8 +41,7 @@ def lie_together(parts: Sequence[nn.Parameter]) -> torch.Tensor | None:
 
 
 class Joined(torch.autograd.Function):
-    """parts [N1, ...], [N2, ...], ... -> [N1 + N2 + ..., ...]; no copy while they lie in
-    `whole`."""
+    """parts [N1, ...], [N2, ...], ... -> [N1 + N2 + ..., ...]; no copy if they lie in `whole`."""
 
     @staticmethod
     def forward(ctx, whole: torch.Tensor | None, *parts: torch.Tensor) -> torch.Tensor:

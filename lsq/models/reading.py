@@ -71,8 +71,7 @@ def the_same(field: str, values: Iterable[Value]) -> Value | None:
 
 
 def shape_of(layer: nn.Module, modules: Modules) -> dict[str, object]:
-    """Read widths, biases and layout of the modules that are there; ValueError without a
-    program."""
+    """Read widths, biases and layout of modules; raises ValueError without a program."""
     there: dict[str, list[nn.Module]] = {}
     for name, paths in modules.items():
         found = [module_at(layer, path) for path in _several(paths)]
@@ -120,8 +119,7 @@ FUNCTIONS = {
 
 
 def activation_of(function: Callable[[torch.Tensor], torch.Tensor]) -> str:
-    """Name an activation by its values, since transformers has several classes of each; raises
-    ValueError for one that no program has."""
+    """Name an activation by its values, whatever its class; ValueError for one of no program."""
     defined = (getattr(function, "__module__", None) or "").partition(".")[0]
     if not isinstance(function, nn.Module) and defined not in TRUSTED:
         raise ValueError(f"its activation is a function of {defined or 'its own'}")

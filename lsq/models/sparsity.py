@@ -180,8 +180,7 @@ class Sparsity:
 
     @torch.no_grad()
     def draw(self) -> None:
-        """SR-STE: add a share of pruned values to their gradients, in proportion to the
-        gradient's size."""
+        """SR-STE: add a share of pruned values, by the gradient's size, to their gradients."""
         if not (self.pruning.decay and self.pruning.every and self.pruning.sparse(self.updates)):
             return
         drawn = set()
@@ -218,8 +217,8 @@ class Sparsity:
 
     @torch.no_grad()
     def measure(self, run: Callable[[], object]) -> None:
-        """Measure mean squares of inputs, by which masks of measure="output" are chosen next;
-        raises ValueError if a weight was not used."""
+        """Measure mean squares of inputs for the next choice; ValueError if a weight is not
+        used."""
         squares = {module: InputSquares() for module in self._modules()}
         with observing(squares):
             run()
@@ -271,8 +270,7 @@ class Sparsity:
             module.weight_masks.followed = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return updates, and mean squares of inputs by path; masks are in the model's state
-        dict."""
+        """Return updates, and mean squares of inputs; the model's state dict has the masks."""
         return {"updates": self.updates, "squares": dict(self._squares)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

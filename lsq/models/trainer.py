@@ -99,8 +99,7 @@ class LsqCallback(TrainerCallback, ExportableState):
         self.looks: dict[str, Any] | None = None
 
     def state(self) -> dict[str, Any]:
-        """Return what Trainer puts into checkpoints: clips in base64, the monitor's state,
-        options."""
+        """Return what Trainer puts into checkpoints: clips in base64, monitor, options."""
         options = {
             "every_tensor": self.every_tensor,
             "memory": self.memory,

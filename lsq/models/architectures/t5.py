@@ -149,8 +149,7 @@ def _table_of(biases: torch.Tensor, relative: RelativeBias, causal: bool) -> tor
 def _pair_of_buckets(
     relative: RelativeBias, time: int, causal: bool, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """For each bucket a query and a key int64 [buckets] in it, and bool [buckets, 1] if there is
-    one."""
+    """A query and a key int64 [buckets] for each bucket, and bool [buckets, 1] if there are."""
     bucket, nearest = bucket_of_distances(relative, causal).tolist(), {}
     for distance in sorted(range(-relative.farthest, relative.farthest + 1), key=abs):
         nearest.setdefault(bucket[distance + relative.farthest], distance)
