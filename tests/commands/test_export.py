@@ -38,7 +38,6 @@ def lsq_export(lsq):
 
 @pytest.fixture
 def export_refused(refused):
-    """export_refused(message, model, target, path, *options): that is a mistake."""
     return lambda message, model, target, path, *options: refused(
         message, "export", model, "--to", target, "--output", path, *options
     )
@@ -66,7 +65,7 @@ def test_a_run_for_lsq(lsq_export, output, tmp_path):
 
 def test_weights_of_4_bits(lsq_export, export_refused, output, tmp_path):
     whole, narrow, again = (tmp_path / name for name in ("whole", "narrow", "again"))
-    assert lsq_export(output, "lsq", whole, "--bits", 8)[0] == 0
+    assert lsq_export(output, "lsq", whole)[0] == 0
     assert lsq_export(output, "lsq", narrow, "--bits", 4)[0] == 0
     assert lsq_export(whole, "lsq", again, "--bits", 4)[0] == 0
     before, after, same_again = (model_file.read(path).model for path in (whole, narrow, again))
@@ -80,7 +79,7 @@ def test_weights_of_4_bits(lsq_export, export_refused, output, tmp_path):
     assert len(list(Translator(narrow).translate(["a b c"]))) == 1
     other, reason = tmp_path / "other", "--bits 4 is for files that lsq reads, not for fairseq"
     export_refused(reason, output, "fairseq", other, "--bits", 4)
-    export_refused("is exported for lsq already", narrow, "lsq", other, "--bits", 8)
+    export_refused("is exported for lsq already", narrow, "lsq", other)
     assert not other.exists()
 
 
@@ -183,6 +182,10 @@ def test_what_was_exported_is_replaced_and_never_the_run(
     lsq_export, export_refused, output, tmp_path
 ):
     path, before = tmp_path / "made", files_in(output)
+    with locked_file(path, ""):
+        status, said = lsq_export(output, "lsq", path)
+    assert status == 1 and list(tmp_path.iterdir()) == []
+    assert f"is writing into {path}; wait for it, or choose another --output" in said
     for target, other in (("lsq", "fairseq"), ("fairseq", "lsq")):
         assert lsq_export(output, target, path)[0] == 0
         assert lsq_export(output, target, path, "--overwrite")[0] == 0
@@ -191,15 +194,6 @@ def test_what_was_exported_is_replaced_and_never_the_run(
         message, checkpoint = "is what is exported, or part of it", output / "int8" / CHECKPOINT
         export_refused(message, output, target, checkpoint, "--overwrite")
     assert files_in(output) == before
-
-
-def test_one_export_at_a_time(lsq_export, output, tmp_path):
-    path = tmp_path / "made"
-    with locked_file(path, ""):
-        status, said = lsq_export(output, "lsq", path)
-    assert status == 1
-    assert f"is writing into {path}; wait for it, or choose another --output" in said
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("target", export.TARGETS)

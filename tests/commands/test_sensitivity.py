@@ -20,7 +20,6 @@ FEW = [*FORMATS, "--words", "40", "--tensors", "*fc1_weight", "*embed_tokens*"]
 
 @pytest.fixture
 def lsq_sensitivity(lsq, tmp_path, monkeypatch):
-    """lsq_sensitivity(model, *options) -> (exit status, standard output, standard error)."""
     savefig = "matplotlib.figure.Figure.savefig"
     monkeypatch.setattr(savefig, lambda figure, file, **_: file.write(b""))
     given = ["--output", tmp_path / "out", "--quiet"]
@@ -119,7 +118,7 @@ def test_mistakes_are_told_in_a_line(lsq_sensitivity, output, tmp_path):
     for message, model, *options in (
         ("none is not there; check the path", tmp_path / "none"),
         ("is a file; give a folder", output, "--output", tmp_path / "file"),
-        ("a model that translates needs two", output, "--text", tmp_path / "file"),
+        ("--text is for a folder of transformers'", output, "--text", tmp_path / "file"),
         ("group33x", output, "--formats", "int4/group33x"),
         ("no tensor is called 'nothing'", output, "--tensors", "nothing"),
     ):
