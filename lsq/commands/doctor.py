@@ -37,8 +37,7 @@ class ProductCheck:
     """An int8 product [M, K] times [N, K] transposed, checked, and timed against float32."""
 
     exact: bool
-    shape: tuple[int, int, int]
-    """(M, N, K)"""
+    shape: tuple[int, int, int]  # M, N, K
     int8_milliseconds: float
     float32_milliseconds: float
 
@@ -54,8 +53,7 @@ class Report:
     cpu: str
     cores: int
     threads: int
-    cpu_features: tuple[str, ...]
-    """Empty where the system hides them."""
+    cpu_features: tuple[str, ...]  # empty where the system hides them
     gpus: tuple[str, ...]
     cuda: str | None
     """The version of CUDA that torch is built for."""

@@ -50,7 +50,7 @@ def same(model, tensors) -> bool:
     )
 
 
-def test_a_run_for_lsq(lsq_export, output, tmp_path):
+def test_a_run_and_a_checkpoint_for_lsq(lsq_export, export_refused, output, tmp_path):
     path = tmp_path / "model.safetensors"
     status, said = lsq_export(output, "lsq", path)
     assert status == 0 and said == f"{path}: {path.stat().st_size / 1e6:.1f} MB for lsq\n"
@@ -61,6 +61,12 @@ def test_a_run_for_lsq(lsq_export, output, tmp_path):
     assert list(exported.target) == found.target.symbols
     assert exported.subwords == source.subwords.read_bytes()
     assert exported.trained_length == 40
+    checkpoint, path = output / "int8" / CHECKPOINT, tmp_path / "other"
+    message = "if it is a checkpoint, give the folder of its dictionaries"
+    export_refused(message, checkpoint, "lsq", path)
+    assert lsq_export(checkpoint, "lsq", path, "--data", output / "data")[0] == 0
+    exported = model_file.read(path)
+    assert same(found.model, exported.model.tensors) and exported.subwords is None
 
 
 def test_weights_of_4_bits(lsq_export, export_refused, output, tmp_path):
@@ -81,16 +87,6 @@ def test_weights_of_4_bits(lsq_export, export_refused, output, tmp_path):
     export_refused(reason, output, "fairseq", other, "--bits", 4)
     export_refused("is exported for lsq already", narrow, "lsq", other)
     assert not other.exists()
-
-
-def test_a_checkpoint_for_lsq(lsq_export, export_refused, output, tmp_path):
-    checkpoint, path = output / "int8" / CHECKPOINT, tmp_path / "model"
-    message = "if it is a checkpoint, give the folder of its dictionaries"
-    export_refused(message, checkpoint, "lsq", path)
-    assert lsq_export(checkpoint, "lsq", path, "--data", output / "data")[0] == 0
-    exported = model_file.read(path)
-    assert same(run_files.load(run_files.find(output)).model, exported.model.tensors)
-    assert exported.subwords is None
 
 
 def test_for_fairseq(lsq_export, export_refused, output, tmp_path):
@@ -162,10 +158,7 @@ def test_outputs_that_are_refused(export_refused, tmp_path, target):
     (tmp_path / "folder" / "file").write_bytes(b"mine")
     (tmp_path / "text").write_text("export {mine}\n" * 9)
     before = files_in(tmp_path)
-    part, other = (
-        "is what is exported, or part of it",
-        f"is there and was not exported for {target}",
-    )
+    part, other = "is what is exported, or part of it", f"was not exported for {target}"
     for path, message, *options in (
         ("none/out", f"there is no folder {tmp_path / 'none'}; make it first"),
         ("model.pt", "is there already; choose another"),

@@ -68,11 +68,8 @@ def test_processes(gpus, seen, given, environment, size, rank, device, method, b
     gpus(seen)
     args = options(**given)
     fill_in(args, environment)
-    assert (args.distributed_world_size, args.distributed_rank, args.device_id) == (
-        size,
-        rank,
-        device,
-    )
+    found = args.distributed_world_size, args.distributed_rank, args.device_id
+    assert found == (size, rank, device)
     assert (args.distributed_init_method, args.distributed_backend) == (method, backend)
     assert torchrun_command(args, []) is None
 

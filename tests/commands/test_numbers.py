@@ -57,7 +57,7 @@ def test_whole_task(tmp_path, capsys, one_process):
     assert capsys.readouterr().out == ""
 
 
-def test_fewer_updates_than_before_are_refused_with_advice_that_works(tmp_path, monkeypatch):
+def test_what_is_there_is_refused_with_advice_that_works(tmp_path, monkeypatch):
     """This command has neither --name nor --overwrite."""
     monkeypatch.setattr(numbers, "run_lsq", lambda words, threads: begun(words[1:], 3))
     monkeypatch.setattr(numbers, "report", lambda *given: None)
@@ -66,13 +66,12 @@ def test_fewer_updates_than_before_are_refused_with_advice_that_works(tmp_path, 
     message = r"has made 3 already; give at least 3, or choose another --output$"
     with pytest.raises(ValueError, match=message):
         numbers.run(["--output", str(tmp_path), *SMALL, "--updates", "2"])
-
-
-def test_files_of_somebody_else_stay(tmp_path):
-    (tmp_path / "samples.txt").write_text("mine")
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    (theirs / "samples.txt").write_text("mine")
     with pytest.raises(ValueError, match="holds samples.txt, which this command did not make"):
-        numbers.run(["--output", str(tmp_path), *SMALL])
-    assert [path.name for path in tmp_path.iterdir()] == ["samples.txt"]
+        numbers.run(["--output", str(theirs), *SMALL])
+    assert [path.name for path in theirs.iterdir()] == ["samples.txt"]
 
 
 @pytest.mark.parametrize(

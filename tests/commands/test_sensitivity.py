@@ -83,6 +83,8 @@ def test_beginning_anew_loses_nothing_before_something_is_measured(
     path = tmp_path / "out" / sensitivity.JSON
     assert lsq_sensitivity(output, *FEW)[0] == 0
     content = path.read_bytes()
+    status, _, said = lsq_sensitivity(output, *FEW, "--clip", "absmax")
+    assert status == 2 and "is of other settings (clip: mse before, absmax now)" in said
     for wrong in (["--formats", "int99"], ["--tensors", "nothing"]):
         assert lsq_sensitivity(output, *FEW, "--overwrite", *wrong)[0] == 2
         assert path.read_bytes() == content
@@ -103,14 +105,6 @@ def _stopping(number: int):
         yield lambda done, wanted, name: os.kill(os.getpid(), number)
 
     return progress
-
-
-def test_other_settings_need_overwrite(lsq_sensitivity, output, tmp_path):
-    assert lsq_sensitivity(output, *FEW)[0] == 0
-    status, _, said = lsq_sensitivity(output, *FEW, "--clip", "absmax")
-    assert status == 2 and "is of other settings (clip: mse before, absmax now)" in said
-    assert lsq_sensitivity(output, *FEW, "--clip", "absmax", "--overwrite")[0] == 0
-    assert read_costs(tmp_path / "out" / sensitivity.JSON).clip == "absmax"
 
 
 def test_mistakes_are_told_in_a_line(lsq_sensitivity, output, tmp_path):

@@ -13,7 +13,7 @@ from fairseq.trainer import Trainer
 
 from lsq import files
 from lsq.commands import train
-from lsq.commands.interruption import Interrupted, name_of
+from lsq.commands.interruption import Interrupted
 from lsq.commands.launch import ONE_MACHINE
 from lsq.fairseq.compatibility import CheckpointNotWritten
 from lsq.files.lock import NAME, Busy, locked_folder
@@ -24,23 +24,6 @@ FLOAT = ("--arch", "transformer")
 
 def updates(folder: Path) -> int:
     return torch.load(folder / "checkpoint_last.pt")["optimizer_history"][-1]["num_updates"]
-
-
-@pytest.fixture
-def signal_after(monkeypatch):
-    """signal_after(number, n): this process gets the signal while it computes update n."""
-
-    def signal_after(number: int, update: int) -> None:
-        step = Trainer.train_step
-
-        def train_step(trainer, samples, raise_oom=False):
-            if trainer.get_num_updates() == update - 1:
-                os.kill(os.getpid(), number)
-            return step(trainer, samples, raise_oom)
-
-        monkeypatch.setattr(Trainer, "train_step", train_step)
-
-    return signal_after
 
 
 def parse(data: Path, *options: str):
@@ -183,29 +166,6 @@ def test_two_trainings_in_one_folder(lsq_train, tmp_path):
     assert (folder / "checkpoint_last.pt").exists() and not (folder / NAME).exists()
     said = r"\d+ samples have invalid sizes and will be skipped"
     assert re.search(said, (folder / "train.log").read_text())
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_interrupted_training_continues_bit_exactly(
-    lsq_train, tmp_path, signal_after, monkeypatch, number
-):
-    options = ["--max-update", "5"]
-    lsq_train(tmp_path / "whole", *options)
-    signal_after(number, 3)
-    handler = signal.getsignal(number)
-    with pytest.raises(Interrupted) as stopped:
-        lsq_train(tmp_path / "parts", *options)
-    assert signal.getsignal(number) == handler
-    assert stopped.value.code == 128 + number
-    assert f"stopped by {name_of(number)} after 3 updates; wrote " in stopped.value.message
-    assert updates(tmp_path / "parts") == 3
-    monkeypatch.undo()
-    lsq_train(tmp_path / "parts", *options)
-    whole, parts = (
-        torch.load(tmp_path / name / "checkpoint_last.pt")["model"] for name in ("whole", "parts")
-    )
-    assert whole.keys() == parts.keys() and all(torch.equal(whole[n], parts[n]) for n in whole)
 
 
 @pytest.mark.parametrize("name", ["checkpoint_best.pt", "checkpoint_last.pt"])

@@ -12,7 +12,7 @@ import torch
 from fairseq.trainer import Trainer
 
 from lsq.commands import compare, text_run, train_text
-from lsq.commands.interruption import Interrupted
+from lsq.commands.interruption import Interrupted, name_of
 from lsq.commands.losses import read_losses
 from lsq.commands.train_text import parser
 from lsq.files.lock import Busy, locked_folder
@@ -90,19 +90,24 @@ def test_interrupted_run_continues_and_the_time_of_all_sittings_counts(command, 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("updates", "place"), [(4, "validation"), (4, "update"), (5, "validation")]
+    ("updates", "mode", "place", "sent"),
+    [
+        (4, "float", "validation", signal.SIGINT),
+        (4, "int8", "update", signal.SIGTERM),
+        (5, "float", "validation", signal.SIGINT),
+    ],
 )
-def test_a_validation_that_was_interrupted_is_made_up_for(
-    command, tmp_path, monkeypatch, updates, place
+def test_interrupted_trainings_go_on_bit_by_bit(
+    command, tmp_path, monkeypatch, updates, mode, place, sent
 ):
-    """At the last update, too: none is made beyond --updates."""
-    arguments = command("--updates", str(updates), "--mode", "float")
+    """Validations are made up for, and no update is made beyond --updates."""
+    arguments, handler = command("--updates", str(updates), "--mode", mode), signal.getsignal(sent)
     train_text.run([*arguments, "--name", "whole"])
     last, step, validate = updates // 2 * 2, Trainer.train_step, fairseq_train.validate
 
     def signal_at(wanted: str, made: int) -> None:
         if wanted == place and made == (last if wanted == "validation" else last - 1):
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), sent)
 
     def train_step(trainer, samples, raise_oom=False):
         signal_at("update", trainer.get_num_updates())
@@ -118,8 +123,9 @@ def test_a_validation_that_was_interrupted_is_made_up_for(
         with pytest.raises(Interrupted) as stopped:
             train_text.run([*arguments, "--name", "parts"])
         said = stopped.value.message
-        assert f"after {last} updates" in said
+        assert f"stopped by {name_of(sent)} after {last} updates; wrote " in said
         assert said.endswith("the same command goes on from there")
+        assert stopped.value.code == 128 + sent and signal.getsignal(sent) == handler
     train_text.run([*arguments, "--name", "parts"])
     whole, parts = folders = [tmp_path / "out" / name for name in ("whole", "parts")]
     for name in ("updates", "best_update", "best_validation_loss", "bleu", "chrf"):
@@ -255,7 +261,6 @@ def test_a_second_writer_is_refused(command, tmp_path, capsys):
         ("-- --max-update 9", "--max-update after -- is set by lsq train-text .* give --updates"),
         ("--mode int8 --lsq-bits 9", "bits is 9"),
         ("--hidden 24", "hidden is 24, but int8 products need a multiple of 16; use 32"),
-        ("--heads 3", "hidden size 16 is not divisible by 3 heads"),
         ("--src nowhere.en", "there is no file nowhere.en"),
         ("--src /dev/null", "/dev/null is not a file"),
         ("--vocabulary-size 5000", "--vocabulary-size 5000 is too large"),

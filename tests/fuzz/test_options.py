@@ -3,23 +3,13 @@
 import dataclasses
 import os
 from argparse import ArgumentParser
+from importlib import import_module
 
 import pytest
 import torch
 from fairseq import options
 
-from lsq.commands import (
-    cli,
-    configs,
-    doctor,
-    export,
-    numbers,
-    plan,
-    serve,
-    train_text,
-    translate,
-    tune,
-)
+from lsq.commands import cli, doctor, numbers
 from lsq.serving import model_file
 from tests.commands.conftest import TRAINING, write_pairs
 from tests.fuzz import trial
@@ -59,16 +49,6 @@ COMMANDS = {
     "train-text": f"train-text {TEXT}",
 }
 """Name -> a sound command line."""
-PARSERS = {
-    "plan": plan,
-    "tune": tune,
-    "configs show": configs,
-    "translate": translate,
-    "serve": serve,
-    "export": export,
-    "numbers": numbers,
-    "train-text": train_text,
-}
 LAST = {
     "tune": "--list",
     "translate": "given/short.txt",
@@ -79,7 +59,9 @@ LAST = {
 
 
 def added(name: str) -> list[str]:
-    return known(PARSERS[name].parser()) if name in PARSERS else []
+    """What may be added to a command line."""
+    module = import_module(f"lsq.commands.{name.split()[0].replace('-', '_')}")
+    return known(module.parser()) if hasattr(module, "parser") else []
 
 
 @pytest.fixture

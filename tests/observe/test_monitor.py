@@ -4,6 +4,7 @@ import copy
 import io
 import logging
 import math
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -48,22 +49,12 @@ def test_outliers_of_a_gated_block_are_caught(caplog):
     assert record.message.endswith("by 2 looks in a row; it goes on in floats, as 1 of 7 modules")
 
 
-class Writer:
-    def __init__(self):
-        self.figures = {}
-
-    def add_scalar(self, tag, value, step):
-        self.figures[tag, step] = value
-
-
 def test_a_model_without_outliers_trains_as_unwatched(caplog):
     """It stays as it is; every reading is in the table, and written."""
-    model, plain, writer = converted(), converted(), Writer()
+    model, plain, writer = converted(), converted(), Mock()
     monitor = lsq.monitor(model, every=4, writer=writer)
-    assert str(monitor) == repr(monitor)
-    assert str(monitor) == (
-        "no reading yet: the next look is at step 4, and 0 are made\n0 of 7 modules go on in floats"
-    )
+    nothing = "no reading yet: the next look is at step 4, and 0 are made"
+    assert str(monitor) == repr(monitor) == f"{nothing}\n0 of 7 modules go on in floats"
     with caplog.at_level(logging.WARNING, "lsq"):
         assert train(model, monitor, 9) == train(plain, None, 9)
     assert not monitor.in_floats and not caplog.records
@@ -74,24 +65,20 @@ def test_a_model_without_outliers_trains_as_unwatched(caplog):
     assert [line.split()[0] for line in lines[1:]] == names
     least = min(monitor.readings[f"blocks.{number}.up"].output for number in range(2))
     assert f"{least:.1f}" in lines[2]
-    assert {step for _, step in writer.figures} == {4, 8}
-    assert writer.figures["signal_to_noise/modules_in_floats", 8] == 0
-    assert writer.figures[f"signal_to_noise/output/{DOWN}", 4] > 10
-    assert len(writer.figures) == 2 * (7 * 3 + 1)
+    written = {(tag, step): value for (tag, value, step), _ in writer.add_scalar.call_args_list}
+    assert {step for _, step in written} == {4, 8} and len(written) == 2 * (7 * 3 + 1)
+    assert written["signal_to_noise/modules_in_floats", 8] == 0
+    assert written[f"signal_to_noise/output/{DOWN}", 4] > 10
 
 
-def test_only_warned_once(caplog):
+def test_patience_wants_looks_in_a_row(caplog):
     model = converted()
     monitor = lsq.monitor(model, every=1, patience=1, bounds=ALL_BELOW, fall_back=False)
     with caplog.at_level(logging.WARNING, "lsq"):
         train(model, monitor, 3)
     said = [record.message for record in caplog.records]
-    assert not monitor.in_floats and len(said) == 7
+    assert not monitor.in_floats and len(said) == 7  # once each
     assert all("by a look; it stays in int8" in message for message in said)
-
-
-def test_patience_wants_looks_in_a_row():
-    model = converted()
     monitor = lsq.monitor(model, every=1, patience=3, bounds=ALL_BELOW)
     train(model, monitor, 2)
     monitor._bounds = NONE_BELOW

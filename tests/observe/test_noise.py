@@ -33,27 +33,25 @@ def test_neither_large_rows_nor_many_small_ones_hide_noise():
         assert decibels((expected.t(), found.t(), 0)) == decibels((expected, found, 1))
 
 
-@pytest.mark.parametrize(
-    ("expected", "found", "answer"),
-    [
-        (torch.ones(3, 4), torch.ones(3, 4), MOST),
-        (torch.ones(3, 4), torch.full((3, 4), math.nan), LEAST),
-        (torch.ones(3, 4), torch.full((3, 4), math.inf), LEAST),
-        (torch.ones(3, 4), torch.full((3, 4), 1e18), LEAST),
-        (torch.zeros(3, 4), torch.ones(3, 4), None),
-        (torch.full((3, 4), math.nan), torch.ones(3, 4), None),
-        (torch.tensor([10.0]), torch.tensor([9.0]), 20.0),
-        (torch.tensor(10.0), torch.tensor(9.0), 20.0),
-        (
-            torch.tensor([[1.0, 1.0], [0.0, 0.0]]),
-            torch.tensor([[1.0, 0.9], [5.0, 0.0]]),
-            -10 * math.log10(0.005),
-        ),
-    ],
-)
-def test_decibels_at_the_edges(expected, found, answer):
-    result = decibels((expected, found, 1))
-    assert result is None if answer is None else result == pytest.approx(answer, abs=1e-4)
+def test_decibels_at_the_edges():
+    nan, inf = math.nan, math.inf
+    for exact, rounded, answer in (
+        (1.0, 1.0, MOST),
+        (1.0, nan, LEAST),
+        (1.0, inf, LEAST),
+        (1.0, 1e18, LEAST),
+        (0.0, 1.0, None),
+        (nan, 1.0, None),
+    ):
+        pair = torch.full((3, 4), exact), torch.full((3, 4), rounded)
+        assert decibels((*pair, 1)) == answer
+    for exact, rounded, share in (
+        ([10.0], [9.0], 0.01),
+        (10.0, 9.0, 0.01),
+        ([[1.0, 1.0], [0.0, 0.0]], [[1.0, 0.9], [5.0, 0.0]], 0.005),
+    ):
+        found = decibels((torch.tensor(exact), torch.tensor(rounded), 1))
+        assert found == pytest.approx(-10 * math.log10(share), abs=1e-4)
 
 
 def test_tensors_together():

@@ -134,18 +134,16 @@ def test_what_cannot_be_measured_is_said():
 
 
 def test_what_is_refused():
-    tensors = {"x": torch.ones(2, 3)}
     for options, message in (
         ({"formats": ["mxfp5"]}, "no number format is called 'mxfp5' .did you mean mxfp4"),
         ({"formats": []}, "formats are none"),
         ({"clip": "best"}, "clip is 'best'; allowed: 'absmax', "),
         ({"sample": 0}, "sample is 0; it must be a whole number above 0"),
         ({"chosen": ["y"]}, "no tensor is called 'y'; there are x"),
+        ({"tensors": {"bias": torch.ones(3)}}, "there is no float tensor with two or more"),
     ):
         with pytest.raises(ValueError, match=message):
-            measure_tensors(tensors, **options)
-    with pytest.raises(ValueError, match="there is no float tensor with two or more"):
-        measure_tensors({"bias": torch.ones(3)})
+            measure_tensors(**{"tensors": {"x": torch.ones(2, 3)}, **options})
 
 
 def quality(name: str, x: torch.Tensor, clip: str = "absmax") -> float:
