@@ -77,12 +77,6 @@ def find(path: Path, data: Path | None = None, subwords: Path | None = None) -> 
     return Source(checkpoint=run / "model" / BEST, data=output / "data", subwords=subwords)
 
 
-def trained_length(checkpoint: Path) -> int | None:
-    """Return the longest sentence of a run's training, in subwords; None: it is of no run."""
-    marker = read_marker(checkpoint.parent)
-    return marker and marker.key.get("--max-length")
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Trained:
     """A trained model of lsq's or of fairseq's own, on the CPU, in eval mode, with its words."""
@@ -116,7 +110,8 @@ def load(source: Source) -> Trained:
     (model,), options = load_fitting(
         str(source.data), [str(source.checkpoint)], overrides, task, state=state
     )
-    length = trained_length(source.checkpoint)
+    trained = read_marker(source.checkpoint.parent)
+    length = trained and trained.key.get("--max-length")  # None: of no run
     search = evaluation_of_task(task.cfg) or SearchOptions()
     if length is not None:  # as the run translated its test set
         marker = read_marker(source.checkpoint.parent.parent / TRANSLATION)

@@ -59,9 +59,8 @@ def test_a_model_of_subwords_that_is_none(lsq_generate, tmp_path):
             lsq_generate(tmp_path / "x.pt", *options)
 
 
-@pytest.mark.parametrize(
-    ("content", "task"),
-    [
+def test_the_task_is_that_of_the_checkpoint(tmp_path):
+    for content, task in (
         ({"args": Namespace(task="translation")}, "translation"),
         ({"cfg": {"task": {"_name": "lsq_language_modeling"}}}, "lsq_language_modeling"),
         ({"cfg": {"task": Namespace(_name="language_modeling")}}, "language_modeling"),
@@ -69,12 +68,11 @@ def test_a_model_of_subwords_that_is_none(lsq_generate, tmp_path):
         ({"cfg": {"task": {"_name": ["translation"]}}}, "lsq_translation"),
         ({"cfg": {"task": 5}}, "lsq_translation"),
         ([], "lsq_translation"),
-    ],
-)
-def test_the_task_is_that_of_the_checkpoint(tmp_path, content, task):
-    torch.save(content, tmp_path / "x.pt")
-    assert generate.task_of(tmp_path / "x.pt") == task
-    assert generate.task_of(tmp_path / "none.pt") == generate.task_of(tmp_path) == "lsq_translation"
+    ):
+        torch.save(content, tmp_path / "x.pt")
+        assert generate.task_of(tmp_path / "x.pt") == task
+    for path in (tmp_path / "none.pt", tmp_path):
+        assert generate.task_of(path) == "lsq_translation"
 
 
 def test_scores_with_sacrebleu_and_empty_translations(lsq_train, lsq_generate, tmp_path):

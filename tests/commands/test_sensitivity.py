@@ -63,35 +63,31 @@ def test_a_folder_of_transformers(lsq_sensitivity, folder, texts, tmp_path):  # 
 
 
 def test_a_stopped_command_goes_on(lsq_sensitivity, output, tmp_path, monkeypatch):
-    path = tmp_path / "out" / sensitivity.JSON
-    status, said, _ = lsq_sensitivity(output, *FEW)
-    whole = read_costs(path)
-    path.unlink()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    """Nothing is lost, also of a command that begins anew, before something is measured."""
+
+    def stopped(number: int, *options: str) -> str:
         with monkeypatch.context() as patch:
             patch.setattr(sensitivity, "_progress", _stopping(number))
-            status, _, said = lsq_sensitivity(output, *FEW)
-        assert status == 128 + number and said.endswith("; the same command goes on from there\n")
-    assert len(read_costs(path).tensors) == 2 and not read_costs(path).finished
-    assert lsq_sensitivity(output, *FEW)[0] == 0
-    assert read_costs(path) == whole
+            status, _, said = lsq_sensitivity(output, *FEW, *options)
+        assert status == 128 + number
+        return said
 
-
-def test_beginning_anew_loses_nothing_before_something_is_measured(
-    lsq_sensitivity, output, tmp_path, monkeypatch
-):
     path = tmp_path / "out" / sensitivity.JSON
     assert lsq_sensitivity(output, *FEW)[0] == 0
-    content = path.read_bytes()
+    whole, content = read_costs(path), path.read_bytes()
+    path.unlink()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        assert stopped(number).endswith("; the same command goes on from there\n")
+    assert len(read_costs(path).tensors) == 2 and not read_costs(path).finished
+    assert lsq_sensitivity(output, *FEW)[0] == 0
+    assert read_costs(path) == whole and path.read_bytes() == content
     status, _, said = lsq_sensitivity(output, *FEW, "--clip", "absmax")
     assert status == 2 and "is of other settings (clip: mse before, absmax now)" in said
     for wrong in (["--formats", "int99"], ["--tensors", "nothing"]):
         assert lsq_sensitivity(output, *FEW, "--overwrite", *wrong)[0] == 2
         assert path.read_bytes() == content
-    with monkeypatch.context() as patch:
-        patch.setattr(sensitivity, "_progress", _stopping(signal.SIGTERM))
-        said = lsq_sensitivity(output, *FEW, "--overwrite")[2]
-        assert "; the same command without --overwrite goes on" in said
+    advice = "; the same command without --overwrite goes on"
+    assert advice in stopped(signal.SIGTERM, "--overwrite")
     assert len(read_costs(path).tensors) == 1
     assert lsq_sensitivity(output, *FEW)[0] == 0
     assert path.read_bytes() == content
