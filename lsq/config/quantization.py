@@ -76,8 +76,9 @@ def of_this_version(given: Mapping[str, Any]) -> dict[str, Any]:
     for name in RENAMED.keys() & given.keys():
         value, now = fields.pop(name), RENAMED[name]
         if fields.setdefault(now, value) != value:
+            names = sorted(RENAMED.keys() & given.keys())
             raise ValueError(
-                f"{' and '.join(sorted(RENAMED.keys() & given.keys()))} are {now} now, which is"
+                f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'} {now} now, which is"
                 f" one for weights and activations: give {now} alone"
             )
         warn(f"{name} is {now} now, for weights and activations")
