@@ -1,6 +1,6 @@
 """`lsq convert-checkpoint`: a checkpoint of one number format as one of another."""
 
-from argparse import ArgumentParser, Namespace
+from argparse import SUPPRESS, ArgumentParser, Namespace
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -9,6 +9,7 @@ from lsq import files
 from lsq.commands import interruption
 from lsq.commands.options import AnyPath, command_parser, is_part_of, replaces
 from lsq.config import QuantConfig, documentation
+from lsq.config.quantization import RENAMED, of_this_version
 from lsq.files.lock import locked_file
 from lsq.layers.clip_format import FIELDS, option
 
@@ -44,6 +45,8 @@ def parser() -> ArgumentParser:
         if field.name in CHANGEABLE:
             text = texts[field.name].replace("%", "%%")
             made.add_argument(option(field.name), type=field.type, help=text)
+    for name in RENAMED:
+        made.add_argument(option(name), help=SUPPRESS)
     return made
 
 
@@ -56,7 +59,9 @@ def run(arguments: list[str]) -> int:
         Interrupted: SIGTERM or SIGHUP.
     """
     given = parser().parse_args(arguments)
-    changes = {name: value for name in CHANGEABLE if (value := getattr(given, name)) is not None}
+    names = (*CHANGEABLE, *RENAMED)
+    changes = {name: value for name in names if (value := getattr(given, name)) is not None}
+    changes = of_this_version(changes)
     if not changes:
         raise ValueError(f"say what shall be another: {', '.join(map(option, CHANGEABLE))}")
     QuantConfig(**changes)  # refuses what is not allowed before anything is read
