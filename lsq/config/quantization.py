@@ -85,9 +85,10 @@ def of_this_version(given: Mapping[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def of_trained(given: Mapping[str, Any]) -> dict[str, Any]:
+def of_trained(given: Mapping[str, Any], *, goes_on: bool = True) -> dict[str, Any]:
     """Return fields of QuantConfig of a training by version 0.1, which may have any value of fields
-    that are constant now: they are left out, and clips that learned go on learning."""
+    that are constant now: they are left out, with a warning if the training goes on, and clips that
+    learned go on learning."""
     before = {name: given[name] for name in {*CONSTANT, *RENAMED} & given.keys()}
     fields = {name: value for name, value in given.items() if name not in before}
     inits = {before[name] for name in RENAMED if name in before}
@@ -99,7 +100,7 @@ def of_trained(given: Mapping[str, Any]) -> dict[str, Any]:
     earliest, other = "clips" not in given and before, changed - {"backward_dtype"}
     if earliest or (fields.get("clips") == "auto" and other):
         fields["clips"] = "learned"
-    for name in CONSTANT.keys() & changed:
+    for name in CONSTANT.keys() & changed if goes_on else ():
         warn(f"{name} was {before[name]!r} in this training; it is always {CONSTANT[name]!r} now")
     return fields
 
