@@ -105,13 +105,30 @@ def test_fields_of_version_0_1(given, fields):
     [
         *(({name: 7}, f"{name} is 7, but it is always .* now: leave it out") for name in CONSTANT),
         ({"weight_init": "mse", "activation_init": "fixed"}, "are clip_init now.*give clip_init"),
-        ({"weight_init": "mse", "clip_init": "fixed"}, "weight_init are clip_init now"),
+        ({"weight_init": "mse", "clip_init": "fixed"}, "weight_init is clip_init now"),
     ],
 )
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_fields_of_version_0_1_that_would_be_lost(given, message):
     with pytest.raises(ValueError, match=message):
         of_this_version(given)
+
+
+@pytest.mark.parametrize(
+    "config, before, value, now",
+    [
+        (LayerConfig, "key_heads", 1, "kv_heads"),
+        (LayerConfig, "score_factor", 0.5, "softmax_scale"),
+        (LayerConfig, "by_inputs", True, "in_out"),
+        (Rotary, "places", 7, "positions"),
+    ],
+)
+def test_names_of_version_0_1(config, before, value, now):
+    others = LAYER if config is LayerConfig else {}
+    with pytest.warns(FutureWarning, match=f"{before} is {now} now"):
+        assert config(**others, **{before: value}) == config(**others, **{now: value})
+    with pytest.raises(ValueError, match=f"{before} and {now} are given.*give {now} alone"):
+        config(**others, **{before: value, now: value})
 
 
 WHOLE, SHARE = "whole number above 0", "at least 0 and below 1"
@@ -122,6 +139,7 @@ WHOLE, SHARE = "whole number above 0", "at least 0 and below 1"
     [
         *((name, 0, WHOLE) for name in ("hidden", "kv_heads", "window")),
         ("heads", -1, WHOLE),
+        ("heads", True, WHOLE),
         ("feed_forward", 112.0, WHOLE),
         ("head_width", 8.0, WHOLE),
         ("dropout", 1.0, SHARE),

@@ -1,6 +1,6 @@
 """`lsq convert-checkpoint`: a checkpoint of one number format as one of another."""
 
-from argparse import ArgumentParser, Namespace
+from argparse import SUPPRESS, ArgumentParser, Namespace
 from pathlib import Path
 
 from lsq import files
@@ -14,6 +14,7 @@ from lsq.commands.options import (
     replaces,
 )
 from lsq.config import QuantConfig
+from lsq.config.quantization import RENAMED, of_this_version
 from lsq.files.lock import locked_file
 from lsq.layers.clip_format import FIELDS, option
 
@@ -43,13 +44,17 @@ def parser() -> ArgumentParser:
         " transformers with lsq.safetensors in it",
     )
     add_fields(made, QuantConfig, CHANGEABLE)
+    for name in RENAMED:
+        made.add_argument(option(name), help=SUPPRESS)
     return made
 
 
 def run(arguments: list[str]) -> int:
     """Write the checkpoint; ValueError, OSError, or Interrupted by SIGTERM or SIGHUP."""
     given = parser().parse_args(arguments)
-    changes = {name: value for name in CHANGEABLE if (value := getattr(given, name)) is not None}
+    names = (*CHANGEABLE, *RENAMED)
+    changes = {name: value for name in names if (value := getattr(given, name)) is not None}
+    changes = of_this_version(changes)
     if not changes:
         raise ValueError(f"say what shall be another: {', '.join(map(option, CHANGEABLE))}")
     QuantConfig(**changes)  # refuses what is not allowed before anything is read

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+from lsq.config import QuantConfig
+from lsq.config.quantization import CONSTANT, RENAMED
 from lsq.files import PARTIAL, json_file, write_text
 
 MARKER = "lsq-stage.json"
@@ -139,13 +141,30 @@ def run_stage(
 
 
 def differences(before: dict, now: dict) -> list[str]:
-    """List what differs: "--lr: 0.1 before, 0.2 now"; of texts, the content counts."""
+    """List the differences of two keys: "--lr: 0.1 before, 0.2 now". Of a text, {"file": its path,
+    "sha256": of its content}, only the content counts, and options of 0.1 may be left out."""
+    before = _of_this_version(before, now)
     names = sorted(before.keys() | now.keys())
     changed = [name for name in names if _compared(before.get(name)) != _compared(now.get(name))]
     return [
         f"{name}: {_shown(before.get(name))} before, {_shown(now.get(name))} now"
         for name in changed
     ]
+
+
+def _of_this_version(before: dict, now: dict) -> dict:
+    """Return an earlier key without options of version 0.1 that cannot be given any more, unless
+    they are: without those that are constant, and with --lsq-clip-init in place of two that were
+    alike."""
+    constant, inits = (
+        {f"--lsq-{name.replace('_', '-')}" for name in names} for names in (CONSTANT, RENAMED)
+    )
+    left = {name: value for name, value in before.items() if name in now or name not in constant}
+    if inits & before.keys() and not inits & now.keys():
+        first = {left.pop(name, None) or QuantConfig.clip_init for name in inits}
+        if len(first) == 1 and first != {QuantConfig.clip_init}:
+            left.setdefault("--lsq-clip-init", *first)
+    return left
 
 
 def _compared(value: object) -> object:

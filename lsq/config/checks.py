@@ -27,7 +27,7 @@ def require_positive(name: str, value: float) -> None:
 
 
 def require_whole(name: str, value: int) -> None:
-    if not isinstance(value, int) or value < 1:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{name} is {value!r}; it must be a whole number above 0")
 
 
@@ -99,6 +99,18 @@ def without_constants(given: Mapping[str, Any], constants: Mapping[str, Any]) ->
             )
         warn(f"{name} is always {constants[name]!r} now: leave it out")
     return {name: value for name, value in given.items() if name not in constants}
+
+
+def under_new_names(given: Mapping[str, Any], renamed: Mapping[str, str]) -> dict[str, Any]:
+    """Return the fields by the names that they have now; ValueError if one is given by both."""
+    fields = dict(given)
+    for name in renamed.keys() & given.keys():
+        now = renamed[name]
+        if now in given:
+            raise ValueError(f"{name} and {now} are given, which are one field: give {now} alone")
+        fields[now] = fields.pop(name)
+        warn(f"{name} is {now} now")
+    return fields
 
 
 def warn(text: str) -> None:

@@ -1,21 +1,32 @@
 """Shape and behaviour of layers."""
 
 from dataclasses import dataclass, field
+from functools import partial
 
 from lsq.config.checks import (
+    accept,
     check_dimension,
     require_choice,
     require_positive,
     require_share,
     require_whole,
+    under_new_names,
 )
 from lsq.config.quantization import QuantConfig
 from lsq.quant.pruning import check_width
 
 ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu", "squared_relu")
 NORMS = ("layer", "rms")
+RENAMED = {
+    "key_heads": "kv_heads",
+    "score_factor": "softmax_scale",
+    "head_norm": "qk_norm",
+    "by_inputs": "in_out",
+}
+"""Fields of LayerConfig of version 0.1 -> what they are now."""
 
 
+@accept(partial(under_new_names, renamed={"places": "positions"}))
 @dataclass(frozen=True, kw_only=True)
 class Rotary:
     """Rotary position embeddings (RoFormer, Su et al. 2021), in halves as Llama's."""
@@ -86,6 +97,7 @@ class Adapter:
         require_share("dropout", self.dropout)
 
 
+@accept(partial(under_new_names, renamed=RENAMED))
 @dataclass(frozen=True, kw_only=True)
 class LayerConfig:
     """Shape and behaviour of one encoder or decoder layer; the names are fairseq's."""

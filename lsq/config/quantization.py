@@ -74,16 +74,19 @@ def of_this_version(given: Mapping[str, Any]) -> dict[str, Any]:
     for name in RENAMED.keys() & given.keys():
         value, now = fields.pop(name), RENAMED[name]
         if fields.setdefault(now, value) != value:
+            names = sorted(RENAMED.keys() & given.keys())
             raise ValueError(
-                f"{' and '.join(sorted(RENAMED.keys() & given.keys()))} are {now} now, which is"
+                f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'} {now} now, which is"
                 f" one for weights and activations: give {now} alone"
             )
         warn(f"{name} is {now} now, for weights and activations")
     return fields
 
 
-def of_trained(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert fields of a training by version 0.1: constants go, and clips that learned go on."""
+def of_trained(given: Mapping[str, Any], *, goes_on: bool = True) -> dict[str, Any]:
+    """Return fields of QuantConfig of a training by version 0.1, which may have any value of fields
+    that are constant now: they are left out, with a warning if the training goes on, and clips that
+    learned go on learning."""
     before = {name: given[name] for name in {*CONSTANT, *RENAMED} & given.keys()}
     fields = {name: value for name, value in given.items() if name not in before}
     inits = {before[name] for name in RENAMED if name in before}
@@ -95,7 +98,7 @@ def of_trained(given: Mapping[str, Any]) -> dict[str, Any]:
     earliest, other = "clips" not in given and before, changed - {"backward_dtype"}
     if earliest or (fields.get("clips") == "auto" and other):
         fields["clips"] = "learned"
-    for name in CONSTANT.keys() & changed:
+    for name in CONSTANT.keys() & changed if goes_on else ():
         warn(f"{name} was {before[name]!r} in this training; it is always {CONSTANT[name]!r} now")
     return fields
 

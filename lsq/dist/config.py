@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import Any
 
 from lsq.config import require_choice, require_positive, require_whole
-from lsq.config.checks import accept, without_constants
+from lsq.config.checks import accept, warn, without_constants
 from lsq.quant import GRADIENT
 
 COMPRESSED = ("gcq", "int8", "int8_hier")
@@ -22,21 +22,29 @@ ROW = 1024
 """gcq: neighbouring values that share a clip."""
 QUANTILE = 0.99
 """gcq: share of a row's magnitudes that lie within its clip."""
-CONSTANT = {"block": BLOCK, "error_feedback": False, "row": ROW, "quantile": QUANTILE}
+CONSTANT = {
+    "block": BLOCK,
+    "rounding": "nearest",
+    "error_feedback": False,
+    "row": ROW,
+    "quantile": QUANTILE,
+}
 """Fields of version 0.1 that cannot be chosen any more, and their values."""
 
 
 def _of_this_version(given: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of GradientConfig from those of version 0.1."""
     fields = {name: value for name, value in given.items() if name != "seed"}
-    if fields.get("rounding", "nearest") in (None, "nearest"):
-        fields.pop("rounding", None)
+    if "seed" in given:
+        warn("seed decides nothing now, since no mode rounds at random: leave it out")
+    if "rounding" in fields and fields["rounding"] is None:
+        fields["rounding"] = "nearest"
     if fields.get("mode") == "int4_hier":
         raise ValueError(
             "mode 'int4_hier' is gone, as four bits lose too much: take 'int8_hier', which sends"
             " codes between nodes as well"
         )
-    return without_constants(fields, {**CONSTANT, "rounding": "nearest"})
+    return without_constants(fields, CONSTANT)
 
 
 @accept(_of_this_version)

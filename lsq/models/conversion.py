@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from numbers import Real
 from typing import TypeVar
 
 import torch
@@ -58,7 +59,8 @@ def convert(
         What was converted, and why the others were not; print it.
 
     Raises:
-        TypeError: `model` is no torch.nn.Module, but a Trainer, say.
+        TypeError: `model` is no torch.nn.Module, but a Trainer, say; or `skip` or `minimum_width`
+            is of another type.
         ValueError: nothing can be converted, a pattern in `skip` or in a format fits nothing,
             the model is wrapped already, the mode is "float" where no layer is known, or a
             model that is to be sparse is on the meta device. After any exception the model is
@@ -71,6 +73,8 @@ def convert(
             f"quant is {quant!r:.80}; it must be a lsq.QuantConfig, such as"
             " QuantConfig(backward='float')"
         )
+    if not isinstance(minimum_width, Real):
+        raise TypeError(f"minimum_width is {minimum_width!r:.80}; it must be a number, such as 64")
     if quant.sparsity and any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError(
             "the model is on the meta device, where weights have no masks; load or initialise it"

@@ -25,6 +25,8 @@ GLOBAL_HOOKS = tuple(f"_global{name}" for name in HOOKS)
 """Names in torch.nn.modules.module of the hooks that all modules have."""
 RECORDER = "transformers.utils.output_capturing"
 """Defines hooks that only look, and only where a fused layer runs its own code."""
+REHEARSAL = "lsq.run.step"
+"""Defines hooks of all modules that note, while memory is planned, which module keeps what."""
 TRUSTED = ("torch", "transformers")
 """Packages whose functions may be called, or may decorate."""
 
@@ -124,9 +126,12 @@ def own_methods(module: nn.Module, kind: type[nn.Module]) -> str | None:
 
 
 def hooked_everywhere() -> str | None:
-    """Return which hook all modules of this process have, in words."""
-    hooks = vars(torch_module)
-    return next((f"a hook of all modules ({name})" for name in GLOBAL_HOOKS if hooks[name]), None)
+    """Return which hook all modules of this process have, in words (register_module_forward_hook),
+    but for those of a rehearsal, which only look."""
+    for name in GLOBAL_HOOKS:
+        if any(_home(hook) != REHEARSAL for hook in vars(torch_module)[name].values()):
+            return f"a hook of all modules ({name})"
+    return None
 
 
 @lru_cache(maxsize=512)

@@ -278,10 +278,16 @@ def stacks_of(model: nn.Module, minimum_width: int) -> tuple[Stack, ...]:
 
 def skipping(skip: Skip, names: Iterable[str]) -> Callable[[nn.Module, str], bool]:
     """Return a function of (module, name) that says whether to leave it; `names`: all there are.
-    Raises ValueError for a pattern that fits none."""
+    Raises TypeError if `skip` is something else, and ValueError for a pattern that fits none."""
     if callable(skip):
         return skip
-    patterns = [skip] if isinstance(skip, str) else list(skip)
+    several = isinstance(skip, Iterable) and not isinstance(skip, str)
+    patterns = list(skip) if several else [skip]
+    if not all(isinstance(one, str) for one in patterns):
+        raise TypeError(
+            f"skip is {skip!r:.80}; it must be a name or a list of names, such as 'lm_head', or a"
+            " function of (layer, name)"
+        )
     for pattern in patterns:
         if not any(_fits(name, pattern) for name in names):
             every = {part for name in names for part in _ends(name)}

@@ -64,6 +64,7 @@ class LsqCallback(TrainerCallback, ExportableState):
             when a module goes on in floats.
 
     Raises:
+        TypeError: `gradients`, `largest_batch` or `monitor` is of another type.
         ValueError: `memory` or a value of `gradients` or `monitor` is not allowed.
     """
 
@@ -77,6 +78,13 @@ class LsqCallback(TrainerCallback, ExportableState):
         monitor: Mapping[str, Any] | None = None,
     ):
         require_choice("memory", memory, MODES)
+        for name, value, kinds, example in (
+            ("gradients", gradients, GradientConfig | Mapping, 'GradientConfig(mode="int8")'),
+            ("largest_batch", largest_batch, Mapping, 'the model\'s inputs, {"input_ids": ...}'),
+            ("monitor", monitor, Mapping, 'arguments of lsq.monitor, {"every": 100}'),
+        ):
+            if not (value is None or isinstance(value, kinds)):
+                raise TypeError(f"{name} is {value!r:.80}; give {example}, or leave it out")
         self.every_tensor, self.largest_batch, self.memory = every_tensor, largest_batch, memory
         self.gradients = (
             GradientConfig(**gradients) if isinstance(gradients, Mapping) else gradients

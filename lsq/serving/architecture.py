@@ -11,6 +11,7 @@ from lsq.config import (
     QuantConfig,
     require_choice,
 )
+from lsq.config.quantization import RENAMED, of_trained
 from lsq.layers.embedding import POSITIONS
 
 OF_OTHERS = """
@@ -150,6 +151,9 @@ def _read(cls: type, value: Any, where: str) -> Any:
     if not isinstance(value, dict):
         raise ValueError(f"{where} is {value!r:.80}; it must be an object")
     value = (ADDED if cls is LayerConfig else {}) | value
+    if cls is QuantConfig:
+        texts = {name: str(value[name]) for name in RENAMED.keys() & value.keys()}
+        value = of_trained(value | texts, goes_on=False)
     types = {field.name: field.type for field in fields(cls) if field.name not in LEFT_OUT}
     for problem, names in (
         ("lacks", types.keys() - value),

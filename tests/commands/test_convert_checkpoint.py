@@ -71,6 +71,16 @@ def test_what_is_refused(convert, not_converted, output, tmp_path):
     assert names_in(tmp_path) == {"broken.pt", "other.pt"}
 
 
+def test_options_of_version_0_1(not_converted, tmp_path):
+    given = tmp_path / "none.pt", tmp_path / "other.pt", "--weight-init", "absmax"
+    with pytest.warns(FutureWarning, match="weight_init is clip_init now"):
+        not_converted("is not there", *given)
+    with pytest.warns(FutureWarning):
+        not_converted(
+            "activation_init and weight_init are clip_init", *given, "--activation-init", "mse"
+        )
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A folder of a tiny GPT-2 of transformers that was trained a step, and its inputs."""

@@ -109,3 +109,31 @@ def test_differences_name_both_values(tmp_path):
     shown = [f"{name} (its text has the checksum {name * 8})" for name in "ab"]
     said = [f"--src: {shown[0]} before, {shown[1]} now"]
     assert differences({"--src": before}, {"--src": now}) == said
+
+
+@pytest.mark.parametrize(
+    "before, now, said",
+    [
+        ({"--lsq-calibration-passes": "100"}, {}, []),
+        ({"--lsq-calibration-passes": "100"}, {"--lsq-calibration-passes": "100"}, []),
+        ({"--lsq-weight-init": "absmax"}, {}, []),
+        ({"--lsq-weight-init": "mse", "--lsq-activation-init": "mse"}, {}, []),
+        (
+            {"--lsq-weight-init": "absmax", "--lsq-activation-init": "absmax"},
+            {},
+            ["--lsq-clip-init: absmax before, not given now"],
+        ),
+        (
+            {"--lsq-weight-init": "absmax", "--lsq-activation-init": "absmax"},
+            {"--lsq-clip-init": "absmax"},
+            [],
+        ),
+        (
+            {},
+            {"--lsq-clip-step": "0.01"},
+            ["--lsq-clip-step: not given before, 0.01 now"],
+        ),
+    ],
+)
+def test_options_of_version_0_1_may_be_left_out(before, now, said):
+    assert differences(before, now) == said

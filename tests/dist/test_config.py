@@ -16,6 +16,7 @@ from lsq.dist.config import find_topology, gcq_levels, kept_largest
         ({"error_feedback": True}, ["error_feedback is True", "always False now"]),
         ({"node_size": 0}, ["node_size", "0", "whole number above 0"]),
         ({"node_size": 2.0}, ["node_size", "2.0"]),
+        ({"node_size": True}, ["node_size is True", "whole number above 0"]),
         ({"quantile": 1.0}, ["quantile is 1.0", "always 0.99 now"]),
         ({"timeout_s": -1}, ["timeout_s", "-1"]),
     ],
@@ -32,6 +33,12 @@ def test_fields_of_version_0_1_with_their_defaults():
             mode="int8", block=128, rounding=None, error_feedback=False, row=1024, seed=7
         )
     assert found == GradientConfig(mode="int8")
+
+
+@pytest.mark.parametrize("given", [{"rounding": None}, {"rounding": "nearest"}, {"seed": 0}])
+def test_fields_that_decide_nothing_warn(given):
+    with pytest.warns(FutureWarning, match=f"{next(iter(given))} .*leave it out"):
+        assert GradientConfig(**given) == GradientConfig()
 
 
 def test_clip_of_gcq_is_a_quantile():

@@ -248,3 +248,9 @@ def test_a_model_of_nobody_asks_nothing_of_transformers(monkeypatch):
     """Which may not be importable, as where it finds a torchaudio that is broken."""
     monkeypatch.setitem(sys.modules, "transformers", types.ModuleType("transformers"))
     assert len(lsq.convert(model()).converted) > 1
+
+
+@pytest.mark.parametrize("width", ["64", None])
+def test_smallest_width_is_a_number(width):
+    with pytest.raises(TypeError, match=f"minimum_width is {width!r}; it must be a number"):
+        converted(minimum_width=width)

@@ -9,6 +9,7 @@ from torch import nn
 
 import lsq
 from lsq.layers.in_place import InPlace
+from lsq.layers.memory import plan_memory
 from tests.models.zoo import FLOAT
 
 HIDDEN, HEADS, TIME, SENTENCES = 48, 3, 11, 5
@@ -205,6 +206,14 @@ def test_hooks_of_all_modules_are_called():
     finally:
         hook.remove()
     assert nn.Dropout in called
+
+
+@pytest.mark.filterwarnings("error")
+def test_memory_of_programs_is_planned():
+    mine = fused(encoder(layers=1))
+    memory = plan_memory(mine, lambda: mine(sentences()).square().mean())
+    assert "TransformerEncoderLayer" not in str(memory)
+    mine(sentences()).square().mean().backward()
 
 
 def test_a_hint_without_a_mask_and_masks_of_other_shapes_are_refused_as_by_pytorch():

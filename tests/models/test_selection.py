@@ -77,6 +77,16 @@ def test_a_pattern_that_fits_nothing_is_refused_with_what_is_near():
         reasons(model(), skip=["head", "blocks.0.upp"])
 
 
+@pytest.mark.parametrize("skip", [None, 5, [None], ["head", 5]])
+def test_names_to_skip_are_texts(skip):
+    with pytest.raises(TypeError, match="skip is .*; it must be a name or a list of names"):
+        reasons(model(), skip=skip)
+
+
+def test_names_to_skip_may_come_from_a_generator():
+    assert reasons(model(), skip=(name for name in ["head"]))["head"] == "skip names it"
+
+
 @pytest.mark.parametrize(
     ("layer", "reason"),
     [

@@ -307,6 +307,9 @@ def test_what_does_not_fit_is_refused(tmp_path, caplog):
         trainer("bert", tmp_path, LsqCallback(memory="guard")).train()
     with pytest.raises(ValueError, match="monitor has 'often'; allowed: every, rows"):
         LsqCallback(monitor={"often": 3})
+    for options in ({"monitor": 5}, {"gradients": "int8"}, {"largest_batch": 8}):
+        with pytest.raises(TypeError, match=f"{next(iter(options))} is .*; give .*leave it out"):
+            LsqCallback(**options)
     with pytest.raises(ValueError, match="call lsq.convert.model. before the Trainer"):
         trainer("bert", tmp_path, LsqCallback(), model=MAKERS["bert"]()).train()
     with pytest.raises(ValueError, match="something else has called it"):

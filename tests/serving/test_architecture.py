@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from lsq.config import Rotary
+from lsq.config.quantization import CONSTANT
 from lsq.serving.architecture import Architecture
 from lsq.serving.decoding_model import model_of
 from tests.serving.models import small_model
@@ -31,6 +32,37 @@ def test_layers_of_before_gates_and_without_bias_are_read():
     assert Architecture.from_json(json.dumps(whole | {"decoder": side})) == Architecture.from_json(
         json.dumps(whole)
     )
+
+
+def of_version_0_1(quant: dict, **changes) -> dict:
+    fields = {name: value for name, value in quant.items() if name != "clip_init"}
+    return fields | CONSTANT | {"weight_init": "mse", "activation_init": "mse"} | changes
+
+
+@pytest.mark.filterwarnings("error::FutureWarning")
+@pytest.mark.parametrize("changes", [{}, {"clip_step": 0.01}, {"activation_init": "absmax"}])
+def test_formats_of_version_0_1_are_read(changes):
+    whole = written()
+    found = Architecture.from_json(json.dumps(whole))
+    for side in ("encoder", "decoder"):
+        config = whole[side]["config"]
+        config["quant"] = of_version_0_1(config["quant"], **changes)
+    read = Architecture.from_json(json.dumps(whole))
+    if changes:  # these were of clips that learn
+        assert read.decoder.config.quant.learned
+    else:
+        assert read == found
+
+
+@pytest.mark.parametrize(
+    "changes, said", [({"weight_init": [1]}, "clip_init is"), ({"other": 1}, "has unknown other")]
+)
+def test_damaged_formats_of_version_0_1_are_refused(changes, said):
+    whole = written()
+    config = whole["decoder"]["config"]
+    config["quant"] = of_version_0_1(config["quant"], activation_init=[1], **changes)
+    with pytest.raises(ValueError, match=said):
+        Architecture.from_json(json.dumps(whole))
 
 
 def test_how_a_model_goes_on_learning_is_left_out():
