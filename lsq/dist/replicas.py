@@ -9,7 +9,6 @@ number alone, and every process takes part, whatever it has measured.
 import functools
 import logging
 import weakref
-from collections import OrderedDict
 
 import torch
 from torch import Tensor, distributed, nn
@@ -29,12 +28,6 @@ EVERY_STEP, PERIOD = 64, 16
 """The first steps of an optimizer average what was measured; later, when little is, every so
 many-th does."""
 
-_shared: OrderedDict[int, tuple[weakref.ref, ProcessGroup | None]] = OrderedDict()
-"""By the ids of handles: models that others wrap, and groups. A registry, as nothing of lsq wraps
-these models."""
-_trained: "weakref.WeakKeyDictionary[Optimizer, _Trained]" = weakref.WeakKeyDictionary()
-"""A registry, since the state of an optimizer belongs to its checkpoints."""
-
 
 def share(model: nn.Module, group: ProcessGroup | None = None) -> RemovableHandle:
     """Average the clips of `model` over the processes of a group, which train it in a way that lsq
@@ -46,17 +39,17 @@ def share(model: nn.Module, group: ProcessGroup | None = None) -> RemovableHandl
         Its `remove()` ends it.
     """
     require_model(model)
-    handle = RemovableHandle(_shared)
-    _shared[handle.id] = weakref.ref(model), group
+    handle = RemovableHandle(steps.shared)
+    steps.shared[handle.id] = weakref.ref(model), group
     return handle
 
 
 def agree(optimizer: Optimizer) -> None:
     """Before a step of `optimizer` in one of several processes: let clips that were measured, of
     the models that it trains, be the same in all."""
-    trained = _trained.get(optimizer)
+    trained = steps.trained.get(optimizer)
     if trained is None or trained.known != _known(optimizer):
-        trained = _trained[optimizer] = _Trained(optimizer, trained)
+        trained = steps.trained[optimizer] = _Trained(optimizer, trained)
     if not (trained.models or trained.meshes) or trained.alone():
         return
     trained.steps += 1
@@ -75,7 +68,7 @@ def agree(optimizer: Optimizer) -> None:
 
 def _known(optimizer: Optimizer) -> tuple:
     sizes = tuple(len(group["params"]) for group in optimizer.param_groups)
-    return sizes, steps.wraps, tuple(_shared)
+    return sizes, steps.wraps, tuple(steps.shared)
 
 
 class _Trained:
@@ -95,7 +88,7 @@ class _Trained:
         ]
         inside = {id(part) for model, _, _ in found for part in model.modules()}
         others = [
-            (model(), None, group) for model, group in _shared.values() if model() is not None
+            (model(), None, group) for model, group in steps.shared.values() if model() is not None
         ]
         found += [one for one in others if id(one[0]) not in inside]
         self.models = [

@@ -111,12 +111,6 @@ class Table:
         return family[min(number, len(family) - 1)]
 
 
-# Files decide for the whole process, for all layers and threads.
-_lock = threading.Lock()
-_named: list[SearchedFile] | None = None
-_table: Table | None = None
-
-
 def set_files(paths: Sequence[Path] | None) -> None:
     """Use these files and no others from now on, the first before the next; none at all if empty;
     None: search the user's folder again. `Table.uses` begins anew.
@@ -126,11 +120,7 @@ def set_files(paths: Sequence[Path] | None) -> None:
         OSError: a file cannot be read.
         RuntimeError: there is no GPU.
     """
-    global _named, _table
-    named = None if paths is None else [_named_file(Path(path)) for path in paths]
-    with _lock:
-        _named, _table = named, None
-    cuda.ask_again()
+    cuda.files.use(None if paths is None else [_named_file(Path(path)) for path in paths])
 
 
 def _named_file(path: Path) -> SearchedFile:
@@ -147,17 +137,17 @@ def table() -> Table:
     Raises:
         RuntimeError: there is no GPU, or no libcublasLt.
     """
-    global _table
-    with _lock:
-        if _table is None:
+    files = cuda.files
+    with files.lock:
+        if files.table is None:
             gpu = configuration_file.here()
-            _table = load(gpu) if _named is None else Table(gpu, _named)
-        return _table
+            files.table = load(gpu) if files.named is None else Table(gpu, files.named)
+        return files.table
 
 
 def loaded() -> Table | None:
     """The table, if a product was looked up."""
-    return _table
+    return cuda.files.table
 
 
 def cuda_tile(op: str, m: int, n: int, k: int) -> TileConfiguration | None:

@@ -307,6 +307,7 @@ class _Process:
     def __init__(self):
         self.rooms: dict[tuple[torch.device, bool], list[Room]] = {}
         self.unkept: list[None] = []  # an item for each active `nothing_kept`
+        self.lending: weakref.WeakSet = weakref.WeakSet()
 
     @functools.cached_property
     def bytes(self) -> int:
@@ -331,6 +332,11 @@ class _Process:
                 return Room(device, self.bytes)
         return Room(device)
 
+    def before_fork(self) -> None:
+        """Arenas are zeros in a forked process: tensors that it may read are moved."""
+        for memory in list(self.lending):
+            memory.copy_out()
+
     def after_fork(self) -> None:
         """Another thread may have been in the middle of something."""
         self.rooms.clear()
@@ -338,7 +344,13 @@ class _Process:
 
 
 _process = _Process()
-os.register_at_fork(after_in_child=_process.after_fork)
+"""A registry, since memory belongs to a process as malloc's does, whichever layer asks."""
+os.register_at_fork(before=_process.before_fork, after_in_child=_process.after_fork)
+
+
+def copied_out_before_forks(memory: object) -> None:
+    """Call `memory.copy_out()` before each fork, as long as it lives."""
+    _process.lending.add(memory)
 
 
 def tensor(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

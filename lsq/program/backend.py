@@ -39,6 +39,8 @@ class Backend:
     """Preparing takes so long that batches should be filled up to one of a few sizes."""
     either_border: bool = False
     """Floats at the borders of a product may be float32 or bfloat16, whatever activations are."""
+    seconds: dict[str, float] | None = None
+    """Collects how long operations run, by name; see lsq.run.executor.profile."""
 
     def __deepcopy__(self, memo):
         return self  # a copy of a module runs where the module does

@@ -167,12 +167,13 @@ class Declared:
         cls.fields = tuple(fields)
         cls._given = tuple((one.name, cls._kind_of(one.name)) for one in dataclasses.fields(cls))
         nearby = vars(sys.modules[cls.__module__]).items()
-        types = {name: one for name, one in nearby if isinstance(one, type)} | _DECLARED
+        types = {name: one for name, one in nearby if isinstance(one, type)} | {
+            name: one for name, one in _values().items() if one is not cls
+        }
         declarations.check(
             declarations.Declaration(cls.__name__, base.__name__, cls.fields),
             {name: one.__base__.__name__ for name, one in types.items()},
         )
-        _DECLARED[cls.__name__] = cls
 
     @classmethod
     @functools.cache
@@ -234,13 +235,13 @@ class Declared:
                     f"{type(self).__name__}.{field.name} has {len(getattr(self, field.name))}"
                     f" values; allowed: 1 to {field.count}"
                 )
-        for leaf in _layout(type(self), written=False)[0]:
+        for leaf, is_word in _with_words(type(self)):
             value, dtypes = leaf.of(self), KINDS.get(leaf.kind)
             missing = value is None and (leaf.may_miss or leaf.owner(self) is None)
             if value is None and dtypes is None and not missing:
                 raise ValueError(f"{leaf.where} is None; it must be a {leaf.kind}")
             if dtypes is None:
-                if _value_class(leaf.kind) is None:
+                if is_word:
                     words.append(0 if missing else value)
                 continue
             shapes.append(None if missing else getattr(value, "shape", ()))
@@ -264,8 +265,6 @@ class Declared:
 
 
 _PLAIN, _TENSOR, _VALUE, _ARRAY = range(4)
-_DECLARED: dict[str, type] = {}
-"""Classes by name, since annotations are names."""
 NOWHERE = 256
 """In the place of the address of a tensor without elements, which is there all the same."""
 
@@ -285,9 +284,13 @@ def _refuse(tensor, dtypes: tuple[torch.dtype, ...], where: str) -> None:
     )
 
 
+def _values() -> dict[str, type[Value]]:
+    """Classes of values by name, since annotations are names; of several, the last."""
+    return {cls.__name__: cls for cls in Value.__subclasses__()}
+
+
 def _value_class(kind: str) -> type[Value] | None:
-    held = _DECLARED.get(kind)
-    return held if held is not None and issubclass(held, Value) else None
+    return None if kind in KINDS else _values().get(kind)
 
 
 @functools.cache
@@ -318,11 +321,17 @@ def _layout(cls: type[Declared], written: bool) -> tuple[tuple[Leaf, ...], int]:
 
 
 @functools.cache
+def _with_words(cls: type[Declared]) -> list[tuple[Leaf, bool]]:
+    """Every leaf, and whether it is a word of the struct itself, no value that has some."""
+    return [(leaf, _value_class(leaf.kind) is None) for leaf in _layout(cls, written=False)[0]]
+
+
+@functools.cache
 def _struct(cls: type[Declared]) -> struct.Struct:
-    leaves, size = _layout(cls, written=False)
+    _, size = _layout(cls, written=False)
     letters, end = "", 0
-    for leaf in leaves:
-        if _value_class(leaf.kind) is None:
+    for leaf, is_word in _with_words(cls):
+        if is_word:
             letter = "P" if leaf.kind in KINDS else "f" if leaf.kind == "float" else "q"
             letters += f"{leaf.offset - end}x{letter}"
             end = leaf.offset + struct.calcsize(letter)

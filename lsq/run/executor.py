@@ -9,7 +9,7 @@ their last reader.
 import functools
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -20,25 +20,24 @@ from lsq.program.backend import Backend
 from lsq.program.operation import Operation
 from lsq.program.program import Program
 from lsq.program.tensor import VirtualTensor
+from lsq.run.backends import for_device
 from lsq.run.frames import Frame, FreshFrame, Values, claim
 from lsq.run.shards import copies
 
 if TYPE_CHECKING:
     from lsq.run.planned import StepMemory
 
-_seconds: defaultdict[str, float] | None = None
-
 
 @contextmanager
-def profile():
-    """Collect the seconds that each operation runs, once it is prepared: yields a dict of operation
-    name -> seconds."""
-    global _seconds
-    previous, _seconds = _seconds, defaultdict(float)
+def profile(backend: Backend | None = None) -> Iterator[dict[str, float]]:
+    """Collect the seconds that each operation runs on a backend, by default the CPU's, once it is
+    prepared: yields a dict of operation name -> seconds."""
+    backend = backend or for_device(torch.device("cpu"))
+    previous, backend.seconds = backend.seconds, defaultdict(float)
     try:
-        yield _seconds
+        yield backend.seconds
     finally:
-        _seconds = previous
+        backend.seconds = previous
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +111,7 @@ class Execution:
         """Run the operations `indices` of a whole pass on `values`, which gains what crosses the
         program's borders."""
         hooks = NO_HOOKS if indices.start else self.hooks
-        looked_at = _seconds is not None or hooks is not NO_HOOKS
+        looked_at = self.backend.seconds is not None or hooks is not NO_HOOKS
         if looked_at or not frame.run_prepared(self.program, indices, self.backend, values):
             if indices.start:
                 values.update({**frame.kept(self.program), **values})
@@ -133,8 +132,8 @@ class Execution:
             run = self.backend.prepare([(bound, written[len(outputs) :])])
             began = time.perf_counter()
             run()
-            if _seconds is not None:
-                _seconds[operation.name] += time.perf_counter() - began
+            if self.backend.seconds is not None:
+                self.backend.seconds[operation.name] += time.perf_counter() - began
             if hooks.after:
                 hooks.after(operation, bound)
             frame.done(program, index)

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import weakref
 import zlib
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -188,23 +190,19 @@ class ParameterState:
         return self.optimizer is not None and self.optimizer() is not None
 
 
-_states: dict[int, ParameterState] = {}
-"""By the ids of parameters, until these are gone. A registry, since optimizers are given parameters
-and no modules. (A WeakTensorKeyDictionary takes ten times as long.)"""
-
-
 def state_of(parameter: Tensor) -> ParameterState:
     """The state of a parameter, made if there is none."""
-    state = _states.get(id(parameter))
+    states = steps.states
+    state = states.get(id(parameter))
     if state is None:
-        state = _states[id(parameter)] = ParameterState()
-        state.finalizer = weakref.finalize(parameter, _states.pop, id(parameter))
+        state = states[id(parameter)] = ParameterState()
+        state.finalizer = weakref.finalize(parameter, states.pop, id(parameter))
         state.finalizer.atexit = False
     return state
 
 
 def known_state(parameter: Tensor) -> ParameterState | None:
-    return _states.get(id(parameter))
+    return steps.states.get(id(parameter))
 
 
 def take(optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
@@ -215,7 +213,7 @@ def take(optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
 
 def drop(parameter: Tensor) -> None:
     """Leave no state, and no weak reference, which torch.utils.swap_tensors refuses."""
-    state = _states.pop(id(parameter), None)
+    state = steps.states.pop(id(parameter), None)
     if state is not None:
         state.finalizer.detach()
 
@@ -275,10 +273,17 @@ class OptimizerSteps:
         before: functions that are called first of all before each step.
         wrapped: by models, the DistributedDataParallel that was last made of each.
         wraps: how many of them were made.
+        states: by the ids of parameters, until these are gone. (A WeakTensorKeyDictionary takes ten
+            times as long.)
+        shared: see lsq.dist.replicas.share.
+        trained: by optimizers, the clips that they train in several processes (lsq.dist.replicas).
     """
 
     def __init__(self):
         self.count = self.wraps = 0
+        self.states: dict[int, ParameterState] = {}
+        self.shared: OrderedDict[int, tuple] = OrderedDict()
+        self.trained: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
         self.before: list[Callable[[Optimizer], None]] = []
         self.wrapped: weakref.WeakKeyDictionary[nn.Module, weakref.ref] = (
             weakref.WeakKeyDictionary()

@@ -7,7 +7,6 @@ reused.
 """
 
 import math
-import os
 import threading
 import weakref
 from collections import Counter, OrderedDict
@@ -16,7 +15,7 @@ from types import MappingProxyType
 
 import torch
 
-from lsq.memory.kept import Arena
+from lsq.memory.kept import Arena, copied_out_before_forks
 from lsq.program.backend import Backend
 from lsq.program.program import Program
 from lsq.program.tensor import VirtualTensor
@@ -205,7 +204,7 @@ class StepMemory:
         self.outside = outside
         self.arena = Arena(step.plan.peak, device)
         self._open: list[BorrowedTensor] = []
-        _everywhere.add(self)
+        copied_out_before_forks(self)
         self._owners = [weakref.ref(owner) for owner in owners]
         self.positions = {
             (each.node, each.backward): position for position, each in enumerate(step.passes)
@@ -364,19 +363,6 @@ class StepMemory:
             )
         self.end_borrowed(position)
         self._position = position
-
-
-_everywhere: weakref.WeakSet[StepMemory] = weakref.WeakSet()
-"""A registry, since what is called before a fork stays for the life of the process."""
-
-
-def _before_fork() -> None:
-    """Arenas are zeros in a forked process: gradients that it may read are moved."""
-    for memory in list(_everywhere):
-        memory.copy_out()
-
-
-os.register_at_fork(before=_before_fork)
 
 
 def described(outside: Mapping[str, int]) -> str:

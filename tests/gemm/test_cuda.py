@@ -17,7 +17,7 @@ SHAPE = "project", 64, 128, 256
 def machine(monkeypatch, tmp_path):
     """A device with a GPU."""
     yield Machine(monkeypatch, tmp_path)
-    cuda.ask_again()
+    cuda.files.use(None)
 
 
 def uses():

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from lsq.gemm import configuration_file, cuda, lookup
+from lsq.gemm import configuration_file, cuda
 from lsq.gemm.configuration import CublasConfiguration, Entry, TileConfiguration, Times
 from lsq.gemm.configuration_file import ConfigurationFile, Validators
 from lsq.gemm.product_key import ProductKey
@@ -67,9 +67,7 @@ class Machine:
         monkeypatch.setenv("XDG_CONFIG_HOME", str(folder / "user"))
         monkeypatch.setattr(configuration_file, "PACKAGE_FOLDER", self.package)
         monkeypatch.setattr(configuration_file, "here", self._here)
-        monkeypatch.setattr(lookup, "_table", None)
-        monkeypatch.setattr(lookup, "_named", None)
-        cuda.ask_again()
+        cuda.files.use(None)
 
     def _here(self):
         if self.gpu is None:

@@ -320,7 +320,7 @@ def test_scratch_memory_may_lie_elsewhere_in_every_run(layers):
     _, layer = layers
     x, upstream = torch.randn(2, 16, 4, 48).to(layer.backend.device, layer.backend.activations)
     others = []
-    with profile():
+    with profile(layer.backend):
         expected = step(layer, x, upstream)
     for _ in range(3):
         others += [torch.empty(size, device=x.device) for size in range(1 << 12, 1 << 18, 1 << 13)]
