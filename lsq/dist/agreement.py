@@ -52,11 +52,8 @@ def require_same(
     what: str, settings: Mapping[str, object], group: ProcessGroup, device: torch.device
 ) -> None:
     """Check that `settings` (JSON values) are the same in every process of a group; every process
-    must call it.
-
-    Raises:
-        ValueError: they are not; names the first ranks that differ and their values.
-    """
+    must call it. Raises ValueError: they are not; names the first ranks that differ and their
+    values."""
     texts = gather_text(json.dumps(dict(settings), sort_keys=True), group, device)
     for rank, text in enumerate(texts):
         if text != texts[0]:

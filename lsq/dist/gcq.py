@@ -20,11 +20,8 @@ from lsq.quant import GRADIENT
 
 
 class GCQ:
-    """Averages buckets over a group of workers; `scratch` holds codes.
-
-    Raises:
-        ValueError: so many workers leave no code but 0.
-    """
+    """Averages buckets over a group of workers; `scratch` holds codes. Raises ValueError: so many
+    workers leave no code but 0."""
 
     def __init__(self, group: ProcessGroup, scratch: Scratch):
         self.group, self.scratch = group, scratch

@@ -192,11 +192,8 @@ def _declare_shared(text: str) -> str:
 
 
 def _link(arguments: list[str], target: Path, text: str | None = None) -> None:
-    """Link `target` and move it into place at once: other processes may build or use it now.
-
-    Raises:
-        RuntimeError: the compiler is missing or fails, or the cache folder cannot be written.
-    """
+    """Link `target` and move it into place at once: other processes may build or use it now. Raises
+    RuntimeError: the compiler is missing or fails, or the cache folder cannot be written."""
     with tempfile.TemporaryDirectory() as folder:
         staged = Path(folder) / target.name
         _run([*_compiler(), *arguments, "-o", os.fspath(staged)], text)
@@ -210,11 +207,8 @@ def _link(arguments: list[str], target: Path, text: str | None = None) -> None:
 
 
 def _run(command: list[str], text: str | None = None) -> str:
-    """Run a compiler command with `text` as its input; its output. Warnings are logged.
-
-    Raises:
-        RuntimeError: the command is missing or fails; the message has the compiler's errors.
-    """
+    """Run a compiler command with `text` as its input; its output. Warnings are logged. Raises
+    RuntimeError: the command is missing or fails; the message has the compiler's errors."""
     try:
         result = subprocess.run(command, input=text, capture_output=True, text=True)
     except OSError as error:

@@ -119,11 +119,8 @@ class Profile:
 
 @functools.cache
 def device() -> Device:
-    """The emulator with kernels compiled for counting. Its lists hold no products.
-
-    Raises:
-        RuntimeError: there is no C++ compiler.
-    """
+    """The emulator with kernels compiled for counting. Its lists hold no products. Raises
+    RuntimeError: there is no C++ compiler."""
     return Device(
         name="CUDA emulator that counts",
         driver=Driver(str(emulator.build_driver())),
@@ -227,11 +224,8 @@ def _instructions(record: dict) -> tuple[dict[str, int], float]:
 
 @functools.cache
 def _code(module: str) -> dict[int, Counter]:
-    """Instructions by kind of each basic block, by the address after its call of the hook.
-
-    Raises:
-        RuntimeError: there is no objdump.
-    """
+    """Instructions by kind of each basic block, by the address after its call of the hook. Raises
+    RuntimeError: there is no objdump."""
     try:
         command = ["objdump", "--disassemble", "--demangle", "--no-show-raw-insn", module]
         listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout

@@ -56,11 +56,8 @@ _DATE = "%Y-%m-%dT%H:%M:%SZ"
 
 @dataclass(frozen=True, kw_only=True)
 class CublasConfiguration:
-    """An algorithm of cuBLASLt; another kernel applies the epilogue.
-
-    Raises:
-        ValueError: no such algorithm.
-    """
+    """An algorithm of cuBLASLt; another kernel applies the epilogue. Raises ValueError: no such
+    algorithm."""
 
     algorithm: bytes
     """64 bytes, in files as hexadecimal digits; valid for one version of the library and one model
@@ -92,11 +89,8 @@ class CublasConfiguration:
 
 @dataclass(frozen=True, kw_only=True)
 class TileConfiguration:
-    """The tiles of a kernel of lsq that makes a product on a GPU with its epilogue.
-
-    Raises:
-        ValueError: the kernels have no such tile.
-    """
+    """The tiles of a kernel of lsq that makes a product on a GPU with its epilogue. Raises
+    ValueError: the kernels have no such tile."""
 
     rows: int
     """Of sums that a block makes, 64 or 128."""
@@ -198,11 +192,7 @@ def _is_left_to_cublaslt(key: ProductKey, sm: int | None, instruction: str) -> b
 
 @dataclass(frozen=True, kw_only=True)
 class Times:
-    """Medians, in microseconds.
-
-    Raises:
-        ValueError: a time is not above 0.
-    """
+    """Medians, in microseconds. Raises ValueError: a time is not above 0."""
 
     chosen: float
     default: float
@@ -224,11 +214,8 @@ class Times:
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """The best configuration of a product.
-
-    Raises:
-        ValueError: the configuration cannot run the product, or a value is out of range.
-    """
+    """The best configuration of a product. Raises ValueError: the configuration cannot run the
+    product, or a value is out of range."""
 
     key: ProductKey
     configuration: Configuration

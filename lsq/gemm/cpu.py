@@ -72,11 +72,8 @@ def untuned_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 def int8_product(
     a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """a int8 [M, K], b int8 [N, K] -> int32 [M, N] by oneDNN.
-
-    Raises:
-        ValueError: K could overflow the sums.
-    """
+    """a int8 [M, K], b int8 [N, K] -> int32 [M, N] by oneDNN. Raises ValueError: K could overflow
+    the sums."""
     _check_inner(a.shape[1])
     a, b = _unambiguous(a), _unambiguous(b)
     if out is None:

@@ -132,11 +132,8 @@ def _named_file(path: Path) -> SearchedFile:
 
 
 def table() -> Table:
-    """The table of the current GPU, loaded when it is first wanted.
-
-    Raises:
-        RuntimeError: there is no GPU, or no libcublasLt.
-    """
+    """The table of the current GPU, loaded when it is first wanted. Raises RuntimeError: there is
+    no GPU, or no libcublasLt."""
     files = cuda.files
     with files.lock:
         if files.table is None:

@@ -35,11 +35,8 @@ MATMUL = Product.op
 
 @dataclass(frozen=True, kw_only=True)
 class ProductKey:
-    """The description of a product. The name of an operation implies all but m, n and k.
-
-    Raises:
-        ValueError: there is no such product.
-    """
+    """The description of a product. The name of an operation implies all but m, n and k. Raises
+    ValueError: there is no such product."""
 
     op: str = MATMUL
     """One of TILED and TILED_ALONE, or MATMUL."""

@@ -27,10 +27,7 @@ SHOWN = 5
 @dataclass(frozen=True, kw_only=True)
 class Buffer:
     """Bytes that hold one value from the operation that writes it to the last one that reads it.
-
-    Raises:
-        ValueError: a number is out of range, the life is empty, or the offset is not aligned.
-    """
+    Raises ValueError: a number is out of range, the life is empty, or the offset is not aligned."""
 
     name: str
     size: int
@@ -158,11 +155,8 @@ def overlaps(
 
 
 def check(buffers: Sequence[Buffer], plan: Plan) -> None:
-    """Accept a right plan in silence.
-
-    Raises:
-        ValueError: the plan is wrong; the message names the first faults.
-    """
+    """Accept a right plan in silence. Raises ValueError: the plan is wrong; the message names the
+    first faults."""
     faults = list(_faults(buffers, plan))
     if faults:
         more = f" (and {len(faults) - SHOWN} more)" if len(faults) > SHOWN else ""

@@ -67,11 +67,8 @@ class Arena:
             self._pages, self._slab = None, torch.empty(size, dtype=torch.uint8, device=self.device)
 
     def tensor(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A contiguous, uninitialised tensor at byte `offset`.
-
-        Raises:
-            ValueError: it does not fit, or the offset is no multiple of the element's size.
-        """
+        """A contiguous, uninitialised tensor at byte `offset`. Raises ValueError: it does not fit,
+        or the offset is no multiple of the element's size."""
         self._check(offset, shape, dtype)
         return tensor_in(
             self._slab.untyped_storage(), self._slab.storage_offset() + offset, shape, dtype

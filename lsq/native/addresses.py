@@ -101,10 +101,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 def contiguous_address(tensor: torch.Tensor, device: torch.device, what: str) -> int:
     """The address of a tensor for a kernel on `device`; `what` begins the message of an error.
-
-    Raises:
-        ValueError: the tensor is not contiguous, lies elsewhere, or is not aligned.
-    """
+    Raises ValueError: the tensor is not contiguous, lies elsewhere, or is not aligned."""
     if not tensor.is_contiguous():
         raise ValueError(
             f"{what}: a tensor with strides {tensor.stride()} is not contiguous; call .contiguous()"

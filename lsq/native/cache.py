@@ -55,11 +55,8 @@ def store(path: Path, content: bytes) -> bool:
 
 
 def write(path: Path, content: bytes) -> None:
-    """Write a file in one step: other processes see nothing of it, or all.
-
-    Raises:
-        OSError: the folder cannot be made or written.
-    """
+    """Write a file in one step: other processes see nothing of it, or all. Raises OSError: the
+    folder cannot be made or written."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, staged = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".partial")
     try:

@@ -50,11 +50,8 @@ class Compiled:
 
 
 def architecture(capability: tuple[int, int]) -> str:
-    """The target for a GPU of that compute capability, e.g. "sm_90a" for (9, 0).
-
-    Raises:
-        ValueError: the GPU is too old.
-    """
+    """The target for a GPU of that compute capability, e.g. "sm_90a" for (9, 0). Raises ValueError:
+    the GPU is too old."""
     if capability < OLDEST:
         raise ValueError(
             f"this GPU has compute capability {capability[0]}.{capability[1]}; lsq's CUDA kernels"
@@ -64,11 +61,7 @@ def architecture(capability: tuple[int, int]) -> str:
 
 
 def version() -> str:
-    """The version of NVRTC.
-
-    Raises:
-        RuntimeError: it is not installed.
-    """
+    """The version of NVRTC. Raises RuntimeError: it is not installed."""
     _, major, minor = _nvrtc().nvrtcVersion()
     return f"{major}.{minor}"
 
@@ -84,11 +77,8 @@ def remedy() -> str:
 
 
 def check_driver(supported: tuple[int, int]) -> None:
-    """Refuse a driver that cannot load what the compiler makes.
-
-    Raises:
-        RuntimeError: it supports an older major version of CUDA.
-    """
+    """Refuse a driver that cannot load what the compiler makes. Raises RuntimeError: it supports an
+    older major version of CUDA."""
     major = int(version().partition(".")[0])
     if supported[0] < major:
         raise RuntimeError(
@@ -185,11 +175,7 @@ def _compile(nvrtc, source: str, text: str, options: list[str]) -> Compiled:
 
 
 def _checked(nvrtc, answer):
-    """The value of an answer (status, value).
-
-    Raises:
-        RuntimeError: the status is an error.
-    """
+    """The value of an answer (status, value). Raises RuntimeError: the status is an error."""
     status, value = answer
     if status:
         raise RuntimeError(f"NVRTC failed: {nvrtc.nvrtcGetErrorString(status)[1].decode()}")

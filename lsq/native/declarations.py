@@ -94,11 +94,8 @@ class Declaration:
 
 
 def parse(owner: str, name: str, annotation: str) -> Field | None:
-    """The field that an annotation in a class declares; None for one of Host.
-
-    Raises:
-        ValueError: it has none of the forms above.
-    """
+    """The field that an annotation in a class declares; None for one of Host. Raises ValueError: it
+    has none of the forms above."""
     if annotation.startswith("Host["):
         return None
     form = _FORM.fullmatch(annotation)
@@ -113,11 +110,8 @@ def parse(owner: str, name: str, annotation: str) -> Field | None:
 
 def check(one: Declaration, known: Mapping[str, str]) -> None:
     """Refuse fields that no struct can have; `known`: names of classes -> names of their bases.
-
-    Raises:
-        ValueError: a kind is unknown, a number may be missing, or an operation does not say In or
-            Out.
-    """
+    Raises ValueError: a kind is unknown, a number may be missing, or an operation does not say In
+    or Out."""
     for field in one.fields:
         where, base = f"{one.name}.{field.name}", known.get(field.kind)
         number, holds = (

@@ -20,11 +20,8 @@ WIDEST = 16384
 
 
 def lanes(columns: int) -> int:
-    """Threads that hold one row: 32 to 256, at 16 values a thread where that is enough.
-
-    Raises:
-        ValueError: rows of that width cannot be held.
-    """
+    """Threads that hold one row: 32 to 256, at 16 values a thread where that is enough. Raises
+    ValueError: rows of that width cannot be held."""
     check(
         columns % VECTOR == 0 and 0 < columns <= WIDEST,
         f"rows of {columns} values cannot run on CUDA: the width must be a multiple of {VECTOR}, up"

@@ -27,11 +27,8 @@ def check(condition: bool, message: str) -> None:
 
 
 def float_define(*tensors: torch.Tensor | None) -> dict[str, int]:
-    """-DFLOAT for the one dtype that all given tensors have.
-
-    Raises:
-        ValueError: the tensors differ in dtype, or kernels have no such dtype.
-    """
+    """-DFLOAT for the one dtype that all given tensors have. Raises ValueError: the tensors differ
+    in dtype, or kernels have no such dtype."""
     found = {tensor.dtype for tensor in tensors if tensor is not None}
     check(
         len(found) == 1 and found <= set(FLOATS),

@@ -60,11 +60,8 @@ class LaunchList:
                     self._add_product(entry, part)
 
     def run(self) -> None:
-        """Launch everything on PyTorch's current stream. Threads may share the list.
-
-        Raises:
-            RuntimeError: a launch failed; the message names the kernel or product and its sizes.
-        """
+        """Launch everything on PyTorch's current stream. Threads may share the list. Raises
+        RuntimeError: a launch failed; the message names the kernel or product and its sizes."""
         with self.device.lock:
             stream = self.device.stream()
             capturing = self.device.driver.is_capturing(stream)

@@ -27,11 +27,8 @@ _REQUIRED = {
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The loaded library, or None (said once) where none was built.
-
-    Raises:
-        LibraryError: the library is damaged, or was built from other sources than those beside it.
-    """
+    """The loaded library, or None (said once) where none was built. Raises LibraryError: the
+    library is damaged, or was built from other sources than those beside it."""
     found = _load()
     if found is None:
         logger.warning(
@@ -74,11 +71,7 @@ def call(name: str, *arguments) -> None:
 
 
 def function(name: str):
-    """A function of the library.
-
-    Raises:
-        LibraryError: it has none of that name.
-    """
+    """A function of the library. Raises LibraryError: it has none of that name."""
     try:
         return getattr(library(), name)
     except AttributeError:

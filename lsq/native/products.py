@@ -45,11 +45,8 @@ class _Spec(ctypes.Structure):
 
 
 def find_cublaslt() -> str:
-    """Path of libcublasLt where CUDA's packages, its toolkit or the system have it.
-
-    Raises:
-        RuntimeError: there is none.
-    """
+    """Path of libcublasLt where CUDA's packages, its toolkit or the system have it. Raises
+    RuntimeError: there is none."""
     try:
         from cuda import pathfinder
 
@@ -63,11 +60,7 @@ def find_cublaslt() -> str:
 
 
 def _call(name: str, *arguments) -> None:
-    """Call a function of the launcher.
-
-    Raises:
-        ProductError: its status is not 0.
-    """
+    """Call a function of the launcher. Raises ProductError: its status is not 0."""
     status, message = runtime.call(f"lsq_product_{name}", *arguments)
     if status:
         raise ProductError(message)
@@ -105,11 +98,7 @@ class ProductLibrary:
 
     def product(self, **spec: int) -> "Matmul":
         """Describe a product; keyword arguments as the fields of _Spec, dtypes as in DTYPES, alpha
-        as in ALPHAS.
-
-        Raises:
-            ProductError: the library refuses the description.
-        """
+        as in ALPHAS. Raises ProductError: the library refuses the description."""
         return Matmul(self._handle, _Spec(**spec))
 
     def close(self) -> None:
@@ -132,11 +121,8 @@ class Matmul:
         return self._handle.value
 
     def candidates(self, workspace_bytes: int, limit: int) -> list[Candidate]:
-        """The algorithms that the library proposes, best first; perhaps none.
-
-        Raises:
-            ProductError: the product is not supported, or no CUDA context is current.
-        """
+        """The algorithms that the library proposes, best first; perhaps none. Raises ProductError:
+        the product is not supported, or no CUDA context is current."""
         algorithms = ctypes.create_string_buffer(limit * ALGORITHM_BYTES)
         workspaces, count = (ctypes.c_int64 * limit)(), ctypes.c_int64()
         arguments = algorithms, workspaces, ctypes.byref(count)

@@ -16,12 +16,8 @@ MESSAGE_BYTES = 8192
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The launcher.
-
-    Raises:
-        LibraryError: it is not built, is damaged, or was built from other sources than those beside
-            it.
-    """
+    """The launcher. Raises LibraryError: it is not built, is damaged, or was built from other
+    sources than those beside it."""
     if not LIBRARY.exists():
         raise LibraryError(
             f"the launcher {LIBRARY.name} is not built; install g++ (Debian: apt-get install g++)"
@@ -96,10 +92,7 @@ class Driver:
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
         """Make the device's context current in this thread meanwhile; a fresh thread has none.
-
-        Raises:
-            RuntimeError: there is no such device, or the driver refuses.
-        """
+        Raises RuntimeError: there is no such device, or the driver refuses."""
         entered = ctypes.c_void_p()
         _call("lsq_context_enter", self.handle, ctypes.byref(entered))
         try:
@@ -109,10 +102,7 @@ class Driver:
 
     def follow(self, before: int, after: int) -> None:
         """Let the next work of stream `after` wait for what was launched on stream `before` so far.
-
-        Raises:
-            RuntimeError: the driver refuses.
-        """
+        Raises RuntimeError: the driver refuses."""
         _call("lsq_stream_follow", self.handle, ctypes.c_void_p(before), ctypes.c_void_p(after))
 
     def is_capturing(self, stream: int) -> bool:

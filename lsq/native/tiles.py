@@ -123,11 +123,8 @@ class TileProduct(ctypes.Structure):
         instructions: str,
         memory: torch.Tensor | None,
     ) -> "TileProduct":
-        """The product of tensors.
-
-        Raises:
-            ValueError: the processor or the system has no such instructions.
-        """
+        """The product of tensors. Raises ValueError: the processor or the system has no such
+        instructions."""
         if instructions not in usable():  # which also asks the system for them
             raise ValueError(
                 f"{instructions!r} cannot run here; there are {', '.join(map(repr, usable()))}"

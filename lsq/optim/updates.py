@@ -202,10 +202,7 @@ def check_moments(parameter: Tensor, first: Tensor, second: Tensor) -> None:
 
 def plain_gradient(gradient: Tensor, parameter: Tensor) -> Tensor:
     """The gradient of a parameter, of this process's shard if it is one, as contiguous float32.
-
-    Raises:
-        ValueError: it is sparse, or does not fit its parameter any more.
-    """
+    Raises ValueError: it is sparse, or does not fit its parameter any more."""
     if gradient.layout is not torch.strided:
         raise ValueError(
             "a gradient is sparse, which lsq's Adam does not take; take torch.optim.SparseAdam"

@@ -51,19 +51,13 @@ class Backend:
         return ()
 
     def prepare(self, calls: Sequence[Call]) -> Callable[[], None]:
-        """Return a function that runs `calls` one after another on their tensors.
-
-        Raises:
-            ValueError: an operation cannot take these tensors here.
-        """
+        """Return a function that runs `calls` one after another on their tensors. Raises
+        ValueError: an operation cannot take these tensors here."""
         raise NotImplementedError
 
     def check(self, tensor: torch.Tensor, name: str) -> None:
         """Refuse a tensor that cannot be put into operations that were prepared with another one.
-
-        Raises:
-            ValueError: it lies elsewhere, or is not aligned; the message begins with `name`.
-        """
+        Raises ValueError: it lies elsewhere, or is not aligned; the message begins with `name`."""
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Fresh memory."""
@@ -86,11 +80,8 @@ class Backend:
         ]
 
     def run(self, operation: Operation) -> None:
-        """Run one operation now, with fresh scratch memory.
-
-        Raises:
-            ValueError: a tensor lies elsewhere, or is not what the operation takes here.
-        """
+        """Run one operation now, with fresh scratch memory. Raises ValueError: a tensor lies
+        elsewhere, or is not what the operation takes here."""
         for tensor in (*operation.inputs, *operation.outputs):
             if tensor.device != self.device:
                 raise ValueError(

@@ -325,11 +325,7 @@ class Builder(Recorder):
 
     def parameter_gradient(self, parameter: VirtualTensor | None) -> VirtualTensor | None:
         """Where an operation writes the gradient of a parameter, or of an input that is one
-        elsewhere, if it needs one; each has one reader.
-
-        Raises:
-            ValueError: it has two.
-        """
+        elsewhere, if it needs one; each has one reader. Raises ValueError: it has two."""
         if not self.needs_gradient(parameter):
             return None
         if parameter in self._leaf_gradients:
@@ -341,11 +337,8 @@ class Builder(Recorder):
         return gradient
 
     def product_gradient(self, tensor: VirtualTensor) -> ProductGradient:
-        """Where the gradient of a product's result goes, as the products behind it want it.
-
-        Raises:
-            ValueError: the result has two readers.
-        """
+        """Where the gradient of a product's result goes, as the products behind it want it. Raises
+        ValueError: the result has two readers."""
         if tensor in self._product_gradients:
             raise ValueError(f"the product {tensor.name} has two readers in program {self.name}")
         producer = self._producers.get(tensor)

@@ -222,12 +222,8 @@ class Declared:
         return _ARRAY if field.count else _VALUE
 
     def pack(self, address: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr) -> bytes:
-        """The struct, as C++ reads it.
-
-        Raises:
-            ValueError: a tensor is not contiguous, or has another dtype or shape than was declared,
-                or something is missing.
-        """
+        """The struct, as C++ reads it. Raises ValueError: a tensor is not contiguous, or has
+        another dtype or shape than was declared, or something is missing."""
         words, shapes = [], []
         for field in self.fields:
             if field.count and not 0 < len(getattr(self, field.name)) <= field.count:

@@ -58,11 +58,8 @@ class Operation(Declared):
         return cuda.scratch_of(self)
 
     def cuda(self, *scratch: torch.Tensor) -> list[Launch | Product]:
-        """Launches and products that will run on a GPU.
-
-        Raises:
-            ValueError: kernels cannot take these shapes.
-        """
+        """Launches and products that will run on a GPU. Raises ValueError: kernels cannot take
+        these shapes."""
         found = cuda.launches(self, *scratch)
         return [found] if isinstance(found, Launch) else found
 

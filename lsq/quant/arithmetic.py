@@ -47,11 +47,8 @@ class Quantized(NamedTuple):
 
 
 def maximum_code(bits: int) -> int:
-    """Largest code Q = 2^(bits-1) - 1; the smallest is -Q.
-
-    Raises:
-        ValueError: `bits` is not a whole number from 2 to 8.
-    """
+    """Largest code Q = 2^(bits-1) - 1; the smallest is -Q. Raises ValueError: `bits` is not a whole
+    number from 2 to 8."""
     if not isinstance(bits, int) or not 2 <= bits <= 8:
         raise ValueError(f"bits is {bits!r}; it must be a whole number from 2 to 8")
     return 2 ** (bits - 1) - 1
@@ -117,11 +114,8 @@ def pack_bits(mask: Tensor) -> Tensor:
 
 
 def unpack_bits(packed: Tensor, numel: int) -> Tensor:
-    """Inverse of pack_bits: uint8 [ceil(numel/8)] -> bool [numel].
-
-    Raises:
-        ValueError: `packed` does not hold exactly ceil(numel/8) bytes.
-    """
+    """Inverse of pack_bits: uint8 [ceil(numel/8)] -> bool [numel]. Raises ValueError: `packed` does
+    not hold exactly ceil(numel/8) bytes."""
     if packed.numel() != -(-numel // 8):
         raise ValueError(
             f"{numel} bits take {-(-numel // 8)} bytes, but packed holds {packed.numel()}"

@@ -97,11 +97,7 @@ NAMED = {"tensor": Grain.TENSOR, "row": Grain.ROW, "channel": Grain(None, 1)}
 
 
 def grain(name: str) -> Grain:
-    """The grain of that name.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """The grain of that name. Raises ValueError: there is none."""
     if name in NAMED:
         return NAMED[name]
     blocks = BLOCKS.fullmatch(name)

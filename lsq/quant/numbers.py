@@ -331,10 +331,7 @@ MX: OCP Microscaling Formats 1.0; vsquant4-6: 4 bits with scales of 6.
 @cache
 def scaled_format(name: str) -> ScaledFormat:
     """The format called so: a preset, or <number>/<grain> with float32 scales, or
-    <number>/<grain>/<scales>.
-
-    Raises:
-        ValueError: a part is unknown; the nearest names are offered.
+    <number>/<grain>/<scales>. Raises ValueError: a part is unknown; the nearest names are offered.
     """
     if not isinstance(name, str):
         raise ValueError(
@@ -380,11 +377,8 @@ def all_parts(name: str) -> str:
 
 @cache
 def number_format(name: str) -> NumberFormat:
-    """The number format called so in NUMBERS.
-
-    Raises:
-        ValueError: there is none; the nearest names are offered.
-    """
+    """The number format called so in NUMBERS. Raises ValueError: there is none; the nearest names
+    are offered."""
     if name not in NUMBERS:
         raise ValueError(
             f"no number is called {name!r}{_nearest(name, NUMBERS)}; allowed: {', '.join(NUMBERS)}"

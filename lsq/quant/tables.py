@@ -65,11 +65,8 @@ class NumberFormat:
         return torch.where(x.isnan(), missing, nearest)
 
     def decode(self, codes: Tensor) -> Tensor:
-        """Values float32 of integer codes, in their shape.
-
-        Raises:
-            ValueError: a code is none of this format's.
-        """
+        """Values float32 of integer codes, in their shape. Raises ValueError: a code is none of
+        this format's."""
         low, high = map(int, codes.aminmax()) if codes.numel() else (0, 0)
         if low < 0 or high >= len(self.values):
             raise ValueError(
@@ -89,11 +86,8 @@ class NumberFormat:
         return (words >> shifts & 255).to(torch.uint8).flatten()
 
     def unpack(self, packed: Tensor, shape: torch.Size | tuple[int, ...]) -> Tensor:
-        """Inverse of pack: codes uint8 of this shape.
-
-        Raises:
-            ValueError: `packed` does not hold exactly the bytes of that many codes.
-        """
+        """Inverse of pack: codes uint8 of this shape. Raises ValueError: `packed` does not hold
+        exactly the bytes of that many codes."""
         count, stored = self.word
         numel = math.prod(shape)
         wanted = -(-numel // count) * stored

@@ -285,12 +285,8 @@ class StepMemory:
         self._fitting[node].add(program)
 
     def enter(self, frame: PlannedFrame, backward: bool) -> None:
-        """A pass of `frame` begins; `leave` ends it.
-
-        Raises:
-            RuntimeError: another pass is running, this one must not run now, or a view of what was
-                borrowed is still held.
-        """
+        """A pass of `frame` begins; `leave` ends it. Raises RuntimeError: another pass is running,
+        this one must not run now, or a view of what was borrowed is still held."""
         name = self.names[frame.node]
         if not self._busy.acquire(blocking=False):
             raise RuntimeError(
@@ -335,11 +331,8 @@ class StepMemory:
         self._open = [one for one in self._open if one.until >= position or not one.copy_out()]
 
     def end_borrowed(self, position: float) -> None:
-        """Free the bytes of what was borrowed until a pass before `position`.
-
-        Raises:
-            RuntimeError: somebody holds a view of it.
-        """
+        """Free the bytes of what was borrowed until a pass before `position`. Raises RuntimeError:
+        somebody holds a view of it."""
         self.copy_out(position)
         held = next((one for one in self._open if one.until < position), None)
         if held is not None:

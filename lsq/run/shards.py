@@ -120,11 +120,7 @@ class MeasuredClips:
     @torch.no_grad()
     def check_step(self, clips: Mapping[str, Tensor], owner: str) -> None:
         """Look, after the first step, whether it has put clips back to where they were before a
-        pass measured them.
-
-        Raises:
-            RuntimeError: it has.
-        """
+        pass measured them. Raises RuntimeError: it has."""
         stepping, self._stepping = self._stepping, {}
         rows = {
             name: torch.stack(

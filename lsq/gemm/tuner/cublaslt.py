@@ -67,11 +67,8 @@ class CublasBackend:
         self.cache = cache
 
     def candidates(self, key: ProductKey) -> Sequence[CublasConfiguration]:
-        """The library's proposals.
-
-        Raises:
-            ValueError, RuntimeError: cuBLASLt has no such product, or nothing for it.
-        """
+        """The library's proposals. Raises ValueError, RuntimeError: cuBLASLt has no such product,
+        or nothing for it."""
         proposals = self.products.candidates(key)
         if not proposals:
             raise RuntimeError(
@@ -92,11 +89,8 @@ class CublasBackend:
         return 10 * major + minor
 
     def trial(self, key: ProductKey) -> "CublasTrial | EndedTrial":
-        """The trial of a product, with the epilogue of its operation if it has one.
-
-        Raises:
-            ValueError, RuntimeError: there is no such product.
-        """
+        """The trial of a product, with the epilogue of its operation if it has one. Raises
+        ValueError, RuntimeError: there is no such product."""
         if key.op == MATMUL or self.device is None:
             return CublasTrial(self, key)
         return EndedTrial(key, self.device, self.operations, CublasTrial(self, key))

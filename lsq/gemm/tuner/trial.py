@@ -24,11 +24,8 @@ class Trial(Protocol):
     """One product with several sets of operands, used in turn, together larger than the caches."""
 
     def candidates(self) -> Sequence[Any]:
-        """Ways to run the product, the untuned one first.
-
-        Raises:
-            RuntimeError, ValueError: the device has none.
-        """
+        """Ways to run the product, the untuned one first. Raises RuntimeError, ValueError: the
+        device has none."""
 
     def fault(self, configuration: Any) -> str | None:
         """Run once and compare with exact arithmetic: what is wrong, or None."""
