@@ -22,9 +22,7 @@ def own_part(store: distributed.Store, rank: int, size: int) -> distributed.Stor
 
     Rank 0 names it. A process that finds a name asks under it, and takes it once it is answered:
     nobody answers under the name of an earlier attempt, and answers go to questions that are new.
-
-    Raises:
-        TimeoutError: rank 0 does not answer within the timeout of the store.
+    Raises TimeoutError: rank 0 does not answer within the timeout of the store.
     """
     store = distributed.PrefixStore("lsq/attempts", store)
     if rank == 0:

@@ -144,12 +144,9 @@ def operands_of(entry: Launch) -> list[torch.Tensor]:
 
 
 def profile(entries: Sequence[Launch]) -> list[Profile]:
-    """Run launches on tensors on the CPU, one after another, and count what each does.
-
-    Raises:
-        RuntimeError: a kernel fails, or there is no C++ compiler or no objdump.
-        ValueError: see lsq.native.launch_list.
-    """
+    """Run launches on tensors on the CPU, one after another, and count what each does. Raises
+    RuntimeError: a kernel fails, or there is no C++ compiler or no objdump; ValueError: see
+    lsq.native.launch_list."""
     ready = device().list(entries)
     library = ctypes.CDLL(str(emulator.build_driver()))
     library.emulator_profile_end.restype = ctypes.c_char_p

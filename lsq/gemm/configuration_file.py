@@ -135,13 +135,8 @@ class ConfigurationFile:
 
 
 def read(path: Path) -> ConfigurationFile:
-    """Read a file.
-
-    Raises:
-        ValueError: it is no such file; the message says where, what stands there, and what is
-            allowed.
-        FileNotFoundError, OSError: there is none, or it cannot be read.
-    """
+    """Read a file. Raises ValueError: it is no such file; the message says where, what stands
+    there, and what is allowed; FileNotFoundError, OSError: there is none, or it cannot be read."""
     if not path.exists():
         raise FileNotFoundError(
             f"there is no file {path} of tuned products; `lsq configs list` names all files, and"

@@ -56,12 +56,8 @@ def multiply(
 
 
 def untuned_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a int8 [M, K], b int8 [N, K] -> int32 [M, N] by tiles.
-
-    Raises:
-        ValueError: K could overflow the sums.
-        LibraryError: the C++ library is missing.
-    """
+    """a int8 [M, K], b int8 [N, K] -> int32 [M, N] by tiles. Raises ValueError: K could overflow
+    the sums; LibraryError: the C++ library is missing."""
     size = _packed_bytes(b.shape[0], a.shape[1])
     memory = torch.empty(size + ALIGNMENT, dtype=torch.uint8, device="cpu")
     memory = memory[-memory.data_ptr() % ALIGNMENT :]

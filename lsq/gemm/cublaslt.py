@@ -105,33 +105,21 @@ class Products:
         self._lock = threading.Lock()
 
     def get(self, key: ProductKey) -> ChosenProduct:
-        """The product of a key, the same object every time.
-
-        Raises:
-            ValueError: cuBLASLt has no such product.
-            RuntimeError: it has no algorithm for it, or refuses the chosen one.
-        """
+        """The product of a key, the same object every time. Raises ValueError: cuBLASLt has no such
+        product; RuntimeError: it has no algorithm for it, or refuses the chosen one."""
         with self._lock:
             if key not in self._chosen:
                 self._chosen[key] = self._create(key)
             return self._chosen[key]
 
     def prepare(self, product: Product) -> ChosenProduct:
-        """The product of these tensors.
-
-        Raises:
-            ValueError: the tensors do not fit.
-            RuntimeError: as `get`.
-        """
+        """The product of these tensors. Raises ValueError: the tensors do not fit; RuntimeError: as
+        `get`."""
         return self.get(key_of(product))
 
     def describe(self, key: ProductKey) -> Matmul:
-        """A product without an algorithm; the caller closes it.
-
-        Raises:
-            ValueError: cuBLASLt has no such product.
-            RuntimeError: the library refuses the description.
-        """
+        """A product without an algorithm; the caller closes it. Raises ValueError: cuBLASLt has no
+        such product; RuntimeError: the library refuses the description."""
         key = key.by_itself
         check_key(key)
         return self.library.product(

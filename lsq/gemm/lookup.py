@@ -113,13 +113,9 @@ class Table:
 
 def set_files(paths: Sequence[Path] | None) -> None:
     """Use these files and no others from now on, the first before the next; none at all if empty;
-    None: search the user's folder again. `Table.uses` begins anew.
-
-    Raises:
-        ValueError: a file is damaged or was made for another GPU; the message names what differs.
-        OSError: a file cannot be read.
-        RuntimeError: there is no GPU.
-    """
+    None: search the user's folder again. `Table.uses` begins anew. Raises ValueError: a file is
+    damaged or was made for another GPU; the message names what differs; OSError: a file cannot be
+    read; RuntimeError: there is no GPU."""
     cuda.files.use(None if paths is None else [_named_file(Path(path)) for path in paths])
 
 

@@ -176,9 +176,7 @@ def key_of(product: Product) -> ProductKey:
 
     a [M, K] or [K, M] transposed, b [N, K] or [K, N] transposed, out [M, N]; rows contiguous. alpha
     is a float or float32 [N]. Operands of an operation are packed, as in `ProductKey.by_itself`.
-
-    Raises:
-        ValueError: shapes, dtypes or strides that do not fit.
+    Raises ValueError: shapes, dtypes or strides that do not fit.
     """
     a, b, alpha = product.a, product.b, product.alpha
     tensors = {"a": a, "b": b, "out": product.out}

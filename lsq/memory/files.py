@@ -153,12 +153,8 @@ def alive_at_peak(buffers: Iterable[Buffer]) -> tuple[int | None, list[Buffer]]:
 
 def draw(buffers: Iterable[Buffer], plan: Plan, path: Path) -> None:
     """Draw the live load, and below it a rectangle per buffer, operation by offset, coloured by
-    size. The suffix of `path` chooses the format (.png, .svg, .pdf).
-
-    Raises:
-        ValueError: no buffer occupies bytes, or the format is unknown.
-        OSError: the picture cannot be written.
-    """
+    size. The suffix of `path` chooses the format (.png, .svg, .pdf). Raises ValueError: no buffer
+    occupies bytes, or the format is unknown; OSError: the picture cannot be written."""
     extras.require("a picture", "study")
     from matplotlib.collections import PolyCollection
     from matplotlib.colors import LogNorm

@@ -237,10 +237,8 @@ class Room:
 
     `lasting_bytes`: address space of the CPU that stays, more than any workspace needs: all
     workspaces begin at its first byte, which caches then know. 0: PyTorch's allocator gives memory
-    for each use of a workspace, and takes it back.
-
-    Raises:
-        MemoryError: the system has not so much address space for this process.
+    for each use of a workspace, and takes it back. Raises MemoryError: the system has not so much
+    address space for this process.
     """
 
     def __init__(self, device: torch.device | str, lasting_bytes: int = 0):

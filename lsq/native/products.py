@@ -133,12 +133,8 @@ class Matmul:
         ]
 
     def check(self, data: bytes) -> Candidate:
-        """An algorithm with its workspace for this product.
-
-        Raises:
-            ValueError: not 64 bytes.
-            ProductError: the algorithm does not run this product on this device.
-        """
+        """An algorithm with its workspace for this product. Raises ValueError: not 64 bytes;
+        ProductError: the algorithm does not run this product on this device."""
         workspace_bytes = ctypes.c_int64()
         _call("check", self._handle, _checked(data), ctypes.byref(workspace_bytes))
         return Candidate(bytes(data), workspace_bytes.value)

@@ -79,10 +79,7 @@ class Driver:
     def load(self, image: bytes, name: str, shared: int) -> int:
         """The handle of kernel `name` in machine code, for `shared` bytes of dynamic shared memory.
 
-        It stays loaded as long as the process lives.
-
-        Raises:
-            RuntimeError: the driver refuses it.
+        It stays loaded as long as the process lives. Raises RuntimeError: the driver refuses it.
         """
         module, function = ctypes.c_void_p(), ctypes.c_void_p()
         handles = ctypes.byref(module), ctypes.byref(function)

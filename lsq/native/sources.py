@@ -64,13 +64,10 @@ def unsealed(content: bytes) -> bytes:
 
 
 def load(path: Path, folder: str) -> ctypes.CDLL:
-    """The library at `path`, which is built of the sources in `folder` ("cpu" or "runtime").
-
-    Raises:
-        LibraryError: it is damaged, which would end the process while it is loaded, or was built
-            from other sources than those beside it: its functions may take other arguments.
-        OSError: it cannot be read.
-    """
+    """The library at `path`, which is built of the sources in `folder` ("cpu" or "runtime"). Raises
+    LibraryError: it is damaged, which would end the process while it is loaded, or was built from
+    other sources than those beside it: its functions may take other arguments; OSError: it cannot
+    be read."""
     if not unsealed(path.read_bytes()):
         raise LibraryError(f"{path} is damaged, or was not built by this version of lsq; {REMEDY}")
     library = ctypes.CDLL(os.fspath(path))

@@ -345,10 +345,7 @@ def check_shapes(cls: type[Declared], shapes: tuple[Sequence[int] | None, ...]) 
     """Refuse tensors of other shapes than the docstrings of their fields state.
 
     A name of a size means the same in all fields of one declaration. None stands for a tensor that
-    is missing.
-
-    Raises:
-        ValueError: a tensor does not fit the others.
+    is missing. Raises ValueError: a tensor does not fit the others.
     """
     stated = [(*rule, shapes[leaf]) for leaf, *rule in _rules(cls) if shapes[leaf] is not None]
     farthest = 0

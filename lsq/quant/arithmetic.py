@@ -88,10 +88,8 @@ def largest_clips(rows: Tensor, before: Tensor) -> Tensor:
 def quantize(x: Tensor, clip: Tensor, bits: int = 8) -> Quantized:
     """Round x, of any shape and float dtype, to codes under clip [1], or [R] for x [R, ...].
 
-    x/scale is computed in the wider of both dtypes.
-
-    Raises:
-        ValueError: the shape of `clip` does not fit x.
+    x/scale is computed in the wider of both dtypes. Raises ValueError: the shape of `clip` does not
+    fit x.
     """
     maximum = maximum_code(bits)
     scale = scale_of(clip, bits)

@@ -28,11 +28,9 @@ def calibrate(
 
     Methods: "fixed" (the clip `fixed`), "absmax" (the largest |x|), "percentile" (that many percent
     of |x| are inside) and "mse" (octav_clip). A row of zeros gets the mean clip of the others:
-    gradients are rounded with the scales of all rows, and its own would vanish.
-
-    Raises:
-        ValueError: `method` or `percentile` is not allowed, `fixed` is missing or not a usable
-            clip, or x is empty or holds NaN or infinity.
+    gradients are rounded with the scales of all rows, and its own would vanish. Raises ValueError:
+    `method` or `percentile` is not allowed, `fixed` is missing or not a usable clip, or x is empty
+    or holds NaN or infinity.
     """
     if method not in CALIBRATIONS:
         raise ValueError(

@@ -338,10 +338,7 @@ def _fits(pattern: str, names: Sequence[str]) -> bool:
 def format_choice(text: str) -> FormatChoice:
     """Read "int8,*fc2*=nvfp4,encoder.layers.0.*=float32": a format for all, then exceptions.
 
-    Formats are not checked.
-
-    Raises:
-        ValueError: the text has another form.
+    Formats are not checked. Raises ValueError: the text has another form.
     """
     others, *exceptions = text.split(",")
     pairs = tuple(tuple(part.strip() for part in one.split("=")) for one in exceptions)

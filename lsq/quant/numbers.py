@@ -140,11 +140,9 @@ class ScaledFormat:
         """Codes and scales of float x, any shape; all is computed in float32.
 
         `clip`: how clips are measured (METHODS; `percentile`: percent of |x| that the clip of a
-        block leaves inside), or clips of the shape of the blocks, or one for all.
-
-        Raises:
-            ValueError: the method or the percentile is not allowed, or the shape of the clips does
-                not fit, or one is negative.
+        block leaves inside), or clips of the shape of the blocks, or one for all. Raises
+        ValueError: the method or the percentile is not allowed, or the shape of the clips does not
+        fit, or one is negative.
         """
         shape = as_matrix(x.shape)
         matrix = x.detach().float().reshape(shape)
@@ -199,10 +197,8 @@ def measure(form: ScaledFormat, matrix: Tensor, method: str, percentile: float) 
     """Clips float32 [B] of the blocks of a matrix [R, C] float32: 0 for zeros, NaN where not all is
     finite.
 
-    Of long blocks, mse looks at a sample (calibration.sample_stride). No clip is above MOST.
-
-    Raises:
-        ValueError: `method` or `percentile` is not allowed.
+    Of long blocks, mse looks at a sample (calibration.sample_stride). No clip is above MOST. Raises
+    ValueError: `method` or `percentile` is not allowed.
     """
     if method not in METHODS:
         raise ValueError(

@@ -143,11 +143,8 @@ def lookup(number: NumberFormat, device: torch.device) -> Tensor:
     First the number of boundaries below all floats with these upper 16 bits (sign, exponent, 7 bits
     of the mantissa), a byte for each of 65,536; then boundaries and values float32 [LEVELS], in
     order, filled up with infinity and the largest value. A float x whose bits give rank r has value
-    r, or value r + 1 where it lies above boundary r.
-
-    Raises:
-        ValueError: two boundaries of the format lie so close that floats with the same upper bits
-            are on both sides.
+    r, or value r + 1 where it lies above boundary r. Raises ValueError: two boundaries of the
+    format lie so close that floats with the same upper bits are on both sides.
     """
     with torch.inference_mode(False), torch.device("cpu"):
         boundaries, codes, _ = boundaries_of(number.values)
@@ -178,10 +175,8 @@ def integer(bits: int) -> NumberFormat:
 
     Error: at most 1/2 of the scale for what is not clipped. The code of -2^(bits-1) is never given,
     as in `quantize`, so that negating is safe and nothing is biased; Chen et al. 2025
-    (arXiv:2510.25602) show what that is worth in training.
-
-    Raises:
-        ValueError: `bits` is not a whole number from 2 to 8.
+    (arXiv:2510.25602) show what that is worth in training. Raises ValueError: `bits` is not a whole
+    number from 2 to 8.
     """
     largest = maximum_code(bits)
     values = [*range(largest + 1), *range(-largest - 1, 0)]

@@ -37,12 +37,8 @@ KEPT = 1024
 def require_gpu(index: int = 0) -> tuple[str, Driver]:
     """(architecture that kernels are compiled for, driver) of a GPU that PyTorch sees.
 
-    No context is made.
-
-    Raises:
-        RuntimeError: there is no such GPU, no driver or compiler, or its driver is older than the
-            compiler.
-        ValueError: the GPU is too old for the kernels.
+    No context is made. Raises RuntimeError: there is no such GPU, no driver or compiler, or its
+    driver is older than the compiler; ValueError: the GPU is too old for the kernels.
     """
     if not torch.cuda.is_available() or index >= torch.cuda.device_count():
         raise RuntimeError(
@@ -74,10 +70,8 @@ def emulated_device(
     """The emulator: runs kernels on the CPU, for tests and for `lsq doctor --emulate`.
 
     `sanitize`: see lsq.emulator. `choose` picks the algorithms of products. `device`: whose tensors
-    it works on; the CPU must be able to read their memory.
-
-    Raises:
-        RuntimeError: there is no C++ compiler.
+    it works on; the CPU must be able to read their memory. Raises RuntimeError: there is no C++
+    compiler.
     """
     driver = Driver(str(emulator.build_driver(sanitize)), device.index or 0)
     library = str(emulator.build_products(sanitize))
@@ -202,10 +196,8 @@ def part_of(
     """The launches of an operation on real tensors that lie on `device`, for a LaunchList.
 
     The list reads the struct of the operation at every run, and the addresses of `scratch` when
-    they `follow`. `hold`: whether it keeps the operation and its memory.
-
-    Raises:
-        ValueError: the operation cannot take these tensors.
+    they `follow`. `hold`: whether it keeps the operation and its memory. Raises ValueError: the
+    operation cannot take these tensors.
     """
 
     def held() -> Iterable[torch.Tensor]:
@@ -232,10 +224,8 @@ def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
 def products_of(program: Program, activations: torch.dtype = torch.bfloat16) -> list[ProductKey]:
     """List the products of a program on a GPU, each once, in the order of the program.
 
-    `activations`: their dtype.
-
-    Raises:
-        ValueError: an operation has no CUDA implementation, or cannot take these shapes.
+    `activations`: their dtype. Raises ValueError: an operation has no CUDA implementation, or
+    cannot take these shapes.
     """
     with gemm.ended_by(None):  # what a kernel of lsq multiplies is a product of cuBLASLt, too
         launched = launched_by_operation(program, activations)

@@ -84,10 +84,8 @@ class Execution:
         """Run forward; gradients flow to inputs and parameters if the program has a backward pass.
 
         Floats may come as any of FLOATS, whatever dtype the program was built for; outputs have
-        that dtype.
-
-        Raises:
-            ValueError: a tensor is missing, or its shape or dtype is not the program's.
+        that dtype. Raises ValueError: a tensor is missing, or its shape or dtype is not the
+        program's.
         """
         program, borders = self.program, {}
         for virtual in (*program.inputs, *program.parameters):

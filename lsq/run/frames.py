@@ -99,11 +99,8 @@ class PreparedPass:
     def run(self, borders: Mapping[VirtualTensor, torch.Tensor]) -> None:
         """Run it on other tensors at its borders, of the same shapes.
 
-        Slots are filled in line: every pass of a training does it.
-
-        Raises:
-            ValueError: one of them has another dtype or is not contiguous, or the backend cannot
-                take it.
+        Slots are filled in line: every pass of a training does it. Raises ValueError: one of them
+        has another dtype or is not contiguous, or the backend cannot take it.
         """
         check = self._check
         try:

@@ -242,12 +242,8 @@ class StepMemory:
         program: Program,
         tensors: Mapping[str, torch.Tensor] = MappingProxyType({}),
     ):
-        """The PlannedFrame for the next run of `program` by `owner` on `tensors`.
-
-        Raises:
-            RuntimeError: the plan has no such run.
-            ValueError: the batch is larger than planned.
-        """
+        """The PlannedFrame for the next run of `program` by `owner` on `tensors`. Raises
+        RuntimeError: the plan has no such run; ValueError: the batch is larger than planned."""
         nodes = [node for node, known in enumerate(self._owners) if known() is owner]
         if not nodes:
             raise RuntimeError(

@@ -138,11 +138,9 @@ def rehearsing() -> Iterator[Rehearsal]:
 def rehearse(step: Callable[[], torch.Tensor], parameters) -> Rehearsal:
     """Rehearse `step`, which returns a loss, and its backward pass.
 
-    No gradient is left behind, and torch's random numbers go on as if nothing had been.
-
-    Raises:
-        ValueError: `step` returns no scalar, goes back by itself, or its loss depends on no trained
-            layer of lsq.
+    No gradient is left behind, and torch's random numbers go on as if nothing had been. Raises
+    ValueError: `step` returns no scalar, goes back by itself, or its loss depends on no trained
+    layer of lsq.
     """
     wanted = [parameter for parameter in parameters if parameter.requires_grad]
     gradients = [parameter.grad for parameter in wanted]
