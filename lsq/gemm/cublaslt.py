@@ -17,7 +17,7 @@ from lsq.gemm.configuration import CublasConfiguration, TileConfiguration
 from lsq.gemm.lookup import Table
 from lsq.gemm.product_key import ProductKey, key_of
 from lsq.native.launch import Product
-from lsq.native.products import ALPHAS, DTYPES, Matmul, ProductLibrary, find_cublaslt
+from lsq.native.products import DTYPES, Matmul, ProductLibrary, find_cublaslt
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +128,6 @@ class Products:
             k=key.k,
             dtype=DTYPES[key.dtypes["a"]],
             out_dtype=DTYPES[key.dtypes["out"]],
-            alpha=ALPHAS[key.alpha],
             transpose_a=int(key.layout[0] == "t"),
             transpose_b=int(key.layout[1] == "n"),
             **key.leading,

@@ -72,7 +72,7 @@ class Launch:
 
 @dataclass(frozen=True, kw_only=True)
 class Product:
-    """out [M, N] = alpha * a [M, K] times b [N, K] transposed, see lsq.gemm.product_key.
+    """out [M, N] = a [M, K] times b [N, K] transposed, see lsq.gemm.product_key.
 
     Both operands are contiguous along K in the plain case, the only one for int8.
     """
@@ -82,8 +82,6 @@ class Product:
     b: torch.Tensor
     """[N, K], as weights are, or [K, N] if `transpose_b`."""
     out: torch.Tensor
-    alpha: torch.Tensor | float = 1.0
-    """One number, or float32 [N] on the device (int8 results only)."""
     transpose_a: bool = False
     transpose_b: bool = False
     op: str = "matmul"

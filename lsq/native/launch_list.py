@@ -159,16 +159,15 @@ class LaunchList:
     def _add_product(self, entry: Product, part: Part) -> None:
         prepared = self._products.prepare(entry)
         what = _named(part.title, prepared)
-        vector = isinstance(entry.alpha, torch.Tensor)
-        operands = [entry.a, entry.b, entry.out, *([entry.alpha] if vector else [])]
+        operands = entry.a, entry.b, entry.out
         words = [self._pointer(tensor, part.addresses, what) for tensor in operands]
         self._workspace_bytes = max(self._workspace_bytes, prepared.algorithm.workspace_bytes)
         self._library.lsq_list_add_product(
             self._list,
             what.encode(),
             ctypes.c_void_p(prepared.native.address),
-            *map(ctypes.c_void_p, (*words, None)[:4]),
-            ctypes.c_float(1.0 if vector else entry.alpha),
+            *map(ctypes.c_void_p, (*words, None)),  # None, 1.0: of no product the result is scaled
+            ctypes.c_float(1.0),
         )
 
 

@@ -19,8 +19,6 @@ ALGORITHM_BYTES = 64
 DTYPES = {torch.float32: 0, torch.int8: 3, torch.int32: 10, torch.bfloat16: 14}
 """torch's dtype -> cudaDataType."""
 
-ALPHAS = {"one": 0, "scalar": 1, "vector": 2}
-
 
 class ProductError(RuntimeError):
     """A call of libcublasLt that failed, or the library is missing; the message says which."""
@@ -97,8 +95,8 @@ class ProductLibrary:
         return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
 
     def product(self, **spec: int) -> "Matmul":
-        """Describe a product; keyword arguments as the fields of _Spec, dtypes as in DTYPES, alpha
-        as in ALPHAS. Raises ProductError: the library refuses the description."""
+        """Describe a product; keyword arguments as the fields of _Spec, dtypes as in DTYPES.
+        Raises ProductError: the library refuses the description."""
         return Matmul(self._handle, _Spec(**spec))
 
     def close(self) -> None:
@@ -147,7 +145,6 @@ class Matmul:
         self,
         operands: Sequence[int],
         *,
-        alpha: float | int | None = None,
         workspace: int = 0,
         workspace_bytes: int = 0,
         stream: int = 0,
@@ -156,8 +153,6 @@ class Matmul:
 
         Args:
             operands: addresses of a, b and out, multiples of 16.
-            alpha: the number for "scalar", the address of N float32 for "vector", nothing for
-                "one".
             workspace: address of the workspace, a multiple of 256.
             workspace_bytes: its size.
             stream: a cudaStream_t.
@@ -165,11 +160,9 @@ class Matmul:
         Raises:
             ProductError: it cannot be queued; the message says why, with the shapes.
         """
-        number = ctypes.c_float(alpha) if isinstance(alpha, float) else None
-        alpha = ctypes.byref(number) if number is not None else ctypes.c_void_p(alpha)
         pointers = [ctypes.c_void_p(address) for address in operands]
         addresses = ctypes.c_void_p(workspace), workspace_bytes, ctypes.c_void_p(stream)
-        _call("run", self._handle, *pointers, alpha, *addresses)
+        _call("run", self._handle, *pointers, None, *addresses)
 
     def close(self) -> None:
         """Free it; nothing may run it any more."""

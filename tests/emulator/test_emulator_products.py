@@ -4,14 +4,14 @@ of their own."""
 import pytest
 import torch
 
-from lsq.native.products import ALPHAS, DTYPES, ProductError, ProductLibrary
+from lsq.native.products import DTYPES, ProductError, ProductLibrary
 from tests.emulator.emulated import fails
 from tests.emulator.emulated_cublaslt import emulated, split_of
 from tests.emulator.emulated_streams import Stream, Work, device, handle_of, watched
 
 ROWS = 64
 SPEC = {"m": ROWS, "n": ROWS, "k": ROWS, "leading_a": ROWS, "leading_b": ROWS, "leading_out": ROWS}
-SPEC |= {"dtype": DTYPES[torch.int8], "out_dtype": DTYPES[torch.int32], "alpha": ALPHAS["one"]}
+SPEC |= {"dtype": DTYPES[torch.int8], "out_dtype": DTYPES[torch.int32]}
 WORKSPACE = 2**20
 
 

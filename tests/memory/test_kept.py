@@ -1,6 +1,7 @@
 """Memory of the process: tensors, rooms, and the arenas, pool and workspaces behind them."""
 
 import copy
+import gc
 import os
 import random
 import subprocess

@@ -140,10 +140,6 @@ class _Operands:
             {name: laid(elements.clone(), key, name) for name, elements in flat.items()}
             for _ in range(count)
         ]
-        # of codes: results fill the range of int8, and some leave it
-        typical = 40 / (key.k**0.5 * LARGEST**2 / 3)
-        self.vector = typical * (0.5 + 2 * torch.rand(key.n, generator=generator)).to(place)
-        self.alpha = {"one": None, "scalar": typical, "vector": self.vector.data_ptr()}[key.alpha]
         self.native: Matmul = backend.products.describe(key)
 
     def operands(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -160,7 +156,6 @@ class _Operands:
         backend = self.backend
         self.native.run(
             [tensor.data_ptr() for tensor in self.sets[number % len(self.sets)].values()],
-            alpha=self.alpha,
             workspace=backend.workspace.data_ptr(),
             workspace_bytes=backend.workspace.nbytes,
             stream=torch.cuda.current_stream(backend.products.device).cuda_stream
@@ -217,7 +212,7 @@ class CublasTrial:
             if self._floats is None:
                 own = self._own.key
                 dtype = "bfloat16" if own.dtype == "int8" else own.dtype
-                key = dataclasses.replace(own, dtype=dtype, out=dtype, alpha="one")
+                key = dataclasses.replace(own, dtype=dtype, out=dtype)
                 self._floats = _Operands(self.backend, key)
                 self._floats.native.choose(self.backend.products.candidates(key)[0].algorithm)
             return self.backend.time(self._floats.run, repeats)
@@ -233,15 +228,9 @@ class CublasTrial:
     def _exact(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         """The result [M, N] of the first set, rounded once."""
         key = self._own.key
-        alpha = self._own.vector if key.alpha == "vector" else self._own.alpha or 1.0
-        wide = b.double().mT
-        parts = []
-        for block in a.split(max(1, REFERENCE_ELEMENTS // key.n)):
-            scaled = (block.double() @ wide).float() * alpha
-            if key.out == "int8":
-                scaled = scaled.round().clamp(-LARGEST - 1, LARGEST)
-            parts.append(scaled.to(getattr(torch, key.out)))
-        return torch.cat(parts)
+        wide, dtype = b.double().mT, getattr(torch, key.out)
+        blocks = a.split(max(1, REFERENCE_ELEMENTS // key.n))
+        return torch.cat([(block.double() @ wide).to(dtype) for block in blocks])
 
 
 def whole_numbers(
