@@ -21,8 +21,7 @@ class WorkerThread:
 
     After a task has failed its group is of no use, so that all later ones fail with the same error.
 
-    Args:
-        explain: turns the exception of a failed task into the one to raise.
+    `explain`: turns the exception of a failed task into the one to raise.
     """
 
     def __init__(self, explain: Callable[[Exception], Exception] = lambda error: error):

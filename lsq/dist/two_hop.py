@@ -39,11 +39,9 @@ PART = 2**20
 class TwoHop:
     """Averages buckets; see the module.
 
-    Args:
-        group: the workers that exchange codes, in order of ranks: all of them, or the one with this
-            one's position on every node.
-        scratch: holds pieces and messages.
-        neighbours: the workers of this node, in order of ranks; None: none but this one.
+    `group`: the workers that exchange codes, in order of ranks: all of them, or the one with this
+    one's position on every node. `scratch`: holds pieces and messages. `neighbours`: the workers of
+    this node, in order of ranks; None: none but this one.
     """
 
     def __init__(

@@ -273,11 +273,8 @@ def _called(symbol: str) -> str | None:
 def fitting_blocks(threads: int, registers: int, shared: int, limits: "Limits") -> int:
     """How many blocks of a kernel a multiprocessor holds at once.
 
-    Args:
-        threads: per block.
-        registers: per thread.
-        shared: bytes per block, static and dynamic.
-        limits: of the multiprocessor.
+    `threads`: per block. `registers`: per thread. `shared`: bytes per block, static and dynamic.
+    `limits`: of the multiprocessor.
     """
     warps = -(-threads // WARP)
     of_warp = -(-registers * WARP // 256) * 256

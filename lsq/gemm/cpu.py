@@ -37,15 +37,9 @@ def multiply(
     `arguments`. If K is longer than one int32 sum may be, it is `lsq_end_long_<op>`, which takes
     the operation, float32 sums [M, N], their first row and number, and `arguments`.
 
-    Args:
-        op: one of TILED and TILED_ALONE in lsq.gemm.operations.
-        operation: of the loop.
-        a, b: int8; either may be a transposed view.
-        memory: as `scratch_for` asks for, at a multiple of ALIGNMENT bytes.
-        arguments: of the loop.
-
-    Raises:
-        ValueError: the memory is too small.
+    `op`: one of TILED and TILED_ALONE in lsq.gemm.operations. `operation`: of the loop. `a`, `b`:
+    int8; either may be a transposed view. `memory`: as `scratch_for` asks for, at a multiple of
+    ALIGNMENT bytes. `arguments`: of the loop. Raises ValueError: the memory is too small.
     """
     (m, k), n = a.shape, b.shape[0]
     if is_long(op, k):

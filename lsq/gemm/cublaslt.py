@@ -194,8 +194,7 @@ class TunedChoice:
     An algorithm serves its own shape alone. If the library refuses it, the library's first proposal
     runs, with one warning, and the product counts as missed.
 
-    Args:
-        table: the entries.
+    `table`: the entries.
     """
 
     def __init__(self, table: Table) -> None:

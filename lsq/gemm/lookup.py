@@ -49,9 +49,7 @@ class Table:
 
     Threads may share it.
 
-    Args:
-        here: the GPU.
-        files: its files, in the order of their precedence.
+    `here`: the GPU. `files`: its files, in the order of their precedence.
     """
 
     def __init__(self, here: Validators, files: Sequence[SearchedFile] = ()) -> None:
@@ -150,12 +148,9 @@ def cuda_tile(op: str, m: int, n: int, k: int) -> TileConfiguration | None:
     Operations ask for their scratch memory, and again for their launches. The answer depends on the
     shape and the files of the GPU that is here; without a GPU, on the shape.
 
-    Args:
-        op: one of TILED, or of TILED_ALONE, whose tiles are those of the rule.
-        m, n, k: of a product whose launches are prepared; 0 where there is nothing to multiply.
-
-    Raises:
-        ValueError: there is no such product.
+    `op`: one of TILED, or of TILED_ALONE, whose tiles are those of the rule. `m`, `n`, `k`: of a
+    product whose launches are prepared; 0 where there is nothing to multiply. Raises ValueError:
+    there is no such product.
     """
     if not min(m, n, k) or is_long(op, k):
         return None

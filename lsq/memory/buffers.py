@@ -228,10 +228,8 @@ def place(buffers: Sequence[Buffer], order: Sequence[int], fixed: Mapping[int, i
     Deep Neural Net Inference): one buffer after the other goes into the smallest gap between those
     that are alive at the same time, else above them all.
 
-    Args:
-        buffers: none of size 0.
-        order: indices into `buffers`.
-        fixed: index -> offset; those buffers go first.
+    `buffers`: none of size 0. `order`: indices into `buffers`. `fixed`: index -> offset; those
+    buffers go first.
     """
     order = [*(i for i in order if i in fixed), *(i for i in order if i not in fixed)]
     if not loader.available():

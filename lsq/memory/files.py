@@ -31,13 +31,9 @@ COLOURED = 1000
 def read_buffers(path: Path, alignment: int = 1) -> list[Buffer]:
     """Read `id,lower,upper,size[,alignment][,offset]`; a buffer's last operation is upper - 1.
 
-    Args:
-        path: the file.
-        alignment: bytes, of rows that give none.
-
-    Raises:
-        ValueError: the file is empty, or a column or a row is wrong; the message names the line.
-        OSError: the file cannot be read.
+    `path`: the file. `alignment`: bytes, of rows that give none. Raises ValueError: the file is
+    empty, or a column or a row is wrong; the message names the line; OSError: the file cannot be
+    read.
     """
     with path.open(encoding="utf-8-sig", newline="") as file:
         rows = csv.DictReader(file)

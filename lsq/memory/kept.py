@@ -44,13 +44,8 @@ class Arena:
     On the CPU they are untouched address space: the system gives memory to the pages that are
     written, once. It is given back when the arena and every tensor in it are gone.
 
-    Args:
-        size: bytes.
-        device: its device.
-        wiped_on_fork: a forked process finds zeros there, not copies of pages, if the system can.
-
-    Raises:
-        MemoryError: the system refuses so much.
+    `size`: bytes. `device`: its device. `wiped_on_fork`: a forked process finds zeros there, not
+    copies of pages, if the system can. Raises MemoryError: the system refuses so much.
     """
 
     def __init__(
@@ -182,11 +177,8 @@ class Gaps:
 class Pool:
     """Tensors of the CPU in one arena, whose pages exist once they have been written.
 
-    Args:
-        size: bytes of the arena.
-
-    Raises:
-        MemoryError: the system has not so much address space for this process.
+    `size`: bytes of the arena. Raises MemoryError: the system has not so much address space for
+    this process.
     """
 
     def __init__(self, size: int):

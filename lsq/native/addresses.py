@@ -16,8 +16,7 @@ class Addresses:
     """Tensors at their addresses, and operations in structs that are made of them and stay as they
     are.
 
-    Args:
-        device: where tensors must lie.
+    `device`: where tensors must lie.
     """
 
     def __init__(self, device: torch.device):
@@ -51,10 +50,8 @@ class StructAddresses(Addresses):
     """One operation whose struct is read again and again, and so are its operands, through the
     words of the struct.
 
-    Args:
-        operation: what launches are given as such.
-        struct: what they take for it; whoever writes other addresses there moves its tensors.
-        held: see Addresses.
+    `operation`: what launches are given as such. `struct`: what they take for it; whoever writes
+    other addresses there moves its tensors. `held`: see Addresses.
     """
 
     def __init__(self, operation, struct: ctypes.Array, held: Callable[[], Iterable[torch.Tensor]]):

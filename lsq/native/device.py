@@ -20,9 +20,7 @@ class StreamMemory:
     """The workspace of products, and words for tickets, which every kernel finds and leaves at
     zero.
 
-    Args:
-        torch_device: where.
-        workspace_bytes: size of the workspace.
+    `torch_device`: where. `workspace_bytes`: size of the workspace.
     """
 
     def __init__(self, torch_device: torch.device, workspace_bytes: int):
@@ -59,13 +57,9 @@ def aligned_workspace(size: int, torch_device: torch.device) -> torch.Tensor:
 class Device:
     """A device that runs lists of launches.
 
-    Args:
-        name: for people.
-        driver: the CUDA driver, or the emulator's.
-        compile: makes the machine code of a kernel.
-        products: finds the algorithms of products (lsq.gemm.cublaslt.Products); None where lists
-            hold none.
-        torch_device: the torch device whose tensors it works on.
+    `name`: for people. `driver`: the CUDA driver, or the emulator's. `compile`: makes the machine
+    code of a kernel. `products`: finds the algorithms of products (lsq.gemm.cublaslt.Products);
+    None where lists hold none. `torch_device`: the torch device whose tensors it works on.
     """
 
     def __init__(

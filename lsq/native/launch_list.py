@@ -31,14 +31,10 @@ class LaunchList:
     Runs on several streams follow each other: a run waits for the stream of the one before. Until
     the work of a list is done, whoever made it keeps the tensors that are not `held`.
 
-    Args:
-        device: the lsq.native.device.Device where it runs.
-        parts: what it runs, in order.
-        products: finds the algorithms of its products, if not the device's.
-
-    Raises:
-        ValueError: a tensor lies elsewhere, is not contiguous or not aligned.
-        RuntimeError: a kernel does not compile or load, or a product has no algorithm.
+    `device`: the lsq.native.device.Device where it runs. `parts`: what it runs, in order.
+    `products`: finds the algorithms of its products, if not the device's. Raises ValueError: a
+    tensor lies elsewhere, is not contiguous or not aligned; RuntimeError: a kernel does not compile
+    or load, or a product has no algorithm.
     """
 
     def __init__(self, device, parts: Sequence[Part], products=None):

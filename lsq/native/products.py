@@ -77,12 +77,8 @@ class ProductLibrary:
     """One libcublasLt, for one device: the one that is current when an algorithm is first looked
     up.
 
-    Args:
-        path: what `find_cublaslt` returns, or an emulated library.
-
-    Raises:
-        ProductError: it cannot be loaded or lacks a function.
-        RuntimeError: lsq's own library, which calls it, is not built.
+    `path`: what `find_cublaslt` returns, or an emulated library. Raises ProductError: it cannot be
+    loaded or lacks a function; RuntimeError: lsq's own library, which calls it, is not built.
     """
 
     def __init__(self, path: str) -> None:
@@ -151,14 +147,9 @@ class Matmul:
     ) -> None:
         """Queue the product.
 
-        Args:
-            operands: addresses of a, b and out, multiples of 16.
-            workspace: address of the workspace, a multiple of 256.
-            workspace_bytes: its size.
-            stream: a cudaStream_t.
-
-        Raises:
-            ProductError: it cannot be queued; the message says why, with the shapes.
+        `operands`: addresses of a, b and out, multiples of 16. `workspace`: address of the
+        workspace, a multiple of 256. `workspace_bytes`: its size. `stream`: a cudaStream_t. Raises
+        ProductError: it cannot be queued; the message says why, with the shapes.
         """
         pointers = [ctypes.c_void_p(address) for address in operands]
         addresses = ctypes.c_void_p(workspace), workspace_bytes, ctypes.c_void_p(stream)

@@ -56,12 +56,8 @@ class Driver:
 
     The context is made, if it is not there, when it is first needed.
 
-    Args:
-        path: of libcuda.so.1.
-        ordinal: number of the device.
-
-    Raises:
-        RuntimeError: it cannot be opened, or finds no GPU.
+    `path`: of libcuda.so.1. `ordinal`: number of the device. Raises RuntimeError: it cannot be
+    opened, or finds no GPU.
     """
 
     def __init__(self, path: str, ordinal: int = 0):

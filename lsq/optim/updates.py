@@ -60,10 +60,8 @@ class Members:
 class Updates:
     """Steps of `members` on a backend, all at once.
 
-    Args:
-        backend: where.
-        members: their gradients may lie elsewhere each time.
-        rows: how many rows of numbers there are.
+    `backend`: where. `members`: their gradients may lie elsewhere each time. `rows`: how many rows
+    of numbers there are.
     """
 
     def __init__(self, backend: Backend, members: Members, rows: int):

@@ -99,13 +99,10 @@ class Recorder:
 class Builder(Recorder):
     """Records operations over virtual tensors, and appends their gradients.
 
-    Args:
-        name: of the program.
-        quant: what is rounded and how the backward products run.
-        training: dropout is active.
-        backward: the program gets a backward pass, or one for the inputs and parameters of these
-            names alone; without one, weights come in as codes.
-        backend: where it will run.
+    `name`: of the program. `quant`: what is rounded and how the backward products run. `training`:
+    dropout is active. `backward`: the program gets a backward pass, or one for the inputs and
+    parameters of these names alone; without one, weights come in as codes. `backend`: where it will
+    run.
     """
 
     def __init__(

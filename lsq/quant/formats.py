@@ -293,14 +293,10 @@ class FormatChoice:
     ) -> str:
         """The patterns that concern the part of a model at `path`, as text.
 
-        Args:
-            tensors: the part's tensors -> their names in its state dict: of the weights that a
-                tensor consists of.
-            fitted: gets the patterns that fit one -> the formats of all that they fit.
-            read: names are the tensor's own, and those of the weights that are multiplied by it.
-
-        Raises:
-            ValueError: patterns give the weights of one tensor different formats.
+        `tensors`: the part's tensors -> their names in its state dict: of the weights that a tensor
+        consists of. `fitted`: gets the patterns that fit one -> the formats of all that they fit.
+        `read`: names are the tensor's own, and those of the weights that are multiplied by it.
+        Raises ValueError: patterns give the weights of one tensor different formats.
         """
         chosen = {}
         for own, theirs in tensors.items():

@@ -71,13 +71,10 @@ class CPU(Backend):
 def backend(name: str, activations: torch.dtype | None = None) -> Backend:
     """The backend of that name, one for all.
 
-    Args:
-        name: "reference", "cpu", "cuda" or "emulated".
-        activations: their dtype in programs; None: bfloat16 on "cuda", float32 elsewhere.
-
-    Raises:
-        ValueError: there is no backend of that name, or it has no such activations.
-        RuntimeError: there is no GPU ("cuda"), or no C++ compiler ("emulated").
+    `name`: "reference", "cpu", "cuda" or "emulated". `activations`: their dtype in programs; None:
+    bfloat16 on "cuda", float32 elsewhere. Raises ValueError: there is no backend of that name, or
+    it has no such activations; RuntimeError: there is no GPU ("cuda"), or no C++ compiler
+    ("emulated").
     """
     if name not in ACTIVATIONS:
         raise ValueError(f"backend is {name!r}; allowed: {', '.join(map(repr, ACTIVATIONS))}")
@@ -95,12 +92,8 @@ def for_device(device: torch.device, activations: torch.dtype | None = None) -> 
     """Return the backend of a device; on the CPU the reference, said once, where there is no C++
     library.
 
-    Args:
-        device: where the tensors lie.
-        activations: their dtype in programs on a GPU; None: the usual one.
-
-    Raises:
-        ValueError: nothing runs on devices of that type.
+    `device`: where the tensors lie. `activations`: their dtype in programs on a GPU; None: the
+    usual one. Raises ValueError: nothing runs on devices of that type.
     """
     if device.type not in MAKERS:
         raise ValueError(

@@ -57,14 +57,10 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 class Execution:
     """A program with the tensors of one call: `Execution(program, backend)(tensors by name)`.
 
-    Args:
-        program: what to run.
-        backend: where.
-        hooks: called around each operation of the forward pass.
-        memory: planned memory for runs with a backward pass; None: all tensors get fresh memory.
-        owner: who runs, for the memory.
-        fleeting: names of parameters that the backward pass may find with other values, so that it
-            keeps copies.
+    `program`: what to run. `backend`: where. `hooks`: called around each operation of the forward
+    pass. `memory`: planned memory for runs with a backward pass; None: all tensors get fresh
+    memory. `owner`: who runs, for the memory. `fleeting`: names of parameters that the backward
+    pass may find with other values, so that it keeps copies.
     """
 
     def __init__(

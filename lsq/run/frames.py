@@ -59,11 +59,8 @@ class Slot:
 class PreparedPass:
     """The operations `indices` of a program on memory of theirs.
 
-    Args:
-        program: on a backend that is `refillable`.
-        indices: of the pass.
-        inside: the tensors that do not cross its borders, scratch memory among them.
-        borders: the others, of this run.
+    `program`: on a backend that is `refillable`. `indices`: of the pass. `inside`: the tensors that
+    do not cross its borders, scratch memory among them. `borders`: the others, of this run.
     """
 
     def __init__(

@@ -35,13 +35,10 @@ PREPARED_KEPT = 2048
 class BorrowedTensor:
     """A tensor in the arena in other hands, with a storage of its own.
 
-    Args:
-        tensor: that one.
-        memory: dies with its storage.
-        borrow: until when, and whether to hold it until then, so that autograd never makes it the
-            parameter's gradient. A contribution that others are added to in place must not be held.
-        leaf: whose `grad` it may become.
-        label: for people.
+    `tensor`: that one. `memory`: dies with its storage. `borrow`: until when, and whether to hold
+    it until then, so that autograd never makes it the parameter's gradient. A contribution that
+    others are added to in place must not be held. `leaf`: whose `grad` it may become. `label`: for
+    people.
     """
 
     def __init__(
@@ -81,12 +78,9 @@ class BorrowedTensor:
 class PlannedFrame(Frame):
     """Tensors at the offsets of a plan; what crosses a border is borrowed, or gets fresh memory.
 
-    Args:
-        memory: the plan's.
-        node: which run of the step it is.
-        leaves: the leaves of autograd's graph that the program reads, by name. What was planned as
-            the first gradient of a leaf is borrowed if it is one.
-        repeated: whether it has run before.
+    `memory`: the plan's. `node`: which run of the step it is. `leaves`: the leaves of autograd's
+    graph that the program reads, by name. What was planned as the first gradient of a leaf is
+    borrowed if it is one. `repeated`: whether it has run before.
     """
 
     def __init__(
@@ -180,12 +174,9 @@ class StepMemory:
     be left out. A forward pass that is out of turn begins the next step; what the step before has
     saved is gone then, and its backward passes are refused.
 
-    Args:
-        step: the plan.
-        owners: the module of each node.
-        names: of the nodes, for messages.
-        device: where the arena lies.
-        outside: bytes that modules of others keep for the backward pass of the step, by class.
+    `step`: the plan. `owners`: the module of each node. `names`: of the nodes, for messages.
+    `device`: where the arena lies. `outside`: bytes that modules of others keep for the backward
+    pass of the step, by class.
     """
 
     frame = PlannedFrame

@@ -39,11 +39,10 @@ LARGEST_FACTOR = 7
 class CublasBackend:
     """The products of one GPU.
 
-    Args:
-        products: of the device; their workspace is the most that algorithms may take.
-        device: runs the kernels of epilogues; None: products are tried without.
-        operations: representative ones, whose products are tried with their epilogues.
-        cache: bytes that the operands of a product exceed together; by default the L2 cache.
+    `products`: of the device; their workspace is the most that algorithms may take. `device`: runs
+    the kernels of epilogues; None: products are tried without. `operations`: representative ones,
+    whose products are tried with their epilogues. `cache`: bytes that the operands of a product
+    exceed together; by default the L2 cache.
     """
 
     def __init__(

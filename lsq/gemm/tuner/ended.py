@@ -66,14 +66,10 @@ def tiles(key: ProductKey, sm: int | None) -> list[TileConfiguration]:
 class EndedTrial:
     """One product of an operation, with its epilogue.
 
-    Args:
-        key: of one of `operations`.
-        device: its device, with its `products`.
-        operations: one per op.
-        by_itself: the trial of the product without epilogue (lsq.gemm.tuner.cublaslt.CublasTrial).
-
-    Raises:
-        ValueError: products of this operation are not tuned.
+    `key`: of one of `operations`. `device`: its device, with its `products`. `operations`: one per
+    op. `by_itself`: the trial of the product without epilogue
+    (lsq.gemm.tuner.cublaslt.CublasTrial). Raises ValueError: products of this operation are not
+    tuned.
     """
 
     def __init__(

@@ -103,11 +103,8 @@ def compare(
     `settings.least_gain`. A gain is the default's time over its own in the same round, so that a
     drift of the clock cancels.
 
-    Args:
-        deadline: when `clock` reaches it, no further candidate is taken up; the others go on.
-
-    Raises:
-        RuntimeError: the default itself computes wrong results.
+    `deadline`: when `clock` reaches it, no further candidate is taken up; the others go on. Raises
+    RuntimeError: the default itself computes wrong results.
     """
     screened, refused, complete = _screen(trial, candidates, settings, deadline, clock)
     float_repeats = _repeats(trial.float_seconds(1), settings)
