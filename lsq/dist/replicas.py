@@ -118,9 +118,7 @@ class _Trained:
         return False
 
 
-@functools.cache
-def _warn(text: str) -> None:
-    logger.warning(text)
+_warn = functools.cache(logger.warning)  # once each
 
 
 def _modules_in(model: nn.Module) -> list[nn.Module]:

@@ -120,7 +120,8 @@ def compile_kernels(
     flags = [*FLAGS, *checks, *(f"-D{name}={value}" for name, value in defines)]
     operations = _operations()
     includes = [f"-I{folder}" for folder in (KERNELS, SHARED, SOURCES, operations.parent)]
-    headers = [*_headers(), *_beside(path), operations]
+    beside = [] if path.parent == KERNELS else sorted(path.parent.glob("*.cuh"))
+    headers = [*_headers(), *beside, operations]
     target = _target(path.stem, [path, *headers], [*flags, *KERNEL_LINK, os.fspath(driver)])
     if not target.exists():
         text = _declare_shared(
@@ -161,10 +162,6 @@ def _operations() -> Path:
     if not path.exists():
         cache.write(path, text)
     return path
-
-
-def _beside(source: Path) -> list[Path]:
-    return [] if source.parent == KERNELS else sorted(source.parent.glob("*.cuh"))
 
 
 def _target(stem: str, sources: list[Path], flags: list[str]) -> Path:

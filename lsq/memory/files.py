@@ -175,8 +175,16 @@ def draw(buffers: Iterable[Buffer], plan: Plan, path: Path) -> None:
     load_axes.set_title(f"{counts}, {plan.method}: {plan.gap:.3%} above the lower bound")
     load_axes.legend(loc="lower right")
     largest = max(buffer.size for buffer in buffers) / MEBIBYTE
+    lows = [plan.offsets[buffer.name] for buffer in buffers]
+    sides = [
+        (buffer.first, buffer.last + 1, low, low + buffer.size)
+        for buffer, low in zip(buffers, lows, strict=True)
+    ]
     rectangles = PolyCollection(
-        [_corners(buffer, plan.offsets[buffer.name]) for buffer in buffers],
+        [
+            [(x, y / MEBIBYTE) for x, y in ((left, low), (right, low), (right, high), (left, high))]
+            for left, right, low, high in sides
+        ],
         array=[buffer.size / MEBIBYTE for buffer in buffers],
         norm=LogNorm(vmin=largest / COLOURED, vmax=largest, clip=True),
         cmap="viridis",
@@ -188,9 +196,3 @@ def draw(buffers: Iterable[Buffer], plan: Plan, path: Path) -> None:
     map_axes.set_ylim(0, max(1, plan.peak) / MEBIBYTE)
     figure.colorbar(rectangles, ax=map_axes, label="size (MiB)")
     figure.savefig(path, dpi=120)
-
-
-def _corners(buffer: Buffer, offset: int) -> list[tuple[float, float]]:
-    left, right = buffer.first, buffer.last + 1
-    bottom, top = offset / MEBIBYTE, (offset + buffer.size) / MEBIBYTE
-    return [(left, bottom), (right, bottom), (right, top), (left, top)]

@@ -1,5 +1,4 @@
-"""Memory of the CPU: arenas, and what is kept between passes: a pool for tensors, rooms for what
-lives inside one pass.
+"""Memory of the CPU: arenas, a pool for tensors, rooms for what lives inside one pass.
 
 The C library returns large tensors to the system at once, which clears their pages before it gives
 them out again: a fifth of a ViT's step. Here pages stay.
@@ -202,8 +201,8 @@ class Pool:
             return None
         tensor, memory = self._arena.lend(offset, shape, dtype)
         # without the lock: garbage is collected anywhere, under the lock as well
-        dead = functools.partial(_append, self._returned, offset)
-        self._borrowed[offset] = weakref.ref(memory(), dead), size
+        returned = self._returned
+        self._borrowed[offset] = weakref.ref(memory(), lambda _: returned.append(offset)), size
         return tensor
 
     def release(self) -> None:
@@ -218,10 +217,6 @@ class Pool:
             offset = self._returned.popleft()
             _, size = self._borrowed.pop(offset)
             self._gaps.give_back(offset, size)
-
-
-def _append(returned: deque[int], offset: int, _: weakref.ref) -> None:
-    returned.append(offset)
 
 
 class Room:
@@ -313,12 +308,6 @@ class _Process:
             )
             return None
 
-    def new_room(self, device: torch.device, lasting: bool) -> Room:
-        if lasting:
-            with contextlib.suppress(MemoryError):  # one more thread than there is address space
-                return Room(device, self.bytes)
-        return Room(device)
-
     def before_fork(self) -> None:
         """Arenas are zeros in a forked process: tensors that it may read are moved."""
         for memory in list(self.lending):
@@ -357,7 +346,10 @@ def room(device: torch.device) -> Iterator[Room]:
     rooms = _process.rooms.setdefault((device, lasting), [])
     free = next((each for each in list(rooms) if each.lock.acquire(blocking=False)), None)
     if free is None:
-        free = _process.new_room(device, lasting)
+        try:
+            free = Room(device, _process.bytes if lasting else 0)
+        except MemoryError:  # one more thread than there is address space
+            free = Room(device)
         free.lock.acquire()
         rooms.append(free)
     try:

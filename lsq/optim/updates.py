@@ -153,7 +153,11 @@ class Updates:
     def put(self, members: Members) -> None:
         """Take the gradients of now."""
         now = members.gradients
-        if len(self._gradients) == len(now) and all(map(_is_same, self._gradients, now)):
+        same = (
+            known is one and address == one.data_ptr()
+            for (known, address), one in zip(self._gradients, now, strict=False)
+        )
+        if len(self._gradients) == len(now) and all(same):
             return
         plain = list(map(plain_gradient, now, members.parameters))
         for slot, number in zip(self._slots, self._order, strict=True):
@@ -215,10 +219,6 @@ def plain_gradient(gradient: Tensor, parameter: Tensor) -> Tensor:
     # nearly all are; asking is faster
     plain = gradient.dtype is torch.float32 and gradient.is_contiguous()
     return gradient if plain else gradient.to(torch.float32).contiguous()
-
-
-def _is_same(known: tuple[Tensor, int], gradient: Tensor) -> bool:
-    return known[0] is gradient and known[1] == gradient.data_ptr()
 
 
 def _check_like(tensor: Tensor, parameter: Tensor, what: str, remedy: str) -> None:

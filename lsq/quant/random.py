@@ -18,8 +18,6 @@ has no bias; those of different rows are independent; and along a row they are s
 can be, since the step is 2^32 over the golden ratio.
 """
 
-import math
-
 import torch
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -106,17 +104,9 @@ def keep_factor(probability: float) -> float:
     return float(torch.tensor(1.0 / (1.0 - probability), dtype=torch.float32, device="cpu"))
 
 
-def uniform(key: torch.Tensor, subsequence: int, shape: tuple[int, ...]) -> torch.Tensor:
-    """Float32 numbers in [0, 1) from the upper 24 bits of each word."""
-    return _fractions(philox(int(key), subsequence, math.prod(shape))).view(shape)
-
-
 def uniform_rows(key: torch.Tensor, subsequence: int, rows: int, columns: int) -> torch.Tensor:
     """Float32 numbers in [0, 1), [rows, columns]: those of a row from one word, by a Weyl
     sequence."""
     steps = torch.arange(columns) * _GOLDEN
-    return _fractions((philox(int(key), subsequence, rows)[:, None] + steps) & _MASK)
-
-
-def _fractions(words: torch.Tensor) -> torch.Tensor:
+    words = (philox(int(key), subsequence, rows)[:, None] + steps) & _MASK
     return (words >> 8).to(torch.float32) * 2.0**-24

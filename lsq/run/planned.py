@@ -66,8 +66,7 @@ class BorrowedTensor:
             self._tensor = weakref.ref(gradient)
 
     def copy_out(self) -> bool:
-        """Move it to memory of its own if anybody holds it; whether its bytes are free then: not
-        while somebody holds a view."""
+        """Move it to memory of its own if anybody holds it; whether no view of it is held."""
         self._held = None
         self.find_gradient()
         if self._memory() is not None and (tensor := self._tensor()) is not None:
@@ -152,8 +151,7 @@ class PlannedFrame(Frame):
         return self.memory.borrow(offset, tensor, borrow, leaf, label)
 
     def offset(self, index: int, number: int) -> int | None:
-        """The offset at which tensor `number` of operation `index` lies in this run; None: in fresh
-        memory."""
+        """Offset of tensor `number` of operation `index` in this run; None: fresh memory."""
         key = self.node, index, number
         borrow = self.memory.step.borrowed.get(key)
         if borrow is not None and borrow.leaf is not None and borrow.leaf.name not in self._leaves:
@@ -283,20 +281,17 @@ class StepMemory:
             if backward:
                 self._begin_backward(frame, name)
             else:
-                self._begin_forward(frame)
+                position = self.positions[frame.node, False]
+                if position <= self._position:
+                    self.next_step()
+                self.end_borrowed(position)
+                self._position, frame.step_number = position, self._step_number
         except BaseException:
             self._busy.release()
             raise
 
     def leave(self) -> None:
         self._busy.release()
-
-    def _begin_forward(self, frame: PlannedFrame) -> None:
-        position = self.positions[frame.node, False]
-        if position <= self._position:
-            self.next_step()
-        self.end_borrowed(position)
-        self._position, frame.step_number = position, self._step_number
 
     def next_step(self) -> None:
         self.end_borrowed(math.inf)
@@ -313,8 +308,7 @@ class StepMemory:
         return tensor
 
     def copy_out(self, position: float = math.inf) -> None:
-        """Move what was borrowed until a pass before `position`, and is still held, to memory of
-        its own; views stay."""
+        """Move what was borrowed until a pass before `position`, and is still held; views stay."""
         self._open = [one for one in self._open if one.until >= position or not one.copy_out()]
 
     def end_borrowed(self, position: float) -> None:

@@ -124,7 +124,9 @@ def compare(
         if number < FLOAT_ROUNDS:
             floats.append(trial.float_seconds(float_repeats))
     best = final.best()
-    if not final.gain(best) > 1 + max(settings.least_gain, final.spread_of_gain(best)):
+    # the interquartile range of the rounds' gains, relative to 1
+    spread = _interquartile(final.gains(best))
+    if not final.gain(best) > 1 + max(settings.least_gain, spread):
         best = 0
     return Outcome(
         configuration=candidates[best],
@@ -218,11 +220,7 @@ class _Race:
 
     def gain(self, number: int) -> float:
         """How many times as fast as the default, the median over the rounds."""
-        return statistics.median(self._gains(number))
-
-    def spread_of_gain(self, number: int) -> float:
-        """Interquartile range of the rounds' gains, relative to 1."""
-        return _interquartile(self._gains(number))
+        return statistics.median(self.gains(number))
 
     def median(self, number: int) -> float:
         return statistics.median(self.times[number])
@@ -230,7 +228,7 @@ class _Race:
     def spread(self, number: int) -> float:
         return _interquartile(self.times[number]) / self.median(number)
 
-    def _gains(self, number: int) -> list[float]:
+    def gains(self, number: int) -> list[float]:
         return [
             default / own for default, own in zip(self.times[0], self.times[number], strict=False)
         ]
