@@ -47,7 +47,7 @@ class WorkerThread:
 def _work(
     tasks: queue.SimpleQueue, explain: Callable[[Exception], Exception], threads: int
 ) -> None:
-    """What the thread does until it gets None: nothing here keeps the WorkerThread itself alive."""
+    """Run tasks until None comes: nothing here keeps the WorkerThread alive."""
     torch.set_num_threads(threads)  # OpenMP counts for each thread that calls it
     failure: Exception | None = None
     while (entry := tasks.get()) is not None:

@@ -45,8 +45,8 @@ def share(model: nn.Module, group: ProcessGroup | None = None) -> RemovableHandl
 
 
 def agree(optimizer: Optimizer) -> None:
-    """Before a step of `optimizer` in one of several processes: let clips that were measured, of
-    the models that it trains, be the same in all."""
+    """Before a step in one of several processes: let measured clips of the models be the same in
+    all."""
     trained = steps.trained.get(optimizer)
     if trained is None or trained.known != _known(optimizer):
         trained = steps.trained[optimizer] = _Trained(optimizer, trained)
@@ -128,8 +128,7 @@ def _modules_in(model: nn.Module) -> list[nn.Module]:
 
 @torch.no_grad()
 def _take_largest(model: nn.Module, group: ProcessGroup | None) -> None:
-    """Let clips of activations that do not learn be the largest of all processes that have run
-    their layers."""
+    """Let clips of activations that do not learn be the largest of all processes."""
     clips: dict[int, tuple[Tensor, bool]] = {}
     for module in _modules_in(model):
         if module.quant.quantized and not module.quant.learned:
@@ -153,11 +152,7 @@ def _take_largest(model: nn.Module, group: ProcessGroup | None) -> None:
 @torch.no_grad()
 def _average(model: nn.Module, group: ProcessGroup | None) -> None:
     """Make each clip of `model` the mean of the processes that have measured it since the last
-    time.
-
-    Where none has, it is the mean of all: a process that has not run a layer has not limited the
-    steps of its clips.
-    """
+    time; where none has, of all: a process that has not run a layer has not limited its steps."""
     modules = [module for module in _modules_in(model) if module.quant.learned]
     clips: dict[int, tuple[Tensor, bool]] = {}
     for module in modules:
@@ -181,8 +176,7 @@ def _average(model: nn.Module, group: ProcessGroup | None) -> None:
 
 @torch.no_grad()
 def _average_shards(mesh) -> None:
-    """Average clips that are shards on a mesh: the mean replaces what each process has measured,
-    and is written to the shards later."""
+    """Average clips that are shards on a mesh: the mean is written to the shards later."""
     named = [
         (module, name, clip)
         for module in steps.modules()
@@ -213,11 +207,8 @@ def _average_shards(mesh) -> None:
 def _means(
     own: Tensor, measured: list[bool], clips: list[Tensor], groups: list[ProcessGroup | None]
 ) -> tuple[Tensor, Tensor]:
-    """(means, counts) float32 [n], over the processes that have measured, or else over all.
-
-    `own`: values float32 [n] of this process, of `clips` in that order; `measured` of each clip.
-    Sums are taken over `groups` one after another.
-    """
+    """(means, counts) float32 [n] over the processes that have measured, or else over all. `own`:
+    values of this process; sums are taken over `groups` one after another."""
     counts = torch.tensor(measured, dtype=torch.float32, device=own.device)
     counts = counts.repeat_interleave(
         torch.tensor([clip.numel() for clip in clips], device=own.device), output_size=len(own)

@@ -78,11 +78,8 @@ class RollCall:
         return self._lost or None
 
     def leave(self, last_words: str | None = None) -> None:
-        """End this process's part; the others are told `last_words` when they call the roll.
-
-        A thread that comes back from C++ while the interpreter ends aborts the process: this waits
-        until it is done, and gives up only on a request that the store never answers.
-        """
+        """End this process's part; others are told `last_words`. A thread that comes back from C++
+        while the interpreter ends aborts the process: this waits until it is done."""
         self._last_words = last_words
         self._ends.set()
         self._wake.set()
@@ -141,11 +138,8 @@ _current: RollCall | None = None
 
 def register() -> None:
     """Take part in the roll calls of the default process group; to be called by every process once
-    it is there.
-
-    Does nothing if there is no group of several processes, or if this process takes part already.
-    If the group was made anew since, this process takes part in the new one's roll calls instead.
-    """
+    it is there. Does nothing if there is no group of several processes; of a new group, the new
+    ones."""
     global _current
     if not distributed.is_available() or not distributed.is_initialized():
         return
@@ -169,7 +163,6 @@ def register() -> None:
 
 
 def unregister(last_words: str | None = None) -> None:
-    """End this process's part in roll calls, before the process group ends or is made anew."""
     global _current
     if _current is not None:
         _current.leave(last_words)
@@ -177,8 +170,7 @@ def unregister(last_words: str | None = None) -> None:
 
 
 def is_exchange_failure(error: BaseException) -> bool:
-    """Whether `error`, or one that it was raised in place of, is that of a failed exchange between
-    processes."""
+    """Whether `error`, or one that it was raised in place of, is that of a failed exchange."""
     return any(
         isinstance(one, (ExchangeFailed, distributed.DistError))
         or (isinstance(one, RuntimeError) and FAILURES.search(str(one)) is not None)
@@ -214,11 +206,8 @@ def name_the_lost(error: BaseException) -> BaseException:
 
 @contextlib.contextmanager
 def naming_the_lost(before: Callable[[], object] = lambda: None) -> Iterator[None]:
-    """Within this context a failed exchange is raised as `name_the_lost` has it; `before` is called
-    before the roll.
-
-    Another error that ends this process is left to the others as its last words.
-    """
+    """Within this context a failed exchange is raised as `name_the_lost` has it, after `before`.
+    Another error that ends this process is left to the others as its last words."""
     try:
         yield
     except (Exception, SystemExit) as error:
@@ -230,7 +219,6 @@ def naming_the_lost(before: Callable[[], object] = lambda: None) -> Iterator[Non
 
 
 def raise_named(error: BaseException) -> NoReturn:
-    """Raise what `name_the_lost` makes of `error`."""
     named = name_the_lost(error)
     if named is error:
         raise error
@@ -254,7 +242,6 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _first_line(error: BaseException) -> str:
-    """Without the source lines and the advice that gloo and DDP put around it."""
     line = (str(getattr(error, "message", error)) or type(error).__name__).splitlines()[0]
     for pattern, replacement in NOISE:
         line = pattern.sub(replacement, line)

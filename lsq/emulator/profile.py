@@ -265,17 +265,13 @@ def _kind(name: str, given: str) -> str | None:
 
 
 def _called(symbol: str) -> str | None:
-    """The kind of the GPU instruction that a function in the listing stands for."""
     name = re.search(r"(?:^|[ :])(\w+)(?:@plt)?(?:[<(]|$)", symbol)
     return CALLED.get(name.group(1)) if name else None
 
 
 def fitting_blocks(threads: int, registers: int, shared: int, limits: "Limits") -> int:
-    """How many blocks of a kernel a multiprocessor holds at once.
-
-    `threads`: per block. `registers`: per thread. `shared`: bytes per block, static and dynamic.
-    `limits`: of the multiprocessor.
-    """
+    """Blocks of a kernel that a multiprocessor holds at once; `shared` bytes are static and
+    dynamic."""
     warps = -(-threads // WARP)
     of_warp = -(-registers * WARP // 256) * 256
     by_registers = limits.registers // of_warp // warps if registers else limits.blocks

@@ -116,12 +116,10 @@ class TileConfiguration:
 
     @property
     def warps(self) -> tuple[int, int]:
-        """Warps of a block, down and across its tile."""
         return (self.rows // 16, 1) if self.instruction == "wgmma" else (2, 2)
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a block."""
         return self.stages * (self.rows + self.columns) * TILE_STEP
 
     def blocks(self, m: int, n: int) -> tuple[int, int]:
@@ -129,7 +127,6 @@ class TileConfiguration:
         return -(-n // self.columns), max(1, -(-m // self.rows))
 
     def check_key(self, key: ProductKey) -> None:
-        """Raise ValueError if this configuration cannot run a product."""
         if key.op not in TILED:
             raise ValueError(
                 f"rows is of a tile, which ends products of {', '.join(TILED)}, not {key.op}: tune"
@@ -243,10 +240,8 @@ class Entry:
 
     @property
     def gain(self) -> float:
-        """How many times as fast as the default."""
         return self.times.default / self.times.chosen
 
 
 def now() -> str:
-    """The date of an entry that is measured now."""
     return datetime.datetime.now(datetime.UTC).strftime(_DATE)

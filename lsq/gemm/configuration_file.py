@@ -129,7 +129,6 @@ class ConfigurationFile:
         object.__setattr__(self, "entries", tuple(sorted(self.entries, key=_order)))
 
     def with_entries(self, entries: Iterable[Entry]) -> "ConfigurationFile":
-        """This file with entries added, which replace those of the same key."""
         merged = {entry.key: entry for entry in [*self.entries, *entries]}
         return dataclasses.replace(self, entries=tuple(merged.values()))
 

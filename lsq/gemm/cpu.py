@@ -17,8 +17,8 @@ ALIGNMENT = 64
 
 
 def scratch_for(op: str, m: int, n: int, k: int) -> tuple[tuple[int], torch.dtype]:
-    """(shape, dtype) of the scratch memory for a product [M, K] x [N, K], and for any with fewer
-    tokens; m, n or k is 0 where there is nothing to multiply."""
+    """(shape, dtype) of the scratch memory for a product, and for any with fewer tokens; m, n or k
+    is 0 where there is nothing to multiply."""
     if not min(m, n, k):
         return (ALIGNMENT,), torch.uint8
     long = is_long(op, k)
@@ -106,7 +106,6 @@ def _tile_product(
 def _multiply_into(
     sums: torch.Tensor, a: torch.Tensor, b: torch.Tensor, memory: torch.Tensor
 ) -> torch.Tensor:
-    """Write int32 sums [M, N], without an epilogue."""
     product = _tile_product(a, b, memory, _packed_bytes(b.shape[0], a.shape[1]))
     loader.call("lsq_pack_columns", product)
     loader.call("lsq_multiply_block", product, 0, len(sums), sums)
@@ -114,8 +113,7 @@ def _multiply_into(
 
 
 def _long_sums(a: torch.Tensor, b: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
-    """float32 [M, N] in `memory`: the sums of the parts of K; each is exact, and added as a
-    float."""
+    """float32 [M, N] in `memory`: exact sums of the parts of K, added as floats."""
     (m, inner), n = a.shape, b.shape[0]
     size = _sums_bytes(m, n)
     total, block = (memory[first : first + 4 * m * n] for first in (0, size))

@@ -68,7 +68,6 @@ Choose = Callable[["Products", ProductKey, list[CublasConfiguration]], CublasCon
 def first_candidate(
     products: "Products", key: ProductKey, proposals: list[CublasConfiguration]
 ) -> CublasConfiguration:
-    """The proposal that the library thinks best."""
     return proposals[0]
 
 
@@ -155,7 +154,6 @@ class Products:
         return None
 
     def close(self) -> None:
-        """Free every product; none may be run or captured any more."""
         with self._lock:
             for chosen in self._chosen.values():
                 chosen.native.close()
@@ -189,13 +187,8 @@ class Products:
 
 
 class TunedChoice:
-    """Picks the algorithms of products from a table: the `choose` of Products.
-
-    An algorithm serves its own shape alone. If the library refuses it, the library's first proposal
-    runs, with one warning, and the product counts as missed.
-
-    `table`: the entries.
-    """
+    """Picks algorithms from a table: the `choose` of Products. One serves its own shape alone; if
+    the library refuses it, the library's first proposal runs, with one warning."""
 
     def __init__(self, table: Table) -> None:
         self.table = table

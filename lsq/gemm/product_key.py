@@ -91,7 +91,6 @@ class ProductKey:
 
     @property
     def dtypes(self) -> dict[str, torch.dtype]:
-        """Of a, b and out."""
         return {
             name: getattr(torch, self.out if name == "out" else self.dtype)
             for name in ("a", "b", "out")
@@ -123,11 +122,9 @@ class ProductKey:
 
     @property
     def tokens(self) -> int:
-        """The size of the dimension that differs from batch to batch."""
         return getattr(self, self.token_dimension)
 
     def with_tokens(self, tokens: int) -> "ProductKey":
-        """This product in a batch of another size."""
         return dataclasses.replace(self, **{self.token_dimension: tokens})
 
     def rounded(self) -> "ProductKey":
@@ -144,7 +141,6 @@ class ProductKey:
 
     @property
     def arithmetic(self) -> int:
-        """Multiplications and additions."""
         return 2 * self.m * self.n * self.k
 
     def __str__(self) -> str:
@@ -157,7 +153,6 @@ class ProductKey:
 
 
 def rounded_tokens(tokens: int) -> int:
-    """The number of tokens whose entry serves this number."""
     if tokens <= EXACT_TOKENS:
         return tokens
     return min(-(-tokens // TOKEN_STEP) * TOKEN_STEP, LARGEST_DIMENSION)

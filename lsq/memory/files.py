@@ -65,7 +65,6 @@ def read_buffers(path: Path, alignment: int = 1) -> list[Buffer]:
 
 
 def _columns(heading: Sequence[str], path: Path) -> list[str]:
-    """The columns of a heading by their first names."""
     found = [ALIASES.get(name, name) for name in heading]
     missing = [name for name in REQUIRED if name not in found]
     unknown = [name for name in found if name not in (*REQUIRED, *OPTIONAL)]
@@ -122,14 +121,12 @@ def _number(text: str, name: str, where: str) -> int:
 
 
 def write_plan(plan: Plan, path: Path) -> None:
-    """Write `id,offset`, whole or not at all."""
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows([("id", "offset"), *plan.offsets.items()])
     write_text(path, text.getvalue())
 
 
 def save_plan(plan: Plan, path: Path) -> None:
-    """Write all fields of a plan as JSON, whole or not at all."""
     write_text(path, json.dumps(dataclasses.asdict(plan), indent=1) + "\n")
 
 

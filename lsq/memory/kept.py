@@ -71,8 +71,7 @@ class Arena:
     def lend(
         self, offset: int, shape: Sequence[int], dtype: torch.dtype
     ) -> tuple[torch.Tensor, weakref.ref]:
-        """A tensor as `tensor`, with a storage of its own; the reference is dead once nothing uses
-        that storage."""
+        """A tensor with a storage of its own, and a reference that dies with that storage."""
         memory = self.tensor(offset, shape, dtype)  # lives on as long as the storage made of it
         return from_dlpack(to_dlpack(memory)), weakref.ref(memory)
 
@@ -112,7 +111,6 @@ def _strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _pages(capacity: int, *, wiped_on_fork: bool) -> mmap.mmap:
-    """Address space of the CPU in which `capacity` bytes can begin at a multiple of HUGE_PAGE."""
     try:
         pages = mmap.mmap(
             -1, capacity + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE
@@ -142,8 +140,8 @@ class Gaps:
         return iter([(start, end - start) for start, end in self._gaps])
 
     def take(self, size: int) -> int | None:
-        """The offset of `size` > 0 bytes in the smallest gap that has them, the lowest of these;
-        None: there is none."""
+        """The offset of `size` > 0 bytes in the smallest gap that has them, the lowest of these, if
+        any."""
         size = self._aligned(size)
         fitting = (
             (end - start, number)
@@ -158,7 +156,6 @@ class Gaps:
         return start
 
     def give_back(self, start: int, size: int) -> None:
-        """Free what `take` returned."""
         end = start + self._aligned(size)
         first = last = bisect_left(self._gaps, (start, end))
         if first and self._gaps[first - 1][1] == start:
@@ -188,11 +185,8 @@ class Pool:
         self._lock = threading.Lock()
 
     def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
-        """A contiguous, uninitialised tensor, not empty, with a storage of its own; None: there is
-        no room.
-
-        Its memory is taken back when nothing uses the storage any more.
-        """
+        """A contiguous, uninitialised tensor, not empty, whose memory is taken back once nothing
+        uses its storage; None: there is no room."""
         size = math.prod(shape) * dtype.itemsize
         with self._lock:
             self._take_back()
@@ -234,7 +228,6 @@ class Room:
         self.arena = Arena(lasting_bytes) if lasting_bytes else None
 
     def release(self) -> None:
-        """Give memory back to the system while nobody works here."""
         if self.arena is not None:
             self.arena.release(0, self.arena.size)
 
@@ -250,10 +243,8 @@ class Workspace:
             self._address = self._storage.data_ptr()
 
     def tensor(self, number: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """The contiguous tensor of that number; made before the workspace is first opened.
-
-        Outside `opened`, it has an address, but perhaps no bytes.
-        """
+        """The contiguous tensor of that number, made before the workspace is first opened. Outside
+        `opened` it has an address, but perhaps no bytes."""
         if self._arena is not None:
             return self._arena.tensor(self._offsets[number], shape, dtype)
         return tensor_in(self._storage, self._offsets[number], shape, dtype)
@@ -325,7 +316,6 @@ os.register_at_fork(before=_process.before_fork, after_in_child=_process.after_f
 
 
 def copied_out_before_forks(memory: object) -> None:
-    """Call `memory.copy_out()` before each fork, as long as it lives."""
     _process.lending.add(memory)
 
 
@@ -359,10 +349,8 @@ def room(device: torch.device) -> Iterator[Room]:
 
 
 def release() -> None:
-    """Give memory that nothing uses now back to the system: that of steps that will not come again.
-
-    Only memory of the CPU is kept; torch.cuda.empty_cache() does the same for GPUs.
-    """
+    """Give memory that nothing uses now back to the system. torch.cuda.empty_cache() does the same
+    for GPUs."""
     if _process.pool is not None:
         _process.pool.release()
     for each in [each for rooms in list(_process.rooms.values()) for each in list(rooms)]:
@@ -375,8 +363,8 @@ def release() -> None:
 
 @contextmanager
 def nothing_kept() -> Iterator[None]:
-    """Within this context, all memory comes from PyTorch and goes back at once, so that its
-    profilers see everything. That holds for all threads until the last one has left."""
+    """Within this context all memory comes from PyTorch and goes back at once, so that its
+    profilers see everything; for all threads until the last one has left."""
     _process.unkept.append(None)
     try:
         yield

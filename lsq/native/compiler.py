@@ -124,7 +124,7 @@ def compile_kernels(source: str, defines: tuple[tuple[str, int], ...], target: s
 
 @functools.cache
 def device_headers() -> str:
-    """All device headers, one after another: what every kernel depends on."""
+    """All device headers, on which every kernel depends."""
     headers = [*sorted(KERNELS.glob("*.cuh")), *sorted(SHARED.glob("*.h"))]
     return "".join(path.read_text(encoding="utf-8") for path in headers)
 
@@ -175,7 +175,6 @@ def _compile(nvrtc, source: str, text: str, options: list[str]) -> Compiled:
 
 
 def _checked(nvrtc, answer):
-    """The value of an answer (status, value). Raises RuntimeError: the status is an error."""
     status, value = answer
     if status:
         raise RuntimeError(f"NVRTC failed: {nvrtc.nvrtcGetErrorString(status)[1].decode()}")

@@ -86,7 +86,7 @@ class LaunchList:
             self._library.lsq_list_destroy(self._list)
 
     def _follow(self, stream: int) -> None:
-        """Wait for the last run where that was on another stream, and let PyTorch know who uses the
+        """Wait for the last run where that was on another stream, and record who uses the
         tensors."""
         if stream == self._stream:
             return
@@ -117,8 +117,7 @@ class LaunchList:
         return shifted
 
     def _parameter(self, value, addresses: Addresses, what: str) -> int:
-        """The address of what a kernel reads: a struct, or a pointer, an int64_t or a float in 8
-        bytes."""
+        """The address of what a kernel reads: a struct, or 8 bytes with a pointer or a number."""
         if value is TICKET:
             if self._ticket is None:
                 self._ticket = ctypes.c_uint64()

@@ -29,10 +29,8 @@ def library() -> ctypes.CDLL:
 
 
 def call(name: str, *arguments) -> tuple[int, str]:
-    """Call a function that returns a status and fills a message: both.
-
-    Whole numbers go as int64.
-    """
+    """Call a function that returns a status and fills a message: both. Whole numbers go as
+    int64."""
     function = getattr(library(), name)
     function.restype = ctypes.c_int64
     numbers = (
@@ -84,8 +82,8 @@ class Driver:
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
-        """Make the device's context current in this thread meanwhile; a fresh thread has none.
-        Raises RuntimeError: there is no such device, or the driver refuses."""
+        """Make the device's context current in this thread meanwhile. Raises RuntimeError: there is
+        no such device, or the driver refuses."""
         entered = ctypes.c_void_p()
         _call("lsq_context_enter", self.handle, ctypes.byref(entered))
         try:
@@ -94,10 +92,8 @@ class Driver:
             library().lsq_context_leave(entered)
 
     def follow(self, before: int, after: int) -> None:
-        """Let the next work of stream `after` wait for what was launched on stream `before` so far.
-        Raises RuntimeError: the driver refuses."""
+        """Let the next work of stream `after` wait for what stream `before` was given so far."""
         _call("lsq_stream_follow", self.handle, ctypes.c_void_p(before), ctypes.c_void_p(after))
 
     def is_capturing(self, stream: int) -> bool:
-        """Whether what is launched on the stream goes into a graph."""
         return bool(library().lsq_stream_capturing(self.handle, ctypes.c_void_p(stream)))

@@ -28,8 +28,7 @@ SPARSE_BLOCK = 1280
 
 @functools.cache
 def usable() -> tuple[str, ...]:
-    """The INSTRUCTIONS that this processor has and the system allows, the fastest first; "plain" is
-    the last."""
+    """INSTRUCTIONS of this processor that the system allows, the fastest first, "plain" last."""
     if not loader.available():
         return ()
     function = loader.function("lsq_tiles_usable")
@@ -40,7 +39,6 @@ def usable() -> tuple[str, ...]:
 
 
 def fastest() -> str:
-    """The instructions that multiply here, by the rule."""
     return (usable() or (PLAIN,))[0]
 
 
@@ -66,11 +64,8 @@ def packed_sparse_bytes(columns: int, inner: int) -> int:
 
 
 def packed_group_bytes(columns: int, inner: int, group: int) -> int:
-    """Bytes of packed codes with scales of groups: whole pairs of tiles, with a sum and a
-    scale for each column.
-
-    With room to begin at a multiple of ALIGNMENT.
-    """
+    """Bytes of packed codes with scales of groups: whole pairs of tiles, with a sum and a scale for
+    each column, and room to begin at a multiple of ALIGNMENT."""
     return -(-columns // PAIR) * PAIR * -(-inner // group) * (group + 8) + ALIGNMENT
 
 
@@ -123,8 +118,7 @@ class TileProduct(ctypes.Structure):
         instructions: str,
         memory: torch.Tensor | None,
     ) -> "TileProduct":
-        """The product of tensors. Raises ValueError: the processor or the system has no such
-        instructions."""
+        """Raises ValueError: the processor or the system has no such instructions."""
         if instructions not in usable():  # which also asks the system for them
             raise ValueError(
                 f"{instructions!r} cannot run here; there are {', '.join(map(repr, usable()))}"
@@ -135,5 +129,4 @@ class TileProduct(ctypes.Structure):
 
     @property
     def packed(self):
-        """The argument of library functions."""
         return ctypes.byref(self)

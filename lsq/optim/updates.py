@@ -147,11 +147,9 @@ class Updates:
         return b"".join(bytes(step.packed) for step in self._steps)
 
     def fits(self, members: Members, rows: int) -> bool:
-        """Whether the prepared step still fits them."""
         return self._fits == (members.memory(), rows)
 
     def put(self, members: Members) -> None:
-        """Take the gradients of now."""
         now = members.gradients
         same = (
             known is one and address == one.data_ptr()
@@ -168,8 +166,8 @@ class Updates:
             self._upload(torch.frombuffer(bytearray(found), dtype=torch.uint8), self._structs)
 
     def norm(self) -> Tensor:
-        """[1], of the gradients before they are multiplied; the next call writes to the same
-        memory."""
+        """[1], of the gradients before they are multiplied, in memory that the next call writes
+        to."""
         self._measure()
         return self._norm
 
@@ -195,16 +193,15 @@ class Updates:
 
 
 def check_moments(parameter: Tensor, first: Tensor, second: Tensor) -> None:
-    """Raise ValueError unless both moments have the shape of their parameter and lie where it
-    lies."""
+    """Raise ValueError unless both moments have the shape and device of their parameter."""
     for name, moment in {"exp_avg": first, "exp_avg_sq": second}.items():
         remedy = "load a state of the same parameters in the same order, after they have moved"
         _check_like(local(moment), local(parameter), f"the state {name}", remedy)
 
 
 def plain_gradient(gradient: Tensor, parameter: Tensor) -> Tensor:
-    """The gradient of a parameter, of this process's shard if it is one, as contiguous float32.
-    Raises ValueError: it is sparse, or does not fit its parameter any more."""
+    """The gradient of a parameter, or of its shard, as contiguous float32. Raises ValueError: it is
+    sparse, or does not fit its parameter any more."""
     if gradient.layout is not torch.strided:
         raise ValueError(
             "a gradient is sparse, which lsq's Adam does not take; take torch.optim.SparseAdam"

@@ -56,16 +56,15 @@ class Backend:
         raise NotImplementedError
 
     def check(self, tensor: torch.Tensor, name: str) -> None:
-        """Refuse a tensor that cannot be put into operations that were prepared with another one.
-        Raises ValueError: it lies elsewhere, or is not aligned; the message begins with `name`."""
+        """Raise ValueError for a tensor that cannot be put into operations that were prepared with
+        another one; the message begins with `name`."""
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Fresh memory."""
         return torch.empty(shape, dtype=dtype, device=self.device)
 
     def send(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Small tensors of the CPU on this device, aligned for kernels, in one copy that nobody
-        waits for."""
+        """Small tensors of the CPU on this device, aligned for kernels, in one copy without
+        waiting."""
         if self.device.type == "cpu":
             return list(tensors)
         given = [tensor.contiguous() for tensor in tensors]

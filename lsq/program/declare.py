@@ -73,10 +73,8 @@ class factor(property):
 
 
 def extent(axis: int, *names: str) -> size:
-    """A size that is read off a tensor: `rows = extent(0, "x")`.
-
-    `names` are dotted; the first tensor that is there counts, and 0 stands for none of them.
-    """
+    """A size that is read off a tensor, `rows = extent(0, "x")`: of the first dotted name that is
+    there, else 0."""
     paths = [name.split(".") for name in names]
 
     def find(holder: "Declared") -> int:
@@ -132,10 +130,8 @@ class Leaf:
 
 
 class Declared:
-    """A class whose annotated fields are its signature.
-
-    Fields that may be missing are None unless given.
-    """
+    """A class whose annotated fields are its signature; those that may be missing default to
+    None."""
 
     fields: tuple[declarations.Field, ...]
     may_hide = ()
@@ -318,7 +314,7 @@ def _layout(cls: type[Declared], written: bool) -> tuple[tuple[Leaf, ...], int]:
 
 @functools.cache
 def _with_words(cls: type[Declared]) -> list[tuple[Leaf, bool]]:
-    """Every leaf, and whether it is a word of the struct itself, no value that has some."""
+    """Every leaf, and whether it is a word of the struct itself."""
     return [(leaf, _value_class(leaf.kind) is None) for leaf in _layout(cls, written=False)[0]]
 
 
@@ -336,17 +332,14 @@ def _struct(cls: type[Declared]) -> struct.Struct:
 
 @functools.cache
 def address_words(cls: type[Declared]) -> dict[Path, int]:
-    """By path: the number of the 8-byte word in the struct that is the tensor's address."""
+    """By path: which 8-byte word of the struct is the address of the tensor."""
     return {leaf.path: leaf.offset // 8 for leaf in cls.leaves()}
 
 
 @functools.lru_cache(maxsize=4096)
 def check_shapes(cls: type[Declared], shapes: tuple[Sequence[int] | None, ...]) -> None:
-    """Refuse tensors of other shapes than the docstrings of their fields state.
-
-    A name of a size means the same in all fields of one declaration. None stands for a tensor that
-    is missing. Raises ValueError: a tensor does not fit the others.
-    """
+    """Raise ValueError for tensors of other shapes than their fields' docstrings state; a name of a
+    size means the same in all fields of one declaration, None a tensor that is missing."""
     stated = [(*rule, shapes[leaf]) for leaf, *rule in _rules(cls) if shapes[leaf] is not None]
     farthest = 0
 
@@ -376,9 +369,8 @@ its value."""
 
 @functools.cache
 def _rules(cls: type[Declared]) -> list[tuple[int, Path, str, Shapes]]:
-    """(which leaf, whose names of sizes they are, field, allowed shapes) of each tensor of which
-    something is stated; those first that leave no choice.
-    """
+    """(leaf, whose names of sizes they are, field, allowed shapes), those first that leave no
+    choice."""
     found = []
     for number, leaf in enumerate(cls.leaves()):
         holder = cls.__name__

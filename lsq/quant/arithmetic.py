@@ -135,8 +135,7 @@ def _over_rows(values: Tensor, x: Tensor) -> Tensor:
 
 
 def round_activation(x: Tensor, clip: Tensor, *, bits: int, error: bool):
-    """(codes, scale [1], clipped, error or None) of float x [M, N] under clip [1]; see
-    `quantize`."""
+    """(codes, scale [1], clipped, error or None) of x [M, N] under clip [1]; see `quantize`."""
     codes, scale, clipped = quantize(x, clip, bits)
     kept = None
     if error:
@@ -176,8 +175,7 @@ def round_rows(gradient, factor, key, subsequence, largest: int = LARGEST, bound
 
 
 def nearest_rows(x, largest: int = LARGEST):
-    """Round each row of x [M, N] to the nearest (codes int8 [M, N], scale float32 [M]), with scales
-    as `round_rows`."""
+    """Round each row of x [M, N] to the nearest: (codes int8 [M, N], scale float32 [M])."""
     scale, reciprocal = gradient_scale(x.abs().amax(dim=1), largest)
     return (x * reciprocal[:, None]).round().nan_to_num(nan=0.0).to(torch.int8), scale
 
@@ -191,8 +189,7 @@ def round_columns(x, key, subsequence, largest: int = LARGEST):
 
 def gradient_scale(largest: Tensor, code: int = LARGEST):
     """(scale, reciprocal) for largest magnitudes, which become `code`: (0, 0) for vanishing ones,
-    (NaN, 0) for non-finite ones.
-    """
+    (NaN, 0) for non-finite ones."""
     # Division of or by a number would be rounded twice, as a reciprocal and a product: the former
     # on CUDA, the latter everywhere.
     codes = torch.full_like(largest, code)

@@ -225,13 +225,9 @@ class Int4(Int4Codes):
 
 
 def _best_multiplier(groups: torch.Tensor) -> torch.Tensor:
-    """float32 [N, G, 1] of least squared error for groups [N, G, 32] of values in steps of the
-    scale.
-
-    The largest value of a group gets code -8. With smaller multipliers it is clipped, but steps are
-    finer: those are tried as well. Errors are whole numbers of parts, whose sums do not depend on
-        their order.
-    """
+    """float32 [N, G, 1] of least squared error for groups [N, G, 32] in steps of the scale. The
+    largest value of a group gets code -8. Smaller multipliers clip it, but have finer steps. Errors
+    are whole numbers of parts, whose sums do not depend on their order."""
     low, high = groups.aminmax(dim=2, keepdim=True)
     sign = torch.where(-low > high, 1.0, -1.0)
     first = (torch.maximum(-low, high) / 8).ceil()
@@ -275,7 +271,6 @@ class FormatChoice:
 
     @property
     def formats(self) -> tuple[str, ...]:
-        """Every format that is named."""
         return self.others, *(form for _, form in self.exceptions)
 
     def of(self, *names: str) -> str:

@@ -63,11 +63,9 @@ class FloatScales:
         return scales.to(self.dtype)
 
     def decode(self, stored: Tensor) -> Tensor:
-        """float32."""
         return stored.float()
 
     def total_bits(self, shape: tuple[int, int]) -> float:
-        """Bits of scales of this shape."""
         return math.prod(shape) * torch.finfo(self.dtype).bits
 
 
@@ -96,12 +94,10 @@ class PowerScales:
         return torch.where(scales.isfinite(), power, 255).to(torch.uint8)
 
     def decode(self, stored: Tensor) -> Tensor:
-        """float32."""
         powers = [*(2.0**power for power in range(-127, 128)), math.nan]
         return torch.tensor(powers, dtype=torch.float32, device=stored.device)[stored.int()]
 
     def total_bits(self, shape: tuple[int, int]) -> float:
-        """Bits of scales of this shape."""
         return math.prod(shape) * 8
 
 
@@ -180,7 +176,6 @@ class ScaledFormat:
         return 8 * stored * words + self.scales.total_bits(self.grain.grid(as_matrix(shape)))
 
     def bits_per_value(self, shape: torch.Size | tuple[int, ...]) -> float:
-        """total_bits over the number of values; NaN where there are none."""
         numel = math.prod(shape)
         return self.total_bits(shape) / numel if numel else math.nan
 
@@ -228,10 +223,7 @@ def measure(form: ScaledFormat, matrix: Tensor, method: str, percentile: float) 
 
 
 def _percentile(blocks: Tensor, inside: Tensor | None, percentile: float) -> Tensor:
-    """[B, 1]; the largest magnitude, 1, where this would be 0.
-
-    Zeros that fill up a block come first in order.
-    """
+    """[B, 1]; 1, the largest, where this would be 0. Zeros that fill up a block come first."""
     width = blocks.shape[1]
     count = (
         torch.full((len(blocks), 1), width, device=blocks.device)
@@ -246,12 +238,9 @@ def _percentile(blocks: Tensor, inside: Tensor | None, percentile: float) -> Ten
 def _least_squares(
     form: ScaledFormat, blocks: Tensor, inside: Tensor | None, largest: Tensor
 ) -> Tensor:
-    """[B, 1] of least squared error, in units of the values: of integers OCTAV's, else of 42 clips
-    from 2 down to 2^-10 in equal ratios, then of 17 around the best.
-
-    Clips above 1 pay for formats that are coarse at their upper end. Errors are those under the
-    scale that is stored, unless that depends on other blocks.
-    """
+    """[B, 1] of least squared error: of integers OCTAV's, else of 42 clips from 2 down to 2^-10 in
+    equal ratios, then of 17 around the best. Clips above 1 pay for formats that are coarse at their
+    upper end. Errors are those under the stored scale, unless that depends on other blocks."""
     if form.scales.fine and form.number in INTEGERS:
         return largest * octav_clip(blocks, INTEGERS[form.number], per_channel=True).unsqueeze(1)
 

@@ -103,9 +103,8 @@ def for_device(device: torch.device, activations: torch.dtype | None = None) -> 
 
 
 def run(operation: Operation) -> None:
-    """Run one operation now, where its tensors lie; on a GPU on PyTorch's current stream. Raises
-    ValueError: a tensor lies elsewhere than the others, or is not what the operation takes there.
-    """
+    """Run one operation where its tensors lie; on a GPU on PyTorch's current stream. Raises
+    ValueError: a tensor lies elsewhere than the others, or is not what the operation takes."""
     for_device(operation.outputs[0].device).run(operation)
 
 

@@ -102,8 +102,8 @@ class Execution:
             return tuple([values[output] for output in program.outputs])
 
     def run_pass(self, indices: range, values: Values, frame: Frame) -> None:
-        """Run the operations `indices` of a whole pass on `values`, which gains what crosses the
-        program's borders."""
+        """Run the operations `indices` of a whole pass on `values`, which gains what crosses
+        borders."""
         hooks = NO_HOOKS if indices.start else self.hooks
         looked_at = self.backend.seconds is not None or hooks is not NO_HOOKS
         if looked_at or not frame.run_prepared(self.program, indices, self.backend, values):
@@ -112,8 +112,8 @@ class Execution:
             self.run(indices, values, frame, hooks)
 
     def run(self, indices: range, values: Values, frame: Frame, hooks: Hooks = NO_HOOKS) -> None:
-        """Run `indices` one by one on `values`, which gains their outputs and loses what has no
-        reader left."""
+        """Run `indices` one by one on `values`, which gains outputs and loses what has no reader
+        left."""
         program = self.program
         for index in indices:
             operation = program.operations[index]
@@ -149,7 +149,6 @@ def _check(virtual: VirtualTensor, tensor: torch.Tensor | None, program: Program
 
 
 def _as_read(borders: Mapping[VirtualTensor, torch.Tensor]) -> Values:
-    """Convert border tensors to what the program reads, without needless copies."""
     values = {}
     for virtual, tensor in borders.items():
         if tensor.dtype is not virtual.dtype and tensor.dtype in FLOATS:
@@ -166,10 +165,8 @@ SECOND = (
 
 
 def once_differentiable(backward: Callable) -> Callable:
-    """Refuse create_graph=True at once, where PyTorch waits for the second derivative.
-
-    A gradient without a way back to the input counts as a constant: a Hessian would be zero.
-    """
+    """Refuse create_graph=True at once. A gradient without a way back to the input counts as a
+    constant: a Hessian would be zero."""
 
     @functools.wraps(backward)
     def once(ctx, *gradients):

@@ -55,11 +55,8 @@ class Stamp:
         return not self.changed(tensors, rows=rows)
 
     def changed(self, tensors: Sequence[Tensor], *, rows: int = 0) -> set[int]:
-        """Numbers of the tensors that are not the same memory with the same values.
-
-        `rows`: of the pass that asks; with fewer than FEW_ROWS, some values of large tensors may
-        change unseen.
-        """
+        """Numbers of the tensors that are not the same memory with the same values. In a pass of
+        fewer than FEW_ROWS `rows`, some values of large tensors may change unseen."""
         if len(tensors) != len(self._counted):
             return set(range(max(len(tensors), len(self._counted))))
         return {
@@ -70,8 +67,7 @@ class Stamp:
         }
 
     def same_values(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether the first tensors hold the same, wherever they lie; True on other devices than
-        the CPU."""
+        """Whether the first tensors hold the same, wherever they lie; True off the CPU."""
         return self._sums[: len(tensors)] == [checksum(tensor) for tensor in tensors]
 
     def _same(self, number: int, tensor: Tensor, *, whole: bool) -> bool:
@@ -102,8 +98,7 @@ def _counted(tensor: Tensor) -> tuple:
 
 
 def _sample(tensor: Tensor) -> Tensor:
-    """A view of all values of a tensor, or of some all over it; of nothing on other devices than
-    the CPU."""
+    """All values of a tensor, or some all over it; none on other devices than the CPU."""
     values = tensor.detach().flatten()
     if tensor.device.type != "cpu":
         return values[:0]
@@ -158,10 +153,8 @@ class WeightCodes:
         return True
 
     def current(self, names: Iterable[str], weight: Tensor, clip: Tensor) -> bool:
-        """Whether an optimizer wrote these tensors, and neither weight nor clip changed since.
-
-        Memory that other processes write to is never current.
-        """
+        """Whether an optimizer wrote these tensors, and neither weight nor clip changed since;
+        never of memory that other processes write to."""
         stamp = self.stamp
         if stamp is None or stamp.exact or not self.fresh.issuperset(names):
             return False
@@ -191,7 +184,6 @@ class ParameterState:
 
 
 def state_of(parameter: Tensor) -> ParameterState:
-    """The state of a parameter, made if there is none."""
     states = steps.states
     state = states.get(id(parameter))
     if state is None:
@@ -206,7 +198,7 @@ def known_state(parameter: Tensor) -> ParameterState | None:
 
 
 def take(optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
-    """From now on `optimizer` limits the steps of those of `parameters` that are clips."""
+    """`optimizer` limits the steps of those of `parameters` that are clips."""
     for parameter in parameters:
         state_of(parameter).optimizer = weakref.ref(optimizer)
 
@@ -227,7 +219,6 @@ def withdraw(parameter: Tensor) -> None:
 
 
 def forget(clip: Tensor) -> None:
-    """`clip` was measured or loaded: where it was before is no limit."""
     state = known_state(clip)
     if state is not None:
         state.before = None
@@ -247,7 +238,7 @@ def remember(clips: Iterable[Tensor], limit: float) -> None:
 
 
 def limit_steps(clips: Iterable[Tensor], step: float) -> None:
-    """Bring clips back to within `step`, relatively, of what the last training pass saw."""
+    """Bring clips back to within `step`, relatively, of what the last pass saw."""
     limited = []
     for clip in clips:
         state = known_state(clip)
@@ -294,7 +285,7 @@ class OptimizerSteps:
         """(own part of a clip, its values before the step, limit) where nobody else limits it."""
 
     def know(self, module: nn.Module, before: Callable[[Optimizer], None]) -> None:
-        """`module` may be trained; `before` is called before each step, for all modules once."""
+        """`module` may be trained; `before` is called before each step, once for all modules."""
         self._modules.setdefault(module)
         if before not in self.before:
             self.before.append(before)
@@ -307,8 +298,7 @@ class OptimizerSteps:
             self.wraps += 1
 
     def modules(self) -> list[nn.Module]:
-        """Every module that may be trained, in the order in which they were made, which is that of
-        all processes."""
+        """Every module that may be trained, in the order of making, the same in all processes."""
         return [one for one in self._modules if "measured" in vars(one)]  # not reverted since
 
     def watch(self) -> None:
@@ -352,8 +342,7 @@ class OptimizerSteps:
             register_optimizer_step_post_hook(self._after_step)
 
     def _settle(self, sharded: bool) -> list[tuple[Tensor, float]]:
-        """Write what passes of all modules have measured to shards: (each shard, limit of its
-        steps). `sharded`: whether the optimizer has shards."""
+        """Write what passes have measured to shards: (each shard, limit of its steps)."""
         found = []
         for module in self.modules():
             measured = module.measured

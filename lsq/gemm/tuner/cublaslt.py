@@ -76,7 +76,6 @@ class CublasBackend:
         return proposals
 
     def copies(self, key: ProductKey) -> int:
-        """Sets of operands of a product that are used in turn."""
         return max(1, min(2 * self.cache // key.bytes + 1, MOST_SETS, MOST_BYTES // key.bytes))
 
     @property
@@ -151,7 +150,6 @@ class _Operands:
         )
 
     def run(self, number: int) -> None:
-        """Queue the product of one set."""
         backend = self.backend
         self.native.run(
             [tensor.data_ptr() for tensor in self.sets[number % len(self.sets)].values()],
@@ -217,7 +215,6 @@ class CublasTrial:
             return self.backend.time(self._floats.run, repeats)
 
     def close(self) -> None:
-        """Free both products; queued runs are waited for."""
         if self.backend.on_gpu:
             torch.cuda.synchronize(self.backend.products.device)
         for operands in (self._own, self._floats):
@@ -260,7 +257,6 @@ class RowChecksums:
         self._expected = _times(a, _times(b.t(), self._vector))
 
     def first_wrong_row(self, sums: torch.Tensor) -> int | None:
-        """The first wrong row of `sums` int32 [M, N]."""
         wrong = (_times(sums, self._vector) != self._expected).nonzero()
         return None if len(wrong) == 0 else int(wrong[0])
 

@@ -141,8 +141,7 @@ def compare(
 
 
 def _screen(trial, candidates, settings, deadline, clock):
-    """Check and time each once: ({number: (candidate, repeats)}, refused, whether all were taken
-    up)."""
+    """Check and time each once: ({number: (candidate, repeats)}, refused, whether all were)."""
     first_times: dict[int, float] = {}
     refused = []
     complete = True
@@ -186,7 +185,7 @@ class _Race:
         self._rounds = 0
 
     def run_round(self) -> None:
-        """Time each once; every second round goes backwards, so that a drift meets all alike."""
+        """Time each once; every second round backwards, so that a drift meets all alike."""
         for number in self.running if self._rounds % 2 == 0 else reversed(self.running):
             self.times[number].append(self.trial.seconds(*self.runners[number]))
         self._rounds += 1
@@ -203,12 +202,10 @@ class _Race:
         return max(self.running, key=self.gain)
 
     def best_of_kinds(self) -> list[int]:
-        """The best of each class of candidates, dropped or not."""
         kinds = {type(candidate) for candidate, _ in self.runners.values()}
         return [max(self._of_kind(kind), key=self.gain) for kind in kinds]
 
     def other(self, number: int) -> float | None:
-        """Median time of the best one of another class than this."""
         own = type(self.runners[number][0])
         others = [self.median(each) for each in self.runners if each not in self._of_kind(own)]
         return min(others, default=None)
