@@ -1,10 +1,9 @@
 """Which process of a training is gone: what a failed exchange alone does not tell.
 
 When a process dies or hangs, others only see that a connection closed or that time ran out. So
-every process keeps a thread beside its work. Whoever sees an exchange fail calls the roll in the
-store of the process group; the threads answer, also for processes that are still waiting; who has
-not answered after a few seconds is named. A process that ends by an error of its own leaves its
-last words there. The store lives in torchrun's agent, or with init_method tcp:// in rank 0.
+whoever sees an exchange fail calls the roll in the store of the process group (in torchrun's agent,
+or with init_method tcp:// in rank 0). A thread of every process answers; who has not after a few
+seconds is named. A process that ends by an error of its own leaves its last words there.
 """
 
 import atexit

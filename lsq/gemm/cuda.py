@@ -15,13 +15,8 @@ _forced: ContextVar["tuple[TileConfiguration | None, ...]"] = ContextVar("forced
 
 
 class TunedFiles:
-    """The files of tuned products of this process; lsq.gemm.lookup reads them.
-
-    Attributes:
-        generation: changes when others are used.
-        named: the SearchedFiles to use; None: those that are found.
-        table: their Table, once it is wanted.
-    """
+    """The tuned files of this process: the SearchedFiles that were `named` (None: those that are
+    found), their Table, once lsq.gemm.lookup wants it, and a number that changes with them."""
 
     def __init__(self):
         self.lock, self.generation = threading.Lock(), 0

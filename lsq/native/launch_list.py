@@ -25,11 +25,9 @@ class Part:
 class LaunchList:
     """Launches and products that `run` replays with one call into C++, on PyTorch's current stream.
 
-    Operations and operands stand where their Addresses say, and are read from there at every run. A
-    run in a capture of a graph takes what stands there at that moment.
-
-    Runs on several streams follow each other: a run waits for the stream of the one before. Until
-    the work of a list is done, whoever made it keeps the tensors that are not `held`.
+    Operations and operands are read at every run from where their Addresses say, in a capture of a
+    graph once. A run waits for the stream of the run before. Until the work of a list is done,
+    whoever made it keeps the tensors that are not `held`.
 
     `device`: the lsq.native.device.Device where it runs. `parts`: what it runs, in order.
     `products`: finds the algorithms of its products, if not the device's. Raises ValueError: a

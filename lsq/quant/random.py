@@ -4,12 +4,10 @@ as 1, 2, 3").
 Its authors found no flaw in BigCrush from 7 rounds on, and take 10 for safety; three fewer save
 that much of the time wherever numbers are dropped or rounded at random.
 
-Key: 64 bits drawn from PyTorch's default CPU generator once per run of a layer in training mode, so
-that `torch.manual_seed` governs them and a restored generator repeats them. Evaluation draws none:
-gradients that are taken there are rounded under a key made of the layer's input. Counter: (element
-// 4 as 64 bits, subsequence, 0); lane: element % 4. A mask depends on nothing but key, subsequence
-and element, so every device and every order of execution draws the same one, and the backward pass
-draws it again instead of saving it.
+Key: 64 bits of PyTorch's default CPU generator for each run of a layer in training mode, so that
+`torch.manual_seed` governs them. Evaluation draws none: gradients are rounded under a key made of
+the layer's input. Counter: (element // 4 as 64 bits, subsequence, 0); lane: element % 4. So every
+device and order of execution draws the same mask, and the backward pass draws it again.
 
 Where rows [M, N] of gradients are rounded at random, a row has one such word, and its columns
 follow a Weyl sequence: the word of element (m, n) is (word m of the subsequence + n * 0x9E3779B9)

@@ -38,11 +38,8 @@ SAMPLES = 61
 class Stamp:
     """A record of tensors, to see later whether they still hold the same values.
 
-    PyTorch counts what writes to a tensor, but not through `.data`, arrays of numpy or another
-    process. So on the CPU values are compared, all of them by a checksum, or samples; on other
-    devices the answer would have to be waited for.
-
-    `exact`: whether all values can be compared later, not samples alone.
+    PyTorch counts what writes to a tensor, but not through `.data`, numpy or another process. So
+    the CPU compares values, by a checksum of all (`exact`) or samples; others would have to wait.
     """
 
     def __init__(self, tensors: Sequence[Tensor], *, exact: bool = True):
@@ -108,15 +105,10 @@ def _sample(tensor: Tensor) -> Tensor:
 class WeightCodes:
     """The codes of one weight in memory of their own, and whether they are valid.
 
-    Attributes:
-        owner: ids of the weight and of its clip.
-        tensors: by the names that programs give them: codes, scale, other layouts.
-        fresh: names of the tensors that were written when `stamp` was made.
-        stamp: what weight and clip were then; None: nothing is valid. It is exact where a module
-            wrote the codes, and not where an optimizer did.
-        rounded, rounded_names: where an optimizer writes codes, if it can.
-        clip: the parameter under which it is rounded.
-        writers: what a module has prepared to write the codes, by backend, dtype and layouts.
+    `owner`: ids of the weight and of its clip. `tensors` have the names of programs. `fresh` ones
+    were written when `stamp` was made, what weight and clip were then: exact where a module wrote
+    codes, not where an optimizer did; None: nothing is valid. An optimizer writes to `rounded`,
+    under `clip`. `writers`: what a module has prepared, by backend, dtype and layouts.
     """
 
     def __init__(self, owner: tuple[int, int]):
@@ -259,15 +251,10 @@ def limit_shards(clips: Iterable[tuple[Tensor, float]]) -> None:
 class OptimizerSteps:
     """The steps of all optimizers of this process, and the modules that they may train.
 
-    Attributes:
-        count: how many steps there were since `watch`.
-        before: functions that are called first of all before each step.
-        wrapped: by models, the DistributedDataParallel that was last made of each.
-        wraps: how many of them were made.
-        states: by the ids of parameters, until these are gone. (A WeakTensorKeyDictionary takes ten
-            times as long.)
-        shared: see lsq.dist.replicas.share.
-        trained: by optimizers, the clips that they train in several processes (lsq.dist.replicas).
+    `count` of steps since `watch`; `before` each of them functions are called. `wrapped`: by
+    models, the DistributedDataParallel last made of each, of `wraps`. `states`: by the ids of
+    parameters, until these are gone (a WeakTensorKeyDictionary takes ten times as long). `shared`,
+    `trained`: see lsq.dist.replicas.
     """
 
     def __init__(self):

@@ -21,7 +21,8 @@ LARGEST_PRODUCT = 2**31
 
 
 class Trial(Protocol):
-    """One product with several sets of operands, used in turn, together larger than the caches."""
+    """One product with several sets of operands, used in turn, together larger than the caches;
+    times are seconds of a run."""
 
     def candidates(self) -> Sequence[Any]:
         """Ways to run the product, the untuned one first. Raises RuntimeError, ValueError: the
@@ -30,21 +31,16 @@ class Trial(Protocol):
     def fault(self, configuration: Any) -> str | None:
         """Run once and compare with exact arithmetic: what is wrong, or None."""
 
-    def seconds(self, configuration: Any, repeats: int) -> float:
-        """Seconds per run over so many runs."""
+    def seconds(self, configuration: Any, repeats: int) -> float: ...
 
     def float_seconds(self, repeats: int) -> float:
-        """Seconds per run of the product of floats that an int8 product stands for."""
+        """Of the product of floats that an int8 product stands for."""
 
-    def close(self) -> None:
-        """Free all memory."""
+    def close(self) -> None: ...
 
 
 Trials = Callable[[ProductKey], Trial]
-"""Makes the trials of one device.
-
-It raises RuntimeError, ValueError or MemoryError: no such product, or no memory.
-"""
+"""Makes trials; raises RuntimeError, ValueError or MemoryError: no such product, or no memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
