@@ -37,15 +37,8 @@ def all_to_all(
     sent: list[int] | None = None,
 ) -> Work:
     """Send each worker its part of `given` and write what all sent here to `out`, in order of
-    ranks; both contiguous.
-
-    Args:
-        received: elements that come from each worker; None: as many from each.
-        sent: elements that go to each worker; None: as many to each.
-
-    Returns:
-        As `all_gather`.
-    """
+    ranks; both contiguous. `received` elements come from each worker, `sent` ones go to it;
+    None: as many from or to each. Returns as `all_gather`."""
     return distributed.all_to_all_single(
         out.view(-1), given.view(-1), received, sent, group=group, async_op=True
     )

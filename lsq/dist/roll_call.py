@@ -178,13 +178,9 @@ def is_exchange_failure(error: BaseException) -> bool:
 
 
 def name_the_lost(error: BaseException) -> BaseException:
-    """Call the roll if `error` is that of a failed exchange.
-
-    Returns:
-        the error to raise: RankLost, which names those that are gone; ExchangeFailed with the words
-        of `error` if all answered or nobody has registered; `error` itself if it is one of these,
-        or no failed exchange at all.
-    """
+    """Call the roll if `error` is that of a failed exchange, and return the error to raise:
+    RankLost, which names those that are gone; ExchangeFailed with the words of `error` if all
+    answered or nobody has registered; else `error` itself."""
     if isinstance(error, ExchangeFailed) or not is_exchange_failure(error):
         return error
     *_, last = _chain(error)

@@ -69,15 +69,9 @@ _STATIC_SHARED = re.compile(r"\b__shared__\b")
 
 
 def build_driver(sanitize: bool = False) -> Path:
-    """Build the emulated libcuda unless it is cached; its path.
-
-    Args:
-        sanitize: with AddressSanitizer and UndefinedBehaviorSanitizer, for a process that preloads
-            them.
-
-    Raises:
-        RuntimeError: no compiler, the build failed, or the cache folder cannot be written.
-    """
+    """Build the emulated libcuda unless it is cached; its path. `sanitize`: with
+    AddressSanitizer and UndefinedBehaviorSanitizer, for a process that preloads them. Raises
+    RuntimeError: no compiler, the build failed, or the cache folder cannot be written."""
     return _build_library(
         "libemulated_cuda", tuple(SOURCES / name for name in DRIVER_SOURCES), sanitize
     )

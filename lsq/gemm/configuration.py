@@ -156,11 +156,9 @@ Configuration = CublasConfiguration | TileConfiguration
 
 
 def default_tile(key: ProductKey, sm: int | None = None) -> TileConfiguration | None:
-    """The tile for an untuned product; None: cuBLASLt multiplies, but not for TILED_ALONE.
-
-    `key`: of an operation, or of a MATMUL, which has no tile. `sm`: compute capability of the GPU,
-    e.g. 90; None: of any whose fastest int8 products are those of mma.sync.
-    """
+    """The tile for an untuned product; None: cuBLASLt multiplies, but not for TILED_ALONE. `sm`:
+    compute capability of the GPU, e.g. 90; None: of any whose fastest int8 products are those of
+    mma.sync."""
     instruction = "wgmma" if sm == WGMMA_SM else "mma"
     if key.op not in TILED_ALONE and _is_left_to_cublaslt(key, sm, instruction):
         return None

@@ -30,17 +30,11 @@ def scratch_for(op: str, m: int, n: int, k: int) -> tuple[tuple[int], torch.dtyp
 def multiply(
     op: str, operation: object, a: torch.Tensor, b: torch.Tensor, memory: torch.Tensor, *arguments
 ) -> None:
-    """Multiply a [M, K] by b [N, K] transposed, and let the loops of an operation apply its
-    epilogue.
-
-    The loop is `lsq_multiply_<op>` of the C++ library, which takes the operation, a TileProduct and
-    `arguments`. If K is longer than one int32 sum may be, it is `lsq_end_long_<op>`, which takes
-    the operation, float32 sums [M, N], their first row and number, and `arguments`.
-
-    `op`: one of TILED and TILED_ALONE in lsq.gemm.operations. `operation`: of the loop. `a`, `b`:
-    int8; either may be a transposed view. `memory`: as `scratch_for` asks for, at a multiple of
-    ALIGNMENT bytes. `arguments`: of the loop. Raises ValueError: the memory is too small.
-    """
+    """Multiply int8 a [M, K] by b [N, K] transposed, either perhaps a transposed view, and let
+    the loops of an operation apply its epilogue: `lsq_multiply_<op>` of the C++ library takes
+    the operation, a TileProduct and `arguments`; where K is longer than an int32 sum may be,
+    `lsq_end_long_<op>` takes float32 sums [M, N], their first row and number. `memory`: as
+    `scratch_for` asks for, aligned to ALIGNMENT. Raises ValueError: it is too small."""
     (m, k), n = a.shape, b.shape[0]
     if is_long(op, k):
         loader.call(f"lsq_end_long_{op}", operation, _long_sums(a, b, memory), 0, m, *arguments)

@@ -142,16 +142,11 @@ def loaded() -> Table | None:
 
 
 def cuda_tile(op: str, m: int, n: int, k: int) -> TileConfiguration | None:
-    """The tile of a kernel of lsq that multiplies codes [M, K] x [N, K] and applies the epilogue;
-    None: cuBLASLt multiplies.
-
-    Operations ask for their scratch memory, and again for their launches. The answer depends on the
-    shape and the files of the GPU that is here; without a GPU, on the shape.
-
-    `op`: one of TILED, or of TILED_ALONE, whose tiles are those of the rule. `m`, `n`, `k`: of a
-    product whose launches are prepared; 0 where there is nothing to multiply. Raises ValueError:
-    there is no such product.
-    """
+    """The tile of a kernel of lsq that multiplies codes [M, K] x [N, K] for `op`, one of TILED
+    and TILED_ALONE, and applies the epilogue; None: cuBLASLt multiplies. Operations ask for
+    their scratch memory, and again for launches. The answer depends on the shape and the files
+    of the GPU that is here; without a GPU, on the shape. m, n or k is 0 where there is nothing
+    to multiply. Raises ValueError: there is no such product."""
     if not min(m, n, k) or is_long(op, k):
         return None
     generation, forced, tile = cuda.choices()

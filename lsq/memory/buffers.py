@@ -215,13 +215,9 @@ def fixed_offsets(buffers: Sequence[Buffer]) -> dict[int, int]:
 
 
 def place(buffers: Sequence[Buffer], order: Sequence[int], fixed: Mapping[int, int]) -> list[int]:
-    """Offsets by best fit, algorithm 3 of Pisarchyk and Lee 2020 (Efficient Memory Management for
-    Deep Neural Net Inference): one buffer after the other goes into the smallest gap between those
-    that are alive at the same time, else above them all.
-
-    `buffers`: none of size 0. `order`: indices into `buffers`. `fixed`: index -> offset; those
-    buffers go first.
-    """
+    """Offsets of buffers by best fit, algorithm 3 of Pisarchyk and Lee 2020: one after the other
+    in `order`, those with `fixed` offsets first, goes into the smallest gap between those that
+    are alive at the same time, else above them all. None has size 0."""
     order = [*(i for i in order if i in fixed), *(i for i in order if i not in fixed)]
     if not loader.available():
         return reference(buffers, order, fixed)

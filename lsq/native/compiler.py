@@ -89,17 +89,9 @@ def check_driver(supported: tuple[int, int]) -> None:
 
 
 def compile_kernels(source: str, defines: tuple[tuple[str, int], ...], target: str) -> Compiled:
-    """Compile csrc/cuda/`source` for an architecture, or take what an earlier call has kept.
-
-    Args:
-        source: file name, or the path of a file elsewhere.
-        defines: (name, value) of each -D.
-        target: such as "sm_90a".
-
-    Raises:
-        RuntimeError: NVRTC is not installed, or refuses the source; the message holds its own
-            words.
-    """
+    """Compile csrc/cuda/`source`, or a file elsewhere, for `target`, such as "sm_90a", or take
+    what an earlier call has kept; `defines`: (name, value) of each -D. Raises RuntimeError:
+    NVRTC is not installed, or refuses the source; the message holds its own words."""
     nvrtc = _nvrtc()
     options = [
         f"--gpu-architecture={target}",

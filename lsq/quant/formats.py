@@ -286,13 +286,11 @@ class FormatChoice:
         *,
         read: bool = False,
     ) -> str:
-        """The patterns that concern the part of a model at `path`, as text.
-
-        `tensors`: the part's tensors -> their names in its state dict: of the weights that a tensor
-        consists of. `fitted`: gets the patterns that fit one -> the formats of all that they fit.
-        `read`: names are the tensor's own, and those of the weights that are multiplied by it.
-        Raises ValueError: patterns give the weights of one tensor different formats.
-        """
+        """The patterns that concern the part of a model at `path`, as text. `tensors`: its
+        tensors -> their names in its state dict. `fitted` gets the patterns that fit one -> the
+        formats of all that they fit. `read`: names are the tensor's own, then those of weights
+        that it is multiplied by. Raises ValueError: the weights of one tensor get different
+        formats."""
         chosen = {}
         for own, theirs in tensors.items():
             names = [f"{path}.{name}" if path else name for name in theirs]

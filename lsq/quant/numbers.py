@@ -71,14 +71,10 @@ class FloatScales:
 
 @dataclass(frozen=True)
 class PowerScales:
-    """E8M0: powers of two from 2^-127 to 2^127 as uint8, 255 for NaN (OCP Microscaling Formats 1.0,
-    2023).
-
-    A scale becomes the next power at or above it, so that nothing is clipped that would not have
-    been; 0 becomes 2^-127. The standard leaves the rounding open and suggests the power below the
-    largest value over the format's largest power, which clips; Chen et al. 2025 (arXiv:2510.25602)
-    round up as well.
-    """
+    """E8M0: powers of two from 2^-127 to 2^127 as uint8, 255 for NaN (OCP Microscaling Formats
+    1.0, 2023). A scale becomes the next power at or above it, as of Chen et al. 2025
+    (arXiv:2510.25602), so that nothing more is clipped; 0 becomes 2^-127. The standard leaves
+    the rounding open, and suggests one that clips."""
 
     fine = False
 
@@ -189,12 +185,9 @@ class ScaledFormat:
 
 
 def measure(form: ScaledFormat, matrix: Tensor, method: str, percentile: float) -> Tensor:
-    """Clips float32 [B] of the blocks of a matrix [R, C] float32: 0 for zeros, NaN where not all is
-    finite.
-
-    Of long blocks, mse looks at a sample (calibration.sample_stride). No clip is above MOST. Raises
-    ValueError: `method` or `percentile` is not allowed.
-    """
+    """Clips float32 [B] of the blocks of a matrix [R, C] float32: 0 for zeros, NaN where not all
+    is finite, at most MOST. Of long blocks, mse looks at a sample (calibration.sample_stride).
+    Raises ValueError: `method` or `percentile` is not allowed."""
     if method not in METHODS:
         raise ValueError(
             f"clip is {method!r}; allowed: {', '.join(map(repr, METHODS))}, or a tensor of clips"

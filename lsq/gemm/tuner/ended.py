@@ -64,13 +64,9 @@ def tiles(key: ProductKey, sm: int | None) -> list[TileConfiguration]:
 
 
 class EndedTrial:
-    """One product of an operation, with its epilogue.
-
-    `key`: of one of `operations`. `device`: its device, with its `products`. `operations`: one per
-    op. `by_itself`: the trial of the product without epilogue
+    """One product of an operation, with its epilogue, on a device; `by_itself` tries it without
     (lsq.gemm.tuner.cublaslt.CublasTrial). Raises ValueError: products of this operation are not
-    tuned.
-    """
+    tuned."""
 
     def __init__(
         self, key: ProductKey, device: Device, operations: Operations, by_itself: Any

@@ -93,15 +93,11 @@ def compare(
     deadline: float = float("inf"),
     clock: Callable[[], float] = time.monotonic,
 ) -> Outcome:
-    """Find the best of `candidates`, the first of which is the default.
-
-    Another is chosen if its median gain exceeds 1 by the gains' interquartile range and by
-    `settings.least_gain`. A gain is the default's time over its own in the same round, so that a
-    drift of the clock cancels.
-
-    `deadline`: when `clock` reaches it, no further candidate is taken up; the others go on. Raises
-    RuntimeError: the default itself computes wrong results.
-    """
+    """Find the best of `candidates`, the first of which is the default. Another is chosen if its
+    median gain exceeds 1 by the gains' interquartile range and by `settings.least_gain`. A gain
+    is the default's time over its own in the same round, so that a drift of the clock cancels.
+    After `deadline` no further candidate is taken up. Raises RuntimeError: the default itself
+    computes wrong results."""
     screened, refused, complete = _screen(trial, candidates, settings, deadline, clock)
     float_repeats = _repeats(trial.float_seconds(1), settings)
     race = _Race(trial, screened, settings)
