@@ -208,7 +208,7 @@ def _own_group(
 
 
 def _topology(config: GradientConfig, group: ProcessGroup, device: torch.device) -> Topology:
-    """Modes that know of no nodes take workers in any arrangement: as if there were one node."""
+    """Modes that know of no nodes take workers as if there were one node."""
     if config.mode not in NODE_MODES:
         return Topology(world_size=group.size(), rank=group.rank(), node_size=group.size())
     # What torchrun says is said of all its processes, not of a group of some.

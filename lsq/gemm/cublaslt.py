@@ -72,19 +72,10 @@ def first_candidate(
 
 
 class Products:
-    """The products of one device; each gets its algorithm when it is first asked for.
-
-    Args:
-        device: of the tensors.
-        current: makes the device's context current in this thread
-            (lsq.native.runtime.Driver.current), as libcublasLt needs; the emulated one does not.
-        library: path of libcublasLt, by default the installed one; of the emulated one on the CPU.
-        workspace_bytes: the largest workspace that algorithms may need.
-        choose: picks the algorithms.
-
-    Raises:
-        RuntimeError: the library is not found or cannot be loaded.
-    """
+    """The products of one device; each gets its algorithm from `choose` when it is first asked
+    for, within `workspace_bytes`. `current` makes the device's context current in this thread,
+    as libcublasLt needs. `library`: its path, by default the installed one. Raises RuntimeError:
+    it is not found or cannot be loaded."""
 
     def __init__(
         self,

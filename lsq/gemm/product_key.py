@@ -159,12 +159,9 @@ def rounded_tokens(tokens: int) -> int:
 
 
 def key_of(product: Product) -> ProductKey:
-    """The key of a product of tensors, which may be on "meta".
-
-    a [M, K] or [K, M] transposed, b [N, K] or [K, N] transposed, out [M, N]; rows contiguous.
-    Operands of an operation are packed, as in `ProductKey.by_itself`.
-    Raises ValueError: shapes, dtypes or strides that do not fit.
-    """
+    """The key of a product of tensors, which may be on "meta": a [M, K] or [K, M] transposed, b
+    [N, K] or [K, N] transposed, out [M, N]; rows contiguous, those of an operation packed.
+    Raises ValueError: shapes, dtypes or strides do not fit."""
     a, b = product.a, product.b
     tensors = {"a": a, "b": b, "out": product.out}
     shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in tensors.items())

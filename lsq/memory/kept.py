@@ -215,12 +215,9 @@ class Pool:
 
 class Room:
     """Memory for workspaces, of which one is open at a time, by whoever holds `lock`.
-
-    `lasting_bytes`: address space of the CPU that stays, more than any workspace needs: all
-    workspaces begin at its first byte, which caches then know. 0: PyTorch's allocator gives memory
-    for each use of a workspace, and takes it back. Raises MemoryError: the system has not so much
-    address space for this process.
-    """
+    `lasting_bytes`: address space of the CPU that stays, more than any workspace needs; 0:
+    PyTorch's allocator gives memory for each use. Raises MemoryError: the system has not so much
+    address space."""
 
     def __init__(self, device: torch.device | str, lasting_bytes: int = 0):
         self.lock = threading.Lock()

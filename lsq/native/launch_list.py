@@ -23,17 +23,12 @@ class Part:
 
 
 class LaunchList:
-    """Launches and products that `run` replays with one call into C++, on PyTorch's current stream.
-
-    Operations and operands are read at every run from where their Addresses say, in a capture of a
-    graph once. A run waits for the stream of the run before. Until the work of a list is done,
-    whoever made it keeps the tensors that are not `held`.
-
-    `device`: the lsq.native.device.Device where it runs. `parts`: what it runs, in order.
-    `products`: finds the algorithms of its products, if not the device's. Raises ValueError: a
-    tensor lies elsewhere, is not contiguous or not aligned; RuntimeError: a kernel does not compile
-    or load, or a product has no algorithm.
-    """
+    """Launches and products that `run` replays with one call into C++, on PyTorch's current
+    stream. They are read at every run from where their Addresses say, in a capture of a graph
+    once. A run waits for the stream of the run before. Until the work is done, whoever made a
+    list keeps the tensors that are not `held`. `products`, if not the device's, find algorithms.
+    Raises ValueError: a tensor lies elsewhere, is not contiguous or not aligned; RuntimeError: a
+    kernel does not compile or load, or a product has no algorithm."""
 
     def __init__(self, device, parts: Sequence[Part], products=None):
         self.device = device

@@ -49,14 +49,9 @@ def _call(name: str, *arguments) -> None:
 
 
 class Driver:
-    """A CUDA driver, or the emulator's, for one device in its primary context, which PyTorch works
-    in, too.
-
-    The context is made, if it is not there, when it is first needed.
-
-    `path`: of libcuda.so.1. `ordinal`: number of the device. Raises RuntimeError: it cannot be
-    opened, or finds no GPU.
-    """
+    """A CUDA driver (libcuda.so.1 at `path`), or the emulator's, for device `ordinal` in its
+    primary context, in which PyTorch works, too; it is made when it is first needed. Raises
+    RuntimeError: it cannot be opened, or finds no GPU."""
 
     def __init__(self, path: str, ordinal: int = 0):
         self.handle, version = ctypes.c_void_p(), ctypes.c_int64()

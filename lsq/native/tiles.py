@@ -90,14 +90,10 @@ class _Codes(ctypes.Structure):
 
 
 class TileProduct(ctypes.Structure):
-    """a int8 [M, K] times b int8 [N, K] transposed, as csrc/cpu/tiles.h declares it.
-
-    Holds no memory alive.
-
-    Either operand may be a transposed view. `memory` holds packed_bytes(N, K) at a multiple of 64
-    bytes; None for loops that pack columns in memory of their own. `strip` are the rows that a
-    thread takes at a time; 0: as many as suit the caches.
-    """
+    """a int8 [M, K] times b int8 [N, K] transposed, as csrc/cpu/tiles.h declares it; either may
+    be a transposed view, and none is kept alive. `memory` holds packed_bytes(N, K) at a multiple
+    of 64 bytes; None for loops that pack columns by themselves. `strip`: rows that a thread
+    takes at a time; 0: as many as suit the caches."""
 
     _fields_ = [
         ("a", _Codes),

@@ -115,7 +115,7 @@ class Adam(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this optimizer, of torch.optim.Adam or AdamW, or of fairseq's Adam.
-        Raises ValueError: it is of other parameters, or under options that this optimizer does not
+        Raises ValueError: it is of other parameters, or under options that this one does not
         have."""
         before = {**self.__getstate__()}
         try:

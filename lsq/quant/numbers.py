@@ -129,13 +129,10 @@ class ScaledFormat:
     def encode(
         self, x: Tensor, clip: str | Tensor = "absmax", *, percentile: float = PERCENTILE
     ) -> Encoded:
-        """Codes and scales of float x, any shape; all is computed in float32.
-
-        `clip`: how clips are measured (METHODS; `percentile`: percent of |x| that the clip of a
-        block leaves inside), or clips of the shape of the blocks, or one for all. Raises
-        ValueError: the method or the percentile is not allowed, or the shape of the clips does not
-        fit, or one is negative.
-        """
+        """Codes and scales of float x, any shape; all is computed in float32. `clip`: how clips
+        are measured (METHODS; `percentile` of |x| lies inside), or clips of the shape of the
+        blocks, or one for all. Raises ValueError: the method, the percentile or a clip is not
+        allowed."""
         shape = as_matrix(x.shape)
         matrix = x.detach().float().reshape(shape)
         grid = self.grain.grid(shape)

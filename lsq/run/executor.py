@@ -77,12 +77,9 @@ class Execution:
         self.memory, self.owner, self.fleeting = memory, owner, fleeting
 
     def __call__(self, tensors: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Run forward; gradients flow to inputs and parameters if the program has a backward pass.
-
-        Floats may come as any of FLOATS, whatever dtype the program was built for; outputs have
-        that dtype. Raises ValueError: a tensor is missing, or its shape or dtype is not the
-        program's.
-        """
+        """Run forward; gradients flow to inputs and parameters if the program has a backward
+        pass. Floats may come as any of FLOATS; outputs have the program's dtype. Raises
+        ValueError: a tensor is missing, or its shape or dtype is not the program's."""
         program, borders = self.program, {}
         for virtual in (*program.inputs, *program.parameters):
             tensor = borders[virtual] = tensors.get(virtual.name)

@@ -94,11 +94,9 @@ class PreparedPass:
             slot.update()
 
     def run(self, borders: Mapping[VirtualTensor, torch.Tensor]) -> None:
-        """Run it on other tensors at its borders, of the same shapes.
-
-        Slots are filled in line: every pass of a training does it. Raises ValueError: one of them
-        has another dtype or is not contiguous, or the backend cannot take it.
-        """
+        """Run it on other tensors at its borders, of the same shapes; slots are filled in line,
+        as every pass of a training does it. Raises ValueError: one has another dtype or is not
+        contiguous, or the backend cannot take it."""
         check = self._check
         try:
             for virtual, dtype, slots in self._slots:

@@ -166,16 +166,11 @@ class PlannedFrame(Frame):
 
 
 class StepMemory:
-    """The arena of one model's training step, and the order in which it is used.
-
-    Passes must come in the planned order, else tensors would lie where others still live. Some may
-    be left out. A forward pass that is out of turn begins the next step; what the step before has
-    saved is gone then, and its backward passes are refused.
-
-    `step`: the plan. `owners`: the module of each node. `names`: of the nodes, for messages.
-    `device`: where the arena lies. `outside`: bytes that modules of others keep for the backward
-    pass of the step, by class.
-    """
+    """The arena of one model's training step, and the order in which it is used. Passes must
+    come in the planned order, some may be left out. A forward pass out of turn begins the next
+    step; what the step before has saved is gone then, and its backward passes are refused.
+    `owners`: the module of each node. `outside`: bytes that modules of others keep for the
+    backward pass, by class."""
 
     frame = PlannedFrame
 

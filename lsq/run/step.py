@@ -46,13 +46,8 @@ class Pass:
 
 
 class Rehearsal:
-    """The record of a rehearsed step.
-
-    Attributes:
-        passes: the passes of all programs that have a backward pass, in their order.
-        owners: the module that ran each node.
-        programs: all that ran, also those without a backward pass.
-    """
+    """The record of a rehearsed step: the passes of all programs that have a backward pass, in
+    their order, the module that ran each node, and all programs that ran."""
 
     def __init__(self):
         self.programs: list[Program] = []

@@ -163,10 +163,8 @@ class _Operands:
 
 class CublasTrial:
     """One product without epilogue; for comparison with int8, also the same of bfloat16.
-
     Operands are whole numbers, also of floats, and so small that every sum is exact in float32:
-    results are right, rounded once where they are floats, or the algorithm is refused.
-    """
+    results are right, rounded once where they are floats, or the algorithm is refused."""
 
     def __init__(self, backend: CublasBackend, key: ProductKey) -> None:
         self.backend, key = backend, key.by_itself
