@@ -136,9 +136,8 @@ _current: RollCall | None = None
 
 
 def register() -> None:
-    """Take part in the roll calls of the default process group; to be called by every process once
-    it is there. Does nothing if there is no group of several processes; of a new group, the new
-    ones."""
+    """Take part in the roll calls of the default process group, or of the one that was made
+    since; to be called by every process once it is there. Does nothing without several."""
     global _current
     if not distributed.is_available() or not distributed.is_initialized():
         return
