@@ -96,7 +96,7 @@ def show(file: ConfigurationFile) -> str:
 
 def _row(entry: Entry) -> tuple[str, ...]:
     key, times = entry.key, entry.times
-    types = f"{key.dtype} {key.out}" + ("" if key.alpha == "one" else f" {key.alpha}")
+    types = f"{key.dtype} {key.out}"
     numbers = [f"{time:.1f}" for time in (times.chosen, times.default, times.float)]
     measured = (*numbers, f"{entry.gain:.2f}", f"{entry.spread:.1%}", entry.date[:10])
     run_as = str(entry.configuration)

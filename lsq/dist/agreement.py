@@ -10,10 +10,7 @@ from torch.distributed import ProcessGroup
 
 
 def any_process(flag: bool, device: torch.device) -> bool:
-    """Whether `flag` is set in any process; every process must call it.
-
-    `device` is the one that trains.
-    """
+    """Whether `flag` is set in any process; every process calls it. `device` trains."""
     if not distributed.is_available() or not distributed.is_initialized():
         return flag
     votes = torch.tensor(int(flag), device=device)
@@ -33,10 +30,7 @@ def least_of_all(values: torch.Tensor, group: ProcessGroup | None = None) -> tor
 
 
 def gather_text(text: str, group: ProcessGroup, device: torch.device) -> list[str]:
-    """The texts of all processes of a group, in order of ranks; every process must call it.
-
-    `device`: as above.
-    """
+    """The texts of all processes of a group, in order of ranks; every process calls it."""
     texts = [""] * group.size()
     at = (
         contextlib.nullcontext()
@@ -52,11 +46,8 @@ def require_same(
     what: str, settings: Mapping[str, object], group: ProcessGroup, device: torch.device
 ) -> None:
     """Check that `settings` (JSON values) are the same in every process of a group; every process
-    must call it.
-
-    Raises:
-        ValueError: they are not; names the first ranks that differ and their values.
-    """
+    must call it. Raises ValueError: they are not; names the first ranks that differ and their
+    values."""
     texts = gather_text(json.dumps(dict(settings), sort_keys=True), group, device)
     for rank, text in enumerate(texts):
         if text != texts[0]:

@@ -17,15 +17,10 @@ METHOD = "lsq://"
 
 
 def own_part(store: distributed.Store, rank: int, size: int) -> distributed.Store:
-    """The part of `store` that the processes of this attempt alone know; every process must call
-    it.
-
-    Rank 0 names it. A process that finds a name asks under it, and takes it once it is answered:
-    nobody answers under the name of an earlier attempt, and answers go to questions that are new.
-
-    Raises:
-        TimeoutError: rank 0 does not answer within the timeout of the store.
-    """
+    """The part of `store` that the processes of this attempt alone know; every process calls it.
+    Rank 0 names it. Others ask under a name and take it once it is answered: nobody answers
+    under an earlier one. Raises TimeoutError: rank 0 does not answer within the timeout of the
+    store."""
     store = distributed.PrefixStore("lsq/attempts", store)
     if rank == 0:
         name = uuid.uuid4().hex

@@ -37,15 +37,8 @@ def all_to_all(
     sent: list[int] | None = None,
 ) -> Work:
     """Send each worker its part of `given` and write what all sent here to `out`, in order of
-    ranks; both contiguous.
-
-    Args:
-        received: elements that come from each worker; None: as many from each.
-        sent: elements that go to each worker; None: as many to each.
-
-    Returns:
-        As `all_gather`.
-    """
+    ranks; both contiguous. `received` elements come from each worker, `sent` ones go to it;
+    None: as many from or to each. Returns as `all_gather`."""
     return distributed.all_to_all_single(
         out.view(-1), given.view(-1), received, sent, group=group, async_op=True
     )
@@ -53,8 +46,7 @@ def all_to_all(
 
 @torch.no_grad()
 def average(tensors: list[Tensor], group: ProcessGroup | None) -> None:
-    """Replace tensors of one dtype and device by their means over the workers, in one exchange;
-    None: all processes."""
+    """Replace tensors of one dtype and device by their means over the workers, in one exchange."""
     joined = torch.cat([tensor.flatten() for tensor in tensors])
     distributed.all_reduce(joined, group=group)
     means = joined.div_(distributed.get_world_size(group)).split(list(map(Tensor.numel, tensors)))
@@ -64,18 +56,15 @@ def average(tensors: list[Tensor], group: ProcessGroup | None) -> None:
 
 
 class Scratch:
-    """Named pieces of memory that grow to the largest size asked for.
-
-    Exchanges run one after another, so all buckets share them.
-    """
+    """Named pieces of memory that grow; exchanges run one after another, so all buckets share
+    them."""
 
     def __init__(self, device: torch.device):
         self.device = device
         self._pieces: dict[str, Tensor] = {}
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.uint8) -> Tensor:
-        """A contiguous tensor of this shape and dtype with any content; the last one of that name
-        becomes invalid."""
+        """A contiguous tensor with any content; the last one of that name becomes invalid."""
         size = math.prod(shape) * dtype.itemsize
         piece = self._pieces.get(name)
         if piece is None or piece.numel() < size:
@@ -100,8 +89,7 @@ def small_positions(tensors: Iterable[tuple[int, int]], device: torch.device) ->
 
 
 def take_out(buffer: Tensor, positions: Tensor) -> Tensor:
-    """The values float32 at `positions` of the last dimension of `buffer`, which become zero
-    there."""
+    """The values float32 at `positions` of the last dimension of `buffer`, which become zero."""
     values = buffer.index_select(-1, positions).float()
     buffer.index_fill_(-1, positions, 0.0)
     return values

@@ -81,11 +81,7 @@ def kept_largest(values: int) -> int:
 
 def gcq_levels(workers: int) -> int:
     """Largest code that each of `workers` may send under gcq, so that their int8 sum cannot
-    overflow.
-
-    Raises:
-        ValueError: none is left but 0.
-    """
+    overflow. Raises ValueError: none is left but 0."""
     levels = GRADIENT.largest // workers
     if levels == 0:
         raise ValueError(
@@ -131,12 +127,8 @@ def find_topology(
     environment: Mapping[str, str] = os.environ,
 ) -> Topology:
     """The Topology for a node size that was given, or that torchrun says (LOCAL_WORLD_SIZE), or as
-    hosts tell: the name of each worker's host, in order of ranks.
-
-    Raises:
-        ValueError: nodes of that size do not divide the workers, or hosts have different numbers of
-            workers.
-    """
+    hosts tell: the name of each worker's host, in order of ranks. Raises ValueError: nodes of that
+    size do not divide the workers, or hosts have different numbers of workers."""
     if node_size is None:
         launched = environment.get("LOCAL_WORLD_SIZE")
         node_size = _node_size_of(hosts()) if launched is None else int(launched)

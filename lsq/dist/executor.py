@@ -21,8 +21,7 @@ class WorkerThread:
 
     After a task has failed its group is of no use, so that all later ones fail with the same error.
 
-    Args:
-        explain: turns the exception of a failed task into the one to raise.
+    `explain`: turns the exception of a failed task into the one to raise.
     """
 
     def __init__(self, explain: Callable[[Exception], Exception] = lambda error: error):
@@ -48,7 +47,7 @@ class WorkerThread:
 def _work(
     tasks: queue.SimpleQueue, explain: Callable[[Exception], Exception], threads: int
 ) -> None:
-    """What the thread does until it gets None: nothing here keeps the WorkerThread itself alive."""
+    """Run tasks until None comes: nothing here keeps the WorkerThread alive."""
     torch.set_num_threads(threads)  # OpenMP counts for each thread that calls it
     failure: Exception | None = None
     while (entry := tasks.get()) is not None:

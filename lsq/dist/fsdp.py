@@ -80,11 +80,8 @@ class Int8ReduceScatter:
         """Write the sum or mean over the group of everyone's part of `input_tensor` [N * n] to
         `output_tensor` [n].
 
-        On a GPU it is ordered on the current stream, as FSDP2 wants it.
-
-        Raises:
-            ValueError: an operation other than SUM and AVG, a dtype that cannot be compressed, or
-                async_op.
+        On a GPU it is ordered on the current stream, as FSDP2 wants it. Raises ValueError: an
+        operation other than SUM and AVG, a dtype that cannot be compressed, or async_op.
         """
         workers = group.size()
         factors = {ReduceOp.SUM: 1.0, ReduceOp.AVG: 1.0 / workers}

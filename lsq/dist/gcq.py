@@ -20,11 +20,8 @@ from lsq.quant import GRADIENT
 
 
 class GCQ:
-    """Averages buckets over a group of workers; `scratch` holds codes.
-
-    Raises:
-        ValueError: so many workers leave no code but 0.
-    """
+    """Averages buckets over a group of workers; `scratch` holds codes. Raises ValueError: so many
+    workers leave no code but 0."""
 
     def __init__(self, group: ProcessGroup, scratch: Scratch):
         self.group, self.scratch = group, scratch
@@ -48,8 +45,8 @@ class GCQ:
 
 
 def _row_scales(rows: Tensor, values: int) -> Tensor:
-    """clip / Q [R, 1] of each row [R, ROW] of a bucket of `values` values, behind which the last
-    row has zeros."""
+    """clip / Q [R, 1] of each row [R, ROW] of a bucket, behind whose values the last row has
+    zeros."""
     scale, rest = _scales(rows), values % ROW
     # zeros that are no values count for nothing: with them, the clip of a few values would be zero
     if rest:

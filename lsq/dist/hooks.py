@@ -86,8 +86,7 @@ class GradientCompression:
         return self._executor.submit(lambda: self._mean(buffer, small))
 
     def _small_in(self, bucket: GradBucket) -> Tensor | None:
-        """The positions of small tensors in a bucket; DDP gives a bucket of other tensors other
-        memory."""
+        """Positions of small tensors in a bucket; DDP gives other tensors other memory."""
         buffer, index = bucket.buffer(), bucket.index()
         storage = buffer.untyped_storage()
         if index not in self._small or self._small[index][0]._cdata != storage._cdata:
@@ -190,13 +189,9 @@ def compress_gradients(
 def _own_group(
     whole: ProcessGroup, parts: list[list[int]], timeout: timedelta, backend: str
 ) -> ProcessGroup:
-    """A new group of the part of `whole`, given as positions in it, that this process is in; every
-    member must call it.
-
-    With use_local_synchronization, PyTorch names a group by how many groups its process knows:
-    where processes know different numbers, they wait for each other under different names. So,
-    where all processes are there, all make all groups.
-    """
+    """A new group of the part of `whole` that this process is in; every member must call it. With
+    use_local_synchronization, PyTorch names a group by how many its process knows, which may
+    differ: so, where all processes are there, all make all groups."""
     ranks = distributed.get_process_group_ranks(whole)
     everybody, own = len(ranks) == distributed.get_world_size(), None
     for positions in parts:
@@ -213,7 +208,7 @@ def _own_group(
 
 
 def _topology(config: GradientConfig, group: ProcessGroup, device: torch.device) -> Topology:
-    """Modes that know of no nodes take workers in any arrangement: as if there were one node."""
+    """Modes that know of no nodes take workers as if there were one node."""
     if config.mode not in NODE_MODES:
         return Topology(world_size=group.size(), rank=group.rank(), node_size=group.size())
     # What torchrun says is said of all its processes, not of a group of some.
@@ -302,7 +297,6 @@ def _unfit(what: str, mode: str) -> ValueError:
 
 
 def backend_of(group: ProcessGroup, device: torch.device) -> str | None:
-    """The name of the backend that carries tensors of `device` in a group, e.g. "gloo"; None: it
-    has none."""
+    """The name of the backend that carries tensors of `device` in a group, if any."""
     pairs = (pair.partition(":") for pair in distributed.get_backend_config(group).split(","))
     return {kind: backend for kind, _, backend in pairs}.get(device.type)

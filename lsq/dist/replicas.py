@@ -9,7 +9,6 @@ number alone, and every process takes part, whatever it has measured.
 import functools
 import logging
 import weakref
-from collections import OrderedDict
 
 import torch
 from torch import Tensor, distributed, nn
@@ -29,12 +28,6 @@ EVERY_STEP, PERIOD = 64, 16
 """The first steps of an optimizer average what was measured; later, when little is, every so
 many-th does."""
 
-_shared: OrderedDict[int, tuple[weakref.ref, ProcessGroup | None]] = OrderedDict()
-"""By the ids of handles: models that others wrap, and groups. A registry, as nothing of lsq wraps
-these models."""
-_trained: "weakref.WeakKeyDictionary[Optimizer, _Trained]" = weakref.WeakKeyDictionary()
-"""A registry, since the state of an optimizer belongs to its checkpoints."""
-
 
 def share(model: nn.Module, group: ProcessGroup | None = None) -> RemovableHandle:
     """Average the clips of `model` over the processes of a group, which train it in a way that lsq
@@ -46,17 +39,17 @@ def share(model: nn.Module, group: ProcessGroup | None = None) -> RemovableHandl
         Its `remove()` ends it.
     """
     require_model(model)
-    handle = RemovableHandle(_shared)
-    _shared[handle.id] = weakref.ref(model), group
+    handle = RemovableHandle(steps.shared)
+    steps.shared[handle.id] = weakref.ref(model), group
     return handle
 
 
 def agree(optimizer: Optimizer) -> None:
-    """Before a step of `optimizer` in one of several processes: let clips that were measured, of
-    the models that it trains, be the same in all."""
-    trained = _trained.get(optimizer)
+    """Before a step in one of several processes: let measured clips of the models be the same in
+    all."""
+    trained = steps.trained.get(optimizer)
     if trained is None or trained.known != _known(optimizer):
-        trained = _trained[optimizer] = _Trained(optimizer, trained)
+        trained = steps.trained[optimizer] = _Trained(optimizer, trained)
     if not (trained.models or trained.meshes) or trained.alone():
         return
     trained.steps += 1
@@ -75,7 +68,7 @@ def agree(optimizer: Optimizer) -> None:
 
 def _known(optimizer: Optimizer) -> tuple:
     sizes = tuple(len(group["params"]) for group in optimizer.param_groups)
-    return sizes, steps.wraps, tuple(_shared)
+    return sizes, steps.wraps, tuple(steps.shared)
 
 
 class _Trained:
@@ -95,7 +88,7 @@ class _Trained:
         ]
         inside = {id(part) for model, _, _ in found for part in model.modules()}
         others = [
-            (model(), None, group) for model, group in _shared.values() if model() is not None
+            (model(), None, group) for model, group in steps.shared.values() if model() is not None
         ]
         found += [one for one in others if id(one[0]) not in inside]
         self.models = [
@@ -125,9 +118,7 @@ class _Trained:
         return False
 
 
-@functools.cache
-def _warn(text: str) -> None:
-    logger.warning(text)
+_warn = functools.cache(logger.warning)  # once each
 
 
 def _modules_in(model: nn.Module) -> list[nn.Module]:
@@ -137,8 +128,7 @@ def _modules_in(model: nn.Module) -> list[nn.Module]:
 
 @torch.no_grad()
 def _take_largest(model: nn.Module, group: ProcessGroup | None) -> None:
-    """Let clips of activations that do not learn be the largest of all processes that have run
-    their layers."""
+    """Let clips of activations that do not learn be the largest of all processes."""
     clips: dict[int, tuple[Tensor, bool]] = {}
     for module in _modules_in(model):
         if module.quant.quantized and not module.quant.learned:
@@ -162,11 +152,7 @@ def _take_largest(model: nn.Module, group: ProcessGroup | None) -> None:
 @torch.no_grad()
 def _average(model: nn.Module, group: ProcessGroup | None) -> None:
     """Make each clip of `model` the mean of the processes that have measured it since the last
-    time.
-
-    Where none has, it is the mean of all: a process that has not run a layer has not limited the
-    steps of its clips.
-    """
+    time; where none has, of all: a process that has not run a layer has not limited its steps."""
     modules = [module for module in _modules_in(model) if module.quant.learned]
     clips: dict[int, tuple[Tensor, bool]] = {}
     for module in modules:
@@ -190,8 +176,7 @@ def _average(model: nn.Module, group: ProcessGroup | None) -> None:
 
 @torch.no_grad()
 def _average_shards(mesh) -> None:
-    """Average clips that are shards on a mesh: the mean replaces what each process has measured,
-    and is written to the shards later."""
+    """Average clips that are shards on a mesh: the mean is written to the shards later."""
     named = [
         (module, name, clip)
         for module in steps.modules()
@@ -222,11 +207,8 @@ def _average_shards(mesh) -> None:
 def _means(
     own: Tensor, measured: list[bool], clips: list[Tensor], groups: list[ProcessGroup | None]
 ) -> tuple[Tensor, Tensor]:
-    """(means, counts) float32 [n], over the processes that have measured, or else over all.
-
-    `own`: values float32 [n] of this process, of `clips` in that order; `measured` of each clip.
-    Sums are taken over `groups` one after another.
-    """
+    """(means, counts) float32 [n] over the processes that have measured, or else over all. `own`:
+    values of this process; sums are taken over `groups` one after another."""
     counts = torch.tensor(measured, dtype=torch.float32, device=own.device)
     counts = counts.repeat_interleave(
         torch.tensor([clip.numel() for clip in clips], device=own.device), output_size=len(own)

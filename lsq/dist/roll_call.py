@@ -1,10 +1,9 @@
 """Which process of a training is gone: what a failed exchange alone does not tell.
 
 When a process dies or hangs, others only see that a connection closed or that time ran out. So
-every process keeps a thread beside its work. Whoever sees an exchange fail calls the roll in the
-store of the process group; the threads answer, also for processes that are still waiting; who has
-not answered after a few seconds is named. A process that ends by an error of its own leaves its
-last words there. The store lives in torchrun's agent, or with init_method tcp:// in rank 0.
+whoever sees an exchange fail calls the roll in the store of the process group (in torchrun's agent,
+or with init_method tcp:// in rank 0). A thread of every process answers; who has not after a few
+seconds is named. A process that ends by an error of its own leaves its last words there.
 """
 
 import atexit
@@ -78,11 +77,8 @@ class RollCall:
         return self._lost or None
 
     def leave(self, last_words: str | None = None) -> None:
-        """End this process's part; the others are told `last_words` when they call the roll.
-
-        A thread that comes back from C++ while the interpreter ends aborts the process: this waits
-        until it is done, and gives up only on a request that the store never answers.
-        """
+        """End this process's part; others are told `last_words`. A thread that comes back from C++
+        while the interpreter ends aborts the process: this waits until it is done."""
         self._last_words = last_words
         self._ends.set()
         self._wake.set()
@@ -140,12 +136,8 @@ _current: RollCall | None = None
 
 
 def register() -> None:
-    """Take part in the roll calls of the default process group; to be called by every process once
-    it is there.
-
-    Does nothing if there is no group of several processes, or if this process takes part already.
-    If the group was made anew since, this process takes part in the new one's roll calls instead.
-    """
+    """Take part in the roll calls of the default process group, or of the one that was made
+    since; to be called by every process once it is there. Does nothing without several."""
     global _current
     if not distributed.is_available() or not distributed.is_initialized():
         return
@@ -169,7 +161,6 @@ def register() -> None:
 
 
 def unregister(last_words: str | None = None) -> None:
-    """End this process's part in roll calls, before the process group ends or is made anew."""
     global _current
     if _current is not None:
         _current.leave(last_words)
@@ -177,8 +168,7 @@ def unregister(last_words: str | None = None) -> None:
 
 
 def is_exchange_failure(error: BaseException) -> bool:
-    """Whether `error`, or one that it was raised in place of, is that of a failed exchange between
-    processes."""
+    """Whether `error`, or one that it was raised in place of, is that of a failed exchange."""
     return any(
         isinstance(one, (ExchangeFailed, distributed.DistError))
         or (isinstance(one, RuntimeError) and FAILURES.search(str(one)) is not None)
@@ -187,13 +177,9 @@ def is_exchange_failure(error: BaseException) -> bool:
 
 
 def name_the_lost(error: BaseException) -> BaseException:
-    """Call the roll if `error` is that of a failed exchange.
-
-    Returns:
-        the error to raise: RankLost, which names those that are gone; ExchangeFailed with the words
-        of `error` if all answered or nobody has registered; `error` itself if it is one of these,
-        or no failed exchange at all.
-    """
+    """Call the roll if `error` is that of a failed exchange, and return the error to raise:
+    RankLost, which names those that are gone; ExchangeFailed with the words of `error` if all
+    answered or nobody has registered; else `error` itself."""
     if isinstance(error, ExchangeFailed) or not is_exchange_failure(error):
         return error
     *_, last = _chain(error)
@@ -214,11 +200,8 @@ def name_the_lost(error: BaseException) -> BaseException:
 
 @contextlib.contextmanager
 def naming_the_lost(before: Callable[[], object] = lambda: None) -> Iterator[None]:
-    """Within this context a failed exchange is raised as `name_the_lost` has it; `before` is called
-    before the roll.
-
-    Another error that ends this process is left to the others as its last words.
-    """
+    """Within this context a failed exchange is raised as `name_the_lost` has it, after `before`.
+    Another error that ends this process is left to the others as its last words."""
     try:
         yield
     except (Exception, SystemExit) as error:
@@ -230,7 +213,6 @@ def naming_the_lost(before: Callable[[], object] = lambda: None) -> Iterator[Non
 
 
 def raise_named(error: BaseException) -> NoReturn:
-    """Raise what `name_the_lost` makes of `error`."""
     named = name_the_lost(error)
     if named is error:
         raise error
@@ -254,7 +236,6 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _first_line(error: BaseException) -> str:
-    """Without the source lines and the advice that gloo and DDP put around it."""
     line = (str(getattr(error, "message", error)) or type(error).__name__).splitlines()[0]
     for pattern, replacement in NOISE:
         line = pattern.sub(replacement, line)

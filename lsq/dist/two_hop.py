@@ -39,11 +39,9 @@ PART = 2**20
 class TwoHop:
     """Averages buckets; see the module.
 
-    Args:
-        group: the workers that exchange codes, in order of ranks: all of them, or the one with this
-            one's position on every node.
-        scratch: holds pieces and messages.
-        neighbours: the workers of this node, in order of ranks; None: none but this one.
+    `group`: the workers that exchange codes, in order of ranks: all of them, or the one with this
+    one's position on every node. `scratch`: holds pieces and messages. `neighbours`: the workers of
+    this node, in order of ranks; None: none but this one.
     """
 
     def __init__(
@@ -106,8 +104,6 @@ class TwoHop:
 
 
 def pack(x: Tensor, layout: MessageLayout, messages: Tensor) -> None:
-    """Write the messages uint8 [S, M] of the sum over R of x, float [R, v]; v may be less than
-    `layout` holds."""
     if x.shape[1] == 0:
         messages.zero_()
         return
@@ -116,24 +112,19 @@ def pack(x: Tensor, layout: MessageLayout, messages: Tensor) -> None:
 
 
 def add(messages: Tensor, layout: MessageLayout, out: Tensor, factor: float) -> None:
-    """Write the message uint8 [M] of the sum of `messages` uint8 [N, M], times `factor`."""
     given, total = (Messages(layout=layout, data=data) for data in (messages, out))
     backends.run(SumMessages(messages=given, factor=factor, sum=total))
 
 
 def unpack(messages: Tensor, layout: MessageLayout, out: Tensor) -> None:
-    """Write the values of messages uint8 [S, M] to `out`, float [v]; v may be less."""
     if out.numel():
         layout = replace(layout, values=out.numel())
         backends.run(UnpackGradients(messages=Messages(layout=layout, data=messages[None]), x=out))
 
 
 def cut(values: int, pieces: int) -> list[tuple[int, int]]:
-    """(first value, number of values) of each piece of `values`; the first is the longest, the last
-    may be empty.
-
-    Pieces begin at multiples of SHARD_MULTIPLE, so that kernels find them aligned.
-    """
+    """(first value, number of values) of each piece, the longest first, the last perhaps empty.
+    Pieces begin at multiples of SHARD_MULTIPLE, so that kernels find them aligned."""
     length = -(-values // (pieces * SHARD_MULTIPLE)) * SHARD_MULTIPLE
     starts = [min(piece * length, values) for piece in range(pieces)]
     return [(start, min(length, values - start)) for start in starts]

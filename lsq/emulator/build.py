@@ -69,15 +69,9 @@ _STATIC_SHARED = re.compile(r"\b__shared__\b")
 
 
 def build_driver(sanitize: bool = False) -> Path:
-    """Build the emulated libcuda unless it is cached; its path.
-
-    Args:
-        sanitize: with AddressSanitizer and UndefinedBehaviorSanitizer, for a process that preloads
-            them.
-
-    Raises:
-        RuntimeError: no compiler, the build failed, or the cache folder cannot be written.
-    """
+    """Build the emulated libcuda unless it is cached; its path. `sanitize`: with
+    AddressSanitizer and UndefinedBehaviorSanitizer, for a process that preloads them. Raises
+    RuntimeError: no compiler, the build failed, or the cache folder cannot be written."""
     return _build_library(
         "libemulated_cuda", tuple(SOURCES / name for name in DRIVER_SOURCES), sanitize
     )
@@ -120,7 +114,8 @@ def compile_kernels(
     flags = [*FLAGS, *checks, *(f"-D{name}={value}" for name, value in defines)]
     operations = _operations()
     includes = [f"-I{folder}" for folder in (KERNELS, SHARED, SOURCES, operations.parent)]
-    headers = [*_headers(), *_beside(path), operations]
+    beside = [] if path.parent == KERNELS else sorted(path.parent.glob("*.cuh"))
+    headers = [*_headers(), *beside, operations]
     target = _target(path.stem, [path, *headers], [*flags, *KERNEL_LINK, os.fspath(driver)])
     if not target.exists():
         text = _declare_shared(
@@ -163,10 +158,6 @@ def _operations() -> Path:
     return path
 
 
-def _beside(source: Path) -> list[Path]:
-    return [] if source.parent == KERNELS else sorted(source.parent.glob("*.cuh"))
-
-
 def _target(stem: str, sources: list[Path], flags: list[str]) -> Path:
     """The path of the library made of `sources` with `flags`; its name hashes all it depends on."""
     parts = [part for path in sources for part in (path.name, path.read_bytes())]
@@ -192,11 +183,8 @@ def _declare_shared(text: str) -> str:
 
 
 def _link(arguments: list[str], target: Path, text: str | None = None) -> None:
-    """Link `target` and move it into place at once: other processes may build or use it now.
-
-    Raises:
-        RuntimeError: the compiler is missing or fails, or the cache folder cannot be written.
-    """
+    """Link `target` and move it into place at once: other processes may build or use it now. Raises
+    RuntimeError: the compiler is missing or fails, or the cache folder cannot be written."""
     with tempfile.TemporaryDirectory() as folder:
         staged = Path(folder) / target.name
         _run([*_compiler(), *arguments, "-o", os.fspath(staged)], text)
@@ -210,11 +198,8 @@ def _link(arguments: list[str], target: Path, text: str | None = None) -> None:
 
 
 def _run(command: list[str], text: str | None = None) -> str:
-    """Run a compiler command with `text` as its input; its output. Warnings are logged.
-
-    Raises:
-        RuntimeError: the command is missing or fails; the message has the compiler's errors.
-    """
+    """Run a compiler command with `text` as its input; its output. Warnings are logged. Raises
+    RuntimeError: the command is missing or fails; the message has the compiler's errors."""
     try:
         result = subprocess.run(command, input=text, capture_output=True, text=True)
     except OSError as error:

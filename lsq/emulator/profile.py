@@ -119,11 +119,8 @@ class Profile:
 
 @functools.cache
 def device() -> Device:
-    """The emulator with kernels compiled for counting. Its lists hold no products.
-
-    Raises:
-        RuntimeError: there is no C++ compiler.
-    """
+    """The emulator with kernels compiled for counting. Its lists hold no products. Raises
+    RuntimeError: there is no C++ compiler."""
     return Device(
         name="CUDA emulator that counts",
         driver=Driver(str(emulator.build_driver())),
@@ -147,12 +144,9 @@ def operands_of(entry: Launch) -> list[torch.Tensor]:
 
 
 def profile(entries: Sequence[Launch]) -> list[Profile]:
-    """Run launches on tensors on the CPU, one after another, and count what each does.
-
-    Raises:
-        RuntimeError: a kernel fails, or there is no C++ compiler or no objdump.
-        ValueError: see lsq.native.launch_list.
-    """
+    """Run launches on tensors on the CPU, one after another, and count what each does. Raises
+    RuntimeError: a kernel fails, or there is no C++ compiler or no objdump; ValueError: see
+    lsq.native.launch_list."""
     ready = device().list(entries)
     library = ctypes.CDLL(str(emulator.build_driver()))
     library.emulator_profile_end.restype = ctypes.c_char_p
@@ -227,11 +221,8 @@ def _instructions(record: dict) -> tuple[dict[str, int], float]:
 
 @functools.cache
 def _code(module: str) -> dict[int, Counter]:
-    """Instructions by kind of each basic block, by the address after its call of the hook.
-
-    Raises:
-        RuntimeError: there is no objdump.
-    """
+    """Instructions by kind of each basic block, by the address after its call of the hook. Raises
+    RuntimeError: there is no objdump."""
     try:
         command = ["objdump", "--disassemble", "--demangle", "--no-show-raw-insn", module]
         listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -274,20 +265,13 @@ def _kind(name: str, given: str) -> str | None:
 
 
 def _called(symbol: str) -> str | None:
-    """The kind of the GPU instruction that a function in the listing stands for."""
     name = re.search(r"(?:^|[ :])(\w+)(?:@plt)?(?:[<(]|$)", symbol)
     return CALLED.get(name.group(1)) if name else None
 
 
 def fitting_blocks(threads: int, registers: int, shared: int, limits: "Limits") -> int:
-    """How many blocks of a kernel a multiprocessor holds at once.
-
-    Args:
-        threads: per block.
-        registers: per thread.
-        shared: bytes per block, static and dynamic.
-        limits: of the multiprocessor.
-    """
+    """Blocks of a kernel that a multiprocessor holds at once; `shared` bytes are static and
+    dynamic."""
     warps = -(-threads // WARP)
     of_warp = -(-registers * WARP // 256) * 256
     by_registers = limits.registers // of_warp // warps if registers else limits.blocks

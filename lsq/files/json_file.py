@@ -25,10 +25,8 @@ def read(path: Path, build: Callable[[Any], Built], remedy: str) -> Built:
     """Return what `build` makes of the content of a file; ValueError if the file is too large, not
     JSON, has a field twice or a number that is not finite, or is not what `build` takes.
 
-    Args:
-        path: the file.
-        build: checks the content; raises a ValueError that begins with the path of what is wrong.
-        remedy: what to do about a file that is wrong, for the message.
+    `path`: the file. `build`: checks the content; raises a ValueError that begins with the path of
+    what is wrong. `remedy`: what to do about a file that is wrong, for the message.
     """
     try:
         return build(_parse(_content(path)))
@@ -53,11 +51,9 @@ def record(
 ) -> Built:
     """Make a dataclass from an object with its fields; those that have a default may be missing.
 
-    Args:
-        made: a dataclass that checks itself, with errors that begin with the name of the field.
-        value: what should be the object; else a ValueError is raised.
-        path: where it stands; "" for the whole file.
-        converters: field -> what makes its value, given the content and its path.
+    `made`: a dataclass that checks itself, with errors that begin with the name of the field.
+    `value`: what should be the object; else a ValueError is raised. `path`: where it stands; "" for
+    the whole file. `converters`: field -> what makes its value, given the content and its path.
     """
     fields = dataclasses.fields(made)
     needed = [field.name for field in fields if field.default is dataclasses.MISSING]

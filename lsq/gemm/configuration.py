@@ -56,11 +56,8 @@ _DATE = "%Y-%m-%dT%H:%M:%SZ"
 
 @dataclass(frozen=True, kw_only=True)
 class CublasConfiguration:
-    """An algorithm of cuBLASLt; another kernel applies the epilogue.
-
-    Raises:
-        ValueError: no such algorithm.
-    """
+    """An algorithm of cuBLASLt; another kernel applies the epilogue. Raises ValueError: no such
+    algorithm."""
 
     algorithm: bytes
     """64 bytes, in files as hexadecimal digits; valid for one version of the library and one model
@@ -92,11 +89,8 @@ class CublasConfiguration:
 
 @dataclass(frozen=True, kw_only=True)
 class TileConfiguration:
-    """The tiles of a kernel of lsq that makes a product on a GPU with its epilogue.
-
-    Raises:
-        ValueError: the kernels have no such tile.
-    """
+    """The tiles of a kernel of lsq that makes a product on a GPU with its epilogue. Raises
+    ValueError: the kernels have no such tile."""
 
     rows: int
     """Of sums that a block makes, 64 or 128."""
@@ -122,12 +116,10 @@ class TileConfiguration:
 
     @property
     def warps(self) -> tuple[int, int]:
-        """Warps of a block, down and across its tile."""
         return (self.rows // 16, 1) if self.instruction == "wgmma" else (2, 2)
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a block."""
         return self.stages * (self.rows + self.columns) * TILE_STEP
 
     def blocks(self, m: int, n: int) -> tuple[int, int]:
@@ -135,7 +127,6 @@ class TileConfiguration:
         return -(-n // self.columns), max(1, -(-m // self.rows))
 
     def check_key(self, key: ProductKey) -> None:
-        """Raise ValueError if this configuration cannot run a product."""
         if key.op not in TILED:
             raise ValueError(
                 f"rows is of a tile, which ends products of {', '.join(TILED)}, not {key.op}: tune"
@@ -165,13 +156,9 @@ Configuration = CublasConfiguration | TileConfiguration
 
 
 def default_tile(key: ProductKey, sm: int | None = None) -> TileConfiguration | None:
-    """The tile for an untuned product; None: cuBLASLt multiplies, but not for TILED_ALONE.
-
-    Args:
-        key: of an operation, or of a MATMUL, which has no tile.
-        sm: compute capability of the GPU, e.g. 90; None: of any whose fastest int8 products are
-            those of mma.sync.
-    """
+    """The tile for an untuned product; None: cuBLASLt multiplies, but not for TILED_ALONE. `sm`:
+    compute capability of the GPU, e.g. 90; None: of any whose fastest int8 products are those of
+    mma.sync."""
     instruction = "wgmma" if sm == WGMMA_SM else "mma"
     if key.op not in TILED_ALONE and _is_left_to_cublaslt(key, sm, instruction):
         return None
@@ -198,11 +185,7 @@ def _is_left_to_cublaslt(key: ProductKey, sm: int | None, instruction: str) -> b
 
 @dataclass(frozen=True, kw_only=True)
 class Times:
-    """Medians, in microseconds.
-
-    Raises:
-        ValueError: a time is not above 0.
-    """
+    """Medians, in microseconds. Raises ValueError: a time is not above 0."""
 
     chosen: float
     default: float
@@ -224,11 +207,8 @@ class Times:
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """The best configuration of a product.
-
-    Raises:
-        ValueError: the configuration cannot run the product, or a value is out of range.
-    """
+    """The best configuration of a product. Raises ValueError: the configuration cannot run the
+    product, or a value is out of range."""
 
     key: ProductKey
     configuration: Configuration
@@ -258,10 +238,8 @@ class Entry:
 
     @property
     def gain(self) -> float:
-        """How many times as fast as the default."""
         return self.times.default / self.times.chosen
 
 
 def now() -> str:
-    """The date of an entry that is measured now."""
     return datetime.datetime.now(datetime.UTC).strftime(_DATE)

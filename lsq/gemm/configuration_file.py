@@ -37,11 +37,8 @@ _REMEDY = "correct or delete the file"
 
 @dataclass(frozen=True, kw_only=True)
 class Validators:
-    """A model of GPU with its libcublasLt. Entries hold where all of these are the same.
-
-    Raises:
-        ValueError: a value of the wrong type or out of range.
-    """
+    """A model of GPU with its libcublasLt. Entries hold where all of these are the same. Raises
+    ValueError: a value of the wrong type or out of range."""
 
     format: int = FORMAT
     device: str
@@ -79,11 +76,8 @@ def difference(file: Validators, here: Validators) -> str | None:
 
 
 def here() -> Validators:
-    """The validators of the current GPU with the installed libcublasLt.
-
-    Raises:
-        RuntimeError: there is no GPU, or no library.
-    """
+    """The validators of the current GPU with the installed libcublasLt. Raises RuntimeError: there
+    is no GPU, or no library."""
     if not torch.cuda.is_available():
         raise RuntimeError(f"torch sees no GPU here; {compiler.remedy()}, or use the CPU")
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
@@ -112,11 +106,8 @@ def file_name(validators: Validators) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigurationFile:
-    """The entries of one GPU, sorted by key.
-
-    Raises:
-        ValueError: two entries have the same key, or one does not suit the GPU.
-    """
+    """The entries of one GPU, sorted by key. Raises ValueError: two entries have the same key, or
+    one does not suit the GPU."""
 
     validators: Validators
     entries: tuple[Entry, ...] = ()
@@ -138,19 +129,13 @@ class ConfigurationFile:
         object.__setattr__(self, "entries", tuple(sorted(self.entries, key=_order)))
 
     def with_entries(self, entries: Iterable[Entry]) -> "ConfigurationFile":
-        """This file with entries added, which replace those of the same key."""
         merged = {entry.key: entry for entry in [*self.entries, *entries]}
         return dataclasses.replace(self, entries=tuple(merged.values()))
 
 
 def read(path: Path) -> ConfigurationFile:
-    """Read a file.
-
-    Raises:
-        ValueError: it is no such file; the message says where, what stands there, and what is
-            allowed.
-        FileNotFoundError, OSError: there is none, or it cannot be read.
-    """
+    """Read a file. Raises ValueError: it is no such file; the message says where, what stands
+    there, and what is allowed; FileNotFoundError, OSError: there is none, or it cannot be read."""
     if not path.exists():
         raise FileNotFoundError(
             f"there is no file {path} of tuned products; `lsq configs list` names all files, and"
@@ -160,11 +145,8 @@ def read(path: Path) -> ConfigurationFile:
 
 
 def write(path: Path, file: ConfigurationFile) -> None:
-    """Write a file, whole or not at all; make its folder if it is missing.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write a file, whole or not at all; make its folder if it is missing. Raises OSError: it
+    cannot be written."""
     validators = {"kind": "cuda", **dataclasses.asdict(file.validators)}
     json_file.write(
         path, {"validators": validators}, "entries", [_fields(entry) for entry in file.entries]

@@ -17,8 +17,8 @@ ALIGNMENT = 64
 
 
 def scratch_for(op: str, m: int, n: int, k: int) -> tuple[tuple[int], torch.dtype]:
-    """(shape, dtype) of the scratch memory for a product [M, K] x [N, K], and for any with fewer
-    tokens; m, n or k is 0 where there is nothing to multiply."""
+    """(shape, dtype) of the scratch memory for a product, and for any with fewer tokens; m, n or k
+    is 0 where there is nothing to multiply."""
     if not min(m, n, k):
         return (ALIGNMENT,), torch.uint8
     long = is_long(op, k)
@@ -30,23 +30,11 @@ def scratch_for(op: str, m: int, n: int, k: int) -> tuple[tuple[int], torch.dtyp
 def multiply(
     op: str, operation: object, a: torch.Tensor, b: torch.Tensor, memory: torch.Tensor, *arguments
 ) -> None:
-    """Multiply a [M, K] by b [N, K] transposed, and let the loops of an operation apply its
-    epilogue.
-
-    The loop is `lsq_multiply_<op>` of the C++ library, which takes the operation, a TileProduct and
-    `arguments`. If K is longer than one int32 sum may be, it is `lsq_end_long_<op>`, which takes
-    the operation, float32 sums [M, N], their first row and number, and `arguments`.
-
-    Args:
-        op: one of TILED and TILED_ALONE in lsq.gemm.operations.
-        operation: of the loop.
-        a, b: int8; either may be a transposed view.
-        memory: as `scratch_for` asks for, at a multiple of ALIGNMENT bytes.
-        arguments: of the loop.
-
-    Raises:
-        ValueError: the memory is too small.
-    """
+    """Multiply int8 a [M, K] by b [N, K] transposed, either perhaps a transposed view, and let
+    the loops of an operation apply its epilogue: `lsq_multiply_<op>` of the C++ library takes
+    the operation, a TileProduct and `arguments`; where K is longer than an int32 sum may be,
+    `lsq_end_long_<op>` takes float32 sums [M, N], their first row and number. `memory`: as
+    `scratch_for` asks for, aligned to ALIGNMENT. Raises ValueError: it is too small."""
     (m, k), n = a.shape, b.shape[0]
     if is_long(op, k):
         loader.call(f"lsq_end_long_{op}", operation, _long_sums(a, b, memory), 0, m, *arguments)
@@ -56,12 +44,8 @@ def multiply(
 
 
 def untuned_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a int8 [M, K], b int8 [N, K] -> int32 [M, N] by tiles.
-
-    Raises:
-        ValueError: K could overflow the sums.
-        LibraryError: the C++ library is missing.
-    """
+    """a int8 [M, K], b int8 [N, K] -> int32 [M, N] by tiles. Raises ValueError: K could overflow
+    the sums; LibraryError: the C++ library is missing."""
     size = _packed_bytes(b.shape[0], a.shape[1])
     memory = torch.empty(size + ALIGNMENT, dtype=torch.uint8, device="cpu")
     memory = memory[-memory.data_ptr() % ALIGNMENT :]
@@ -72,11 +56,8 @@ def untuned_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 def int8_product(
     a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """a int8 [M, K], b int8 [N, K] -> int32 [M, N] by oneDNN.
-
-    Raises:
-        ValueError: K could overflow the sums.
-    """
+    """a int8 [M, K], b int8 [N, K] -> int32 [M, N] by oneDNN. Raises ValueError: K could overflow
+    the sums."""
     _check_inner(a.shape[1])
     a, b = _unambiguous(a), _unambiguous(b)
     if out is None:
@@ -119,7 +100,6 @@ def _tile_product(
 def _multiply_into(
     sums: torch.Tensor, a: torch.Tensor, b: torch.Tensor, memory: torch.Tensor
 ) -> torch.Tensor:
-    """Write int32 sums [M, N], without an epilogue."""
     product = _tile_product(a, b, memory, _packed_bytes(b.shape[0], a.shape[1]))
     loader.call("lsq_pack_columns", product)
     loader.call("lsq_multiply_block", product, 0, len(sums), sums)
@@ -127,8 +107,7 @@ def _multiply_into(
 
 
 def _long_sums(a: torch.Tensor, b: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
-    """float32 [M, N] in `memory`: the sums of the parts of K; each is exact, and added as a
-    float."""
+    """float32 [M, N] in `memory`: exact sums of the parts of K, added as floats."""
     (m, inner), n = a.shape, b.shape[0]
     size = _sums_bytes(m, n)
     total, block = (memory[first : first + 4 * m * n] for first in (0, size))

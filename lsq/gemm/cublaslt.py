@@ -17,7 +17,7 @@ from lsq.gemm.configuration import CublasConfiguration, TileConfiguration
 from lsq.gemm.lookup import Table
 from lsq.gemm.product_key import ProductKey, key_of
 from lsq.native.launch import Product
-from lsq.native.products import ALPHAS, DTYPES, Matmul, ProductLibrary, find_cublaslt
+from lsq.native.products import DTYPES, Matmul, ProductLibrary, find_cublaslt
 
 logger = logging.getLogger(__name__)
 
@@ -68,24 +68,14 @@ Choose = Callable[["Products", ProductKey, list[CublasConfiguration]], CublasCon
 def first_candidate(
     products: "Products", key: ProductKey, proposals: list[CublasConfiguration]
 ) -> CublasConfiguration:
-    """The proposal that the library thinks best."""
     return proposals[0]
 
 
 class Products:
-    """The products of one device; each gets its algorithm when it is first asked for.
-
-    Args:
-        device: of the tensors.
-        current: makes the device's context current in this thread
-            (lsq.native.runtime.Driver.current), as libcublasLt needs; the emulated one does not.
-        library: path of libcublasLt, by default the installed one; of the emulated one on the CPU.
-        workspace_bytes: the largest workspace that algorithms may need.
-        choose: picks the algorithms.
-
-    Raises:
-        RuntimeError: the library is not found or cannot be loaded.
-    """
+    """The products of one device; each gets its algorithm from `choose` when it is first asked
+    for, within `workspace_bytes`. `current` makes the device's context current in this thread,
+    as libcublasLt needs. `library`: its path, by default the installed one. Raises RuntimeError:
+    it is not found or cannot be loaded."""
 
     def __init__(
         self,
@@ -105,33 +95,21 @@ class Products:
         self._lock = threading.Lock()
 
     def get(self, key: ProductKey) -> ChosenProduct:
-        """The product of a key, the same object every time.
-
-        Raises:
-            ValueError: cuBLASLt has no such product.
-            RuntimeError: it has no algorithm for it, or refuses the chosen one.
-        """
+        """The product of a key, the same object every time. Raises ValueError: cuBLASLt has no such
+        product; RuntimeError: it has no algorithm for it, or refuses the chosen one."""
         with self._lock:
             if key not in self._chosen:
                 self._chosen[key] = self._create(key)
             return self._chosen[key]
 
     def prepare(self, product: Product) -> ChosenProduct:
-        """The product of these tensors.
-
-        Raises:
-            ValueError: the tensors do not fit.
-            RuntimeError: as `get`.
-        """
+        """The product of these tensors. Raises ValueError: the tensors do not fit; RuntimeError: as
+        `get`."""
         return self.get(key_of(product))
 
     def describe(self, key: ProductKey) -> Matmul:
-        """A product without an algorithm; the caller closes it.
-
-        Raises:
-            ValueError: cuBLASLt has no such product.
-            RuntimeError: the library refuses the description.
-        """
+        """A product without an algorithm; the caller closes it. Raises ValueError: cuBLASLt has no
+        such product; RuntimeError: the library refuses the description."""
         key = key.by_itself
         check_key(key)
         return self.library.product(
@@ -140,7 +118,6 @@ class Products:
             k=key.k,
             dtype=DTYPES[key.dtypes["a"]],
             out_dtype=DTYPES[key.dtypes["out"]],
-            alpha=ALPHAS[key.alpha],
             transpose_a=int(key.layout[0] == "t"),
             transpose_b=int(key.layout[1] == "n"),
             **key.leading,
@@ -168,7 +145,6 @@ class Products:
         return None
 
     def close(self) -> None:
-        """Free every product; none may be run or captured any more."""
         with self._lock:
             for chosen in self._chosen.values():
                 chosen.native.close()
@@ -202,14 +178,8 @@ class Products:
 
 
 class TunedChoice:
-    """Picks the algorithms of products from a table: the `choose` of Products.
-
-    An algorithm serves its own shape alone. If the library refuses it, the library's first proposal
-    runs, with one warning, and the product counts as missed.
-
-    Args:
-        table: the entries.
-    """
+    """Picks algorithms from a table: the `choose` of Products. One serves its own shape alone; if
+    the library refuses it, the library's first proposal runs, with one warning."""
 
     def __init__(self, table: Table) -> None:
         self.table = table

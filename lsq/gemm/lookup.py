@@ -49,9 +49,7 @@ class Table:
 
     Threads may share it.
 
-    Args:
-        here: the GPU.
-        files: its files, in the order of their precedence.
+    `here`: the GPU. `files`: its files, in the order of their precedence.
     """
 
     def __init__(self, here: Validators, files: Sequence[SearchedFile] = ()) -> None:
@@ -111,26 +109,12 @@ class Table:
         return family[min(number, len(family) - 1)]
 
 
-# Files decide for the whole process, for all layers and threads.
-_lock = threading.Lock()
-_named: list[SearchedFile] | None = None
-_table: Table | None = None
-
-
 def set_files(paths: Sequence[Path] | None) -> None:
     """Use these files and no others from now on, the first before the next; none at all if empty;
-    None: search the user's folder again. `Table.uses` begins anew.
-
-    Raises:
-        ValueError: a file is damaged or was made for another GPU; the message names what differs.
-        OSError: a file cannot be read.
-        RuntimeError: there is no GPU.
-    """
-    global _named, _table
-    named = None if paths is None else [_named_file(Path(path)) for path in paths]
-    with _lock:
-        _named, _table = named, None
-    cuda.ask_again()
+    None: search the user's folder again. `Table.uses` begins anew. Raises ValueError: a file is
+    damaged or was made for another GPU; the message names what differs; OSError: a file cannot be
+    read; RuntimeError: there is no GPU."""
+    cuda.files.use(None if paths is None else [_named_file(Path(path)) for path in paths])
 
 
 def _named_file(path: Path) -> SearchedFile:
@@ -142,38 +126,27 @@ def _named_file(path: Path) -> SearchedFile:
 
 
 def table() -> Table:
-    """The table of the current GPU, loaded when it is first wanted.
-
-    Raises:
-        RuntimeError: there is no GPU, or no libcublasLt.
-    """
-    global _table
-    with _lock:
-        if _table is None:
+    """The table of the current GPU, loaded when it is first wanted. Raises RuntimeError: there is
+    no GPU, or no libcublasLt."""
+    files = cuda.files
+    with files.lock:
+        if files.table is None:
             gpu = configuration_file.here()
-            _table = load(gpu) if _named is None else Table(gpu, _named)
-        return _table
+            files.table = load(gpu) if files.named is None else Table(gpu, files.named)
+        return files.table
 
 
 def loaded() -> Table | None:
     """The table, if a product was looked up."""
-    return _table
+    return cuda.files.table
 
 
 def cuda_tile(op: str, m: int, n: int, k: int) -> TileConfiguration | None:
-    """The tile of a kernel of lsq that multiplies codes [M, K] x [N, K] and applies the epilogue;
-    None: cuBLASLt multiplies.
-
-    Operations ask for their scratch memory, and again for their launches. The answer depends on the
-    shape and the files of the GPU that is here; without a GPU, on the shape.
-
-    Args:
-        op: one of TILED, or of TILED_ALONE, whose tiles are those of the rule.
-        m, n, k: of a product whose launches are prepared; 0 where there is nothing to multiply.
-
-    Raises:
-        ValueError: there is no such product.
-    """
+    """The tile of a kernel of lsq that multiplies codes [M, K] x [N, K] for `op`, one of TILED
+    and TILED_ALONE, and applies the epilogue; None: cuBLASLt multiplies. Operations ask for
+    their scratch memory, and again for launches. The answer depends on the shape and the files
+    of the GPU that is here; without a GPU, on the shape. m, n or k is 0 where there is nothing
+    to multiply. Raises ValueError: there is no such product."""
     if not min(m, n, k) or is_long(op, k):
         return None
     generation, forced, tile = cuda.choices()

@@ -1,6 +1,6 @@
 """ProductKey: the description of a matrix product without its tensors, the key of tuned files.
 
-out [M, N] = alpha * a [M, K] times b [N, K] transposed. Every error of a key is a ValueError that
+out [M, N] = a [M, K] times b [N, K] transposed. Every error of a key is a ValueError that
 begins with the name of the field.
 """
 
@@ -24,22 +24,16 @@ ADDRESS_MULTIPLE = 16
 LAYOUTS = ("nt", "nn", "tt", "tn")
 """First letter: a lies as [M, K] ("n") or [K, M] ("t"); second: b lies as [K, N] ("n") or [N, K]
 ("t")."""
-OUTS = {"int8": ("int32", "int8"), "bfloat16": ("bfloat16", "float32"), "float32": ("float32",)}
+OUTS = {"int8": ("int32",), "bfloat16": ("bfloat16", "float32"), "float32": ("float32",)}
 """dtype of the operands -> dtypes of the result."""
-ALPHAS = ("one", "scalar", "vector")
-"""Scale of the result: none; a float; float32 [N] on the device, for int8 to int8."""
-
 MATMUL = Product.op
 """Any product without an epilogue: of floats, or where another kernel applies the epilogue."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProductKey:
-    """The description of a product. The name of an operation implies all but m, n and k.
-
-    Raises:
-        ValueError: there is no such product.
-    """
+    """The description of a product. The name of an operation implies all but m, n and k. Raises
+    ValueError: there is no such product."""
 
     op: str = MATMUL
     """One of TILED and TILED_ALONE, or MATMUL."""
@@ -49,7 +43,6 @@ class ProductKey:
     dtype: str = "int8"
     """Of a and b."""
     out: str = "int32"
-    alpha: str = "one"
     layout: str = "nt"
     """One of LAYOUTS."""
     leading_a: int | None = None
@@ -63,10 +56,6 @@ class ProductKey:
             check_whole(name, getattr(self, name), 1, LARGEST_DIMENSION)
         check_choice("dtype", self.dtype, OUTS)
         check_choice("out", self.out, OUTS[self.dtype])
-        alphas = (
-            ("one",) if self.out == "int32" else ALPHAS if self.out == "int8" else ("one", "scalar")
-        )
-        check_choice("alpha", self.alpha, alphas)
         check_choice("layout", self.layout, LAYOUTS)
         if self.dtype == "int8":
             check_whole("k", self.k, 1, LARGEST_INNER)
@@ -102,7 +91,6 @@ class ProductKey:
 
     @property
     def dtypes(self) -> dict[str, torch.dtype]:
-        """Of a, b and out."""
         return {
             name: getattr(torch, self.out if name == "out" else self.dtype)
             for name in ("a", "b", "out")
@@ -134,11 +122,9 @@ class ProductKey:
 
     @property
     def tokens(self) -> int:
-        """The size of the dimension that differs from batch to batch."""
         return getattr(self, self.token_dimension)
 
     def with_tokens(self, tokens: int) -> "ProductKey":
-        """This product in a batch of another size."""
         return dataclasses.replace(self, **{self.token_dimension: tokens})
 
     def rounded(self) -> "ProductKey":
@@ -155,35 +141,28 @@ class ProductKey:
 
     @property
     def arithmetic(self) -> int:
-        """Multiplications and additions."""
         return 2 * self.m * self.n * self.k
 
     def __str__(self) -> str:
-        rest = [self.layout, *([] if self.alpha == "one" else [f"alpha {self.alpha}"])]
-        rest += [f"{name} {value}" for name, value in self.fields().items() if name in self.leading]
+        leading = self.leading
+        rest = [f"{name} {value}" for name, value in self.fields().items() if name in leading]
         return (
             f"{self.op} {self.m} x {self.n} x {self.k} ({self.dtype} to {self.out},"
-            f" {', '.join(rest)})"
+            f" {', '.join([self.layout, *rest])})"
         )
 
 
 def rounded_tokens(tokens: int) -> int:
-    """The number of tokens whose entry serves this number."""
     if tokens <= EXACT_TOKENS:
         return tokens
     return min(-(-tokens // TOKEN_STEP) * TOKEN_STEP, LARGEST_DIMENSION)
 
 
 def key_of(product: Product) -> ProductKey:
-    """The key of a product of tensors, which may be on "meta".
-
-    a [M, K] or [K, M] transposed, b [N, K] or [K, N] transposed, out [M, N]; rows contiguous. alpha
-    is a float or float32 [N]. Operands of an operation are packed, as in `ProductKey.by_itself`.
-
-    Raises:
-        ValueError: shapes, dtypes or strides that do not fit.
-    """
-    a, b, alpha = product.a, product.b, product.alpha
+    """The key of a product of tensors, which may be on "meta": a [M, K] or [K, M] transposed, b
+    [N, K] or [K, N] transposed, out [M, N]; rows contiguous, those of an operation packed.
+    Raises ValueError: shapes, dtypes or strides do not fit."""
+    a, b = product.a, product.b
     tensors = {"a": a, "b": b, "out": product.out}
     shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in tensors.items())
     if any(tensor.dim() != 2 for tensor in tensors.values()):
@@ -197,19 +176,12 @@ def key_of(product: Product) -> ProductKey:
         )
     if a.dtype != b.dtype:
         raise ValueError(f"a is {a.dtype} and b is {b.dtype}; convert one of them")
-    vector = isinstance(alpha, torch.Tensor)
-    if vector:
-        if alpha.dtype != torch.float32 or alpha.shape != (n,) or not alpha.is_contiguous():
-            raise ValueError(
-                f"alpha is contiguous float32 [{n}], not {alpha.dtype} {list(alpha.shape)}"
-            )
     key = ProductKey(
         m=m,
         n=n,
         k=k,
         dtype=_name(a.dtype),
         out=_name(product.out.dtype),
-        alpha="vector" if vector else "one" if alpha == 1 else "scalar",
         layout=("t" if product.transpose_a else "n") + ("n" if product.transpose_b else "t"),
         **{f"leading_{name}": _leading(name, tensor) for name, tensor in tensors.items()},
     )

@@ -27,10 +27,7 @@ SHOWN = 5
 @dataclass(frozen=True, kw_only=True)
 class Buffer:
     """Bytes that hold one value from the operation that writes it to the last one that reads it.
-
-    Raises:
-        ValueError: a number is out of range, the life is empty, or the offset is not aligned.
-    """
+    Raises ValueError: a number is out of range, the life is empty, or the offset is not aligned."""
 
     name: str
     size: int
@@ -68,7 +65,6 @@ class Buffer:
 
     @property
     def operations(self) -> int:
-        """Length of its life."""
         return self.last - self.first + 1
 
 
@@ -91,7 +87,7 @@ class Plan:
 
     @property
     def gap(self) -> float:
-        """Peak above the lower bound, relative to it; 0 is optimal."""
+        """Peak above the lower bound, relative to it."""
         return self.peak / self.lower_bound - 1 if self.lower_bound else 0.0
 
 
@@ -112,11 +108,8 @@ def lower_bound(buffers: Sequence[Buffer]) -> int:
 
 
 def busiest_loads(buffers: Sequence[Buffer]) -> list[int]:
-    """The largest live load during each life, in bytes.
-
-    Range maxima by doubling: row k of a sparse table holds the maxima over 2^k times; it is made
-    from the row before and dropped after use, so that memory stays linear.
-    """
+    """The largest live load during each life, in bytes: range maxima by doubling, of which one row,
+    over 2^k times, is kept at a time."""
     if not buffers:
         return []
     times, loads = (
@@ -136,12 +129,9 @@ def busiest_loads(buffers: Sequence[Buffer]) -> list[int]:
 def overlaps(
     buffers: Sequence[Buffer], offsets: Sequence[int]
 ) -> Iterator[tuple[int, Buffer, Buffer]]:
-    """Yield (operation, a, b) where two buffers share bytes at one time.
-
-    The sweep over time shares nothing with the planner. It keeps the living buffers in order of
-    their offsets and compares neighbours: it finds at least one pair if there are any, not every
-    pair.
-    """
+    """Yield (operation, a, b) where two buffers share bytes at one time. The sweep over time shares
+    nothing with the planner. It compares neighbours in order of offsets: it finds at least one pair
+    if there are any."""
     events = [(each.first, 1, number) for number, each in enumerate(buffers) if each.size]
     events += [(each.last + 1, 0, number) for number, each in enumerate(buffers) if each.size]
     alive: list[tuple[int, int]] = []
@@ -158,11 +148,8 @@ def overlaps(
 
 
 def check(buffers: Sequence[Buffer], plan: Plan) -> None:
-    """Accept a right plan in silence.
-
-    Raises:
-        ValueError: the plan is wrong; the message names the first faults.
-    """
+    """Accept a right plan in silence. Raises ValueError: the plan is wrong; the message names the
+    first faults."""
     faults = list(_faults(buffers, plan))
     if faults:
         more = f" (and {len(faults) - SHOWN} more)" if len(faults) > SHOWN else ""
@@ -219,26 +206,18 @@ def by_start(buffers: Sequence[Buffer]) -> list[int]:
 
 
 def peak_of(buffers: Sequence[Buffer], offsets: Sequence[int]) -> int:
-    """Bytes up to the end of the highest buffer."""
     ends = (offset + buffer.size for buffer, offset in zip(buffers, offsets, strict=True))
     return max(ends, default=0)
 
 
 def fixed_offsets(buffers: Sequence[Buffer]) -> dict[int, int]:
-    """Index -> offset of the buffers that no plan may move."""
     return {i: buffer.offset for i, buffer in enumerate(buffers) if buffer.offset is not None}
 
 
 def place(buffers: Sequence[Buffer], order: Sequence[int], fixed: Mapping[int, int]) -> list[int]:
-    """Offsets by best fit, algorithm 3 of Pisarchyk and Lee 2020 (Efficient Memory Management for
-    Deep Neural Net Inference): one buffer after the other goes into the smallest gap between those
-    that are alive at the same time, else above them all.
-
-    Args:
-        buffers: none of size 0.
-        order: indices into `buffers`.
-        fixed: index -> offset; those buffers go first.
-    """
+    """Offsets of buffers by best fit, algorithm 3 of Pisarchyk and Lee 2020: one after the other
+    in `order`, those with `fixed` offsets first, goes into the smallest gap between those that
+    are alive at the same time, else above them all. None has size 0."""
     order = [*(i for i in order if i in fixed), *(i for i in order if i not in fixed)]
     if not loader.available():
         return reference(buffers, order, fixed)

@@ -38,20 +38,12 @@ def improve(
     seconds: float,
     progress: Callable[[int], None] | None = None,
 ) -> list[int]:
-    """Look for better offsets than the best known ones.
-
-    Args:
-        buffers: none of size 0.
-        loads: the largest live load during each life.
-        offsets: the best known ones; returned if no better ones are found.
-        target: bytes that are good enough. Half of the time goes to them, half of what remains to
-            the middle between them and the best known peak, and so on.
-        seconds: time for all of it. KeyboardInterrupt ends it, too.
-        progress: called several times a second with the number of positions tried so far.
-
-    Raises:
-        LibraryError: the C++ host library is not built.
-    """
+    """Look for better `offsets` of buffers, none of size 0, than the best known ones; these come
+    back if there are none. `loads`: the largest live load during each life. `target`: bytes that
+    are good enough: half of the `seconds` goes to them, half of what remains to the middle
+    between them and the best known peak, and so on. KeyboardInterrupt ends it, too. `progress`
+    gets the number of positions tried, several times a second. Raises LibraryError: the C++ host
+    library is not built."""
     if not loader.available():
         raise LibraryError(
             'method "exact" needs the C++ host library; install g++ (Debian: apt-get install g++)'

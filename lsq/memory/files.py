@@ -31,13 +31,9 @@ COLOURED = 1000
 def read_buffers(path: Path, alignment: int = 1) -> list[Buffer]:
     """Read `id,lower,upper,size[,alignment][,offset]`; a buffer's last operation is upper - 1.
 
-    Args:
-        path: the file.
-        alignment: bytes, of rows that give none.
-
-    Raises:
-        ValueError: the file is empty, or a column or a row is wrong; the message names the line.
-        OSError: the file cannot be read.
+    `path`: the file. `alignment`: bytes, of rows that give none. Raises ValueError: the file is
+    empty, or a column or a row is wrong; the message names the line; OSError: the file cannot be
+    read.
     """
     with path.open(encoding="utf-8-sig", newline="") as file:
         rows = csv.DictReader(file)
@@ -69,7 +65,6 @@ def read_buffers(path: Path, alignment: int = 1) -> list[Buffer]:
 
 
 def _columns(heading: Sequence[str], path: Path) -> list[str]:
-    """The columns of a heading by their first names."""
     found = [ALIASES.get(name, name) for name in heading]
     missing = [name for name in REQUIRED if name not in found]
     unknown = [name for name in found if name not in (*REQUIRED, *OPTIONAL)]
@@ -126,14 +121,12 @@ def _number(text: str, name: str, where: str) -> int:
 
 
 def write_plan(plan: Plan, path: Path) -> None:
-    """Write `id,offset`, whole or not at all."""
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows([("id", "offset"), *plan.offsets.items()])
     write_text(path, text.getvalue())
 
 
 def save_plan(plan: Plan, path: Path) -> None:
-    """Write all fields of a plan as JSON, whole or not at all."""
     write_text(path, json.dumps(dataclasses.asdict(plan), indent=1) + "\n")
 
 
@@ -153,12 +146,8 @@ def alive_at_peak(buffers: Iterable[Buffer]) -> tuple[int | None, list[Buffer]]:
 
 def draw(buffers: Iterable[Buffer], plan: Plan, path: Path) -> None:
     """Draw the live load, and below it a rectangle per buffer, operation by offset, coloured by
-    size. The suffix of `path` chooses the format (.png, .svg, .pdf).
-
-    Raises:
-        ValueError: no buffer occupies bytes, or the format is unknown.
-        OSError: the picture cannot be written.
-    """
+    size. The suffix of `path` chooses the format (.png, .svg, .pdf). Raises ValueError: no buffer
+    occupies bytes, or the format is unknown; OSError: the picture cannot be written."""
     extras.require("a picture", "study")
     from matplotlib.collections import PolyCollection
     from matplotlib.colors import LogNorm
@@ -183,8 +172,16 @@ def draw(buffers: Iterable[Buffer], plan: Plan, path: Path) -> None:
     load_axes.set_title(f"{counts}, {plan.method}: {plan.gap:.3%} above the lower bound")
     load_axes.legend(loc="lower right")
     largest = max(buffer.size for buffer in buffers) / MEBIBYTE
+    lows = [plan.offsets[buffer.name] for buffer in buffers]
+    sides = [
+        (buffer.first, buffer.last + 1, low, low + buffer.size)
+        for buffer, low in zip(buffers, lows, strict=True)
+    ]
     rectangles = PolyCollection(
-        [_corners(buffer, plan.offsets[buffer.name]) for buffer in buffers],
+        [
+            [(x, y / MEBIBYTE) for x, y in ((left, low), (right, low), (right, high), (left, high))]
+            for left, right, low, high in sides
+        ],
         array=[buffer.size / MEBIBYTE for buffer in buffers],
         norm=LogNorm(vmin=largest / COLOURED, vmax=largest, clip=True),
         cmap="viridis",
@@ -196,9 +193,3 @@ def draw(buffers: Iterable[Buffer], plan: Plan, path: Path) -> None:
     map_axes.set_ylim(0, max(1, plan.peak) / MEBIBYTE)
     figure.colorbar(rectangles, ax=map_axes, label="size (MiB)")
     figure.savefig(path, dpi=120)
-
-
-def _corners(buffer: Buffer, offset: int) -> list[tuple[float, float]]:
-    left, right = buffer.first, buffer.last + 1
-    bottom, top = offset / MEBIBYTE, (offset + buffer.size) / MEBIBYTE
-    return [(left, bottom), (right, bottom), (right, top), (left, top)]

@@ -1,5 +1,4 @@
-"""Memory of the CPU: arenas, and what is kept between passes: a pool for tensors, rooms for what
-lives inside one pass.
+"""Memory of the CPU: arenas, a pool for tensors, rooms for what lives inside one pass.
 
 The C library returns large tensors to the system at once, which clears their pages before it gives
 them out again: a fifth of a ViT's step. Here pages stay.
@@ -44,13 +43,8 @@ class Arena:
     On the CPU they are untouched address space: the system gives memory to the pages that are
     written, once. It is given back when the arena and every tensor in it are gone.
 
-    Args:
-        size: bytes.
-        device: its device.
-        wiped_on_fork: a forked process finds zeros there, not copies of pages, if the system can.
-
-    Raises:
-        MemoryError: the system refuses so much.
+    `size`: bytes. `device`: its device. `wiped_on_fork`: a forked process finds zeros there, not
+    copies of pages, if the system can. Raises MemoryError: the system refuses so much.
     """
 
     def __init__(
@@ -67,11 +61,8 @@ class Arena:
             self._pages, self._slab = None, torch.empty(size, dtype=torch.uint8, device=self.device)
 
     def tensor(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A contiguous, uninitialised tensor at byte `offset`.
-
-        Raises:
-            ValueError: it does not fit, or the offset is no multiple of the element's size.
-        """
+        """A contiguous, uninitialised tensor at byte `offset`. Raises ValueError: it does not fit,
+        or the offset is no multiple of the element's size."""
         self._check(offset, shape, dtype)
         return tensor_in(
             self._slab.untyped_storage(), self._slab.storage_offset() + offset, shape, dtype
@@ -80,8 +71,7 @@ class Arena:
     def lend(
         self, offset: int, shape: Sequence[int], dtype: torch.dtype
     ) -> tuple[torch.Tensor, weakref.ref]:
-        """A tensor as `tensor`, with a storage of its own; the reference is dead once nothing uses
-        that storage."""
+        """A tensor with a storage of its own, and a reference that dies with that storage."""
         memory = self.tensor(offset, shape, dtype)  # lives on as long as the storage made of it
         return from_dlpack(to_dlpack(memory)), weakref.ref(memory)
 
@@ -121,7 +111,6 @@ def _strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _pages(capacity: int, *, wiped_on_fork: bool) -> mmap.mmap:
-    """Address space of the CPU in which `capacity` bytes can begin at a multiple of HUGE_PAGE."""
     try:
         pages = mmap.mmap(
             -1, capacity + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE
@@ -151,8 +140,8 @@ class Gaps:
         return iter([(start, end - start) for start, end in self._gaps])
 
     def take(self, size: int) -> int | None:
-        """The offset of `size` > 0 bytes in the smallest gap that has them, the lowest of these;
-        None: there is none."""
+        """The offset of `size` > 0 bytes in the smallest gap that has them, the lowest of these, if
+        any."""
         size = self._aligned(size)
         fitting = (
             (end - start, number)
@@ -167,7 +156,6 @@ class Gaps:
         return start
 
     def give_back(self, start: int, size: int) -> None:
-        """Free what `take` returned."""
         end = start + self._aligned(size)
         first = last = bisect_left(self._gaps, (start, end))
         if first and self._gaps[first - 1][1] == start:
@@ -185,11 +173,8 @@ class Gaps:
 class Pool:
     """Tensors of the CPU in one arena, whose pages exist once they have been written.
 
-    Args:
-        size: bytes of the arena.
-
-    Raises:
-        MemoryError: the system has not so much address space for this process.
+    `size`: bytes of the arena. Raises MemoryError: the system has not so much address space for
+    this process.
     """
 
     def __init__(self, size: int):
@@ -200,11 +185,8 @@ class Pool:
         self._lock = threading.Lock()
 
     def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
-        """A contiguous, uninitialised tensor, not empty, with a storage of its own; None: there is
-        no room.
-
-        Its memory is taken back when nothing uses the storage any more.
-        """
+        """A contiguous, uninitialised tensor, not empty, whose memory is taken back once nothing
+        uses its storage; None: there is no room."""
         size = math.prod(shape) * dtype.itemsize
         with self._lock:
             self._take_back()
@@ -213,8 +195,8 @@ class Pool:
             return None
         tensor, memory = self._arena.lend(offset, shape, dtype)
         # without the lock: garbage is collected anywhere, under the lock as well
-        dead = functools.partial(_append, self._returned, offset)
-        self._borrowed[offset] = weakref.ref(memory(), dead), size
+        returned = self._returned
+        self._borrowed[offset] = weakref.ref(memory(), lambda _: returned.append(offset)), size
         return tensor
 
     def release(self) -> None:
@@ -231,20 +213,11 @@ class Pool:
             self._gaps.give_back(offset, size)
 
 
-def _append(returned: deque[int], offset: int, _: weakref.ref) -> None:
-    returned.append(offset)
-
-
 class Room:
     """Memory for workspaces, of which one is open at a time, by whoever holds `lock`.
-
-    `lasting_bytes`: address space of the CPU that stays, more than any workspace needs: all
-    workspaces begin at its first byte, which caches then know. 0: PyTorch's allocator gives memory
-    for each use of a workspace, and takes it back.
-
-    Raises:
-        MemoryError: the system has not so much address space for this process.
-    """
+    `lasting_bytes`: address space of the CPU that stays, more than any workspace needs; 0:
+    PyTorch's allocator gives memory for each use. Raises MemoryError: the system has not so much
+    address space."""
 
     def __init__(self, device: torch.device | str, lasting_bytes: int = 0):
         self.lock = threading.Lock()
@@ -252,7 +225,6 @@ class Room:
         self.arena = Arena(lasting_bytes) if lasting_bytes else None
 
     def release(self) -> None:
-        """Give memory back to the system while nobody works here."""
         if self.arena is not None:
             self.arena.release(0, self.arena.size)
 
@@ -268,10 +240,8 @@ class Workspace:
             self._address = self._storage.data_ptr()
 
     def tensor(self, number: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """The contiguous tensor of that number; made before the workspace is first opened.
-
-        Outside `opened`, it has an address, but perhaps no bytes.
-        """
+        """The contiguous tensor of that number, made before the workspace is first opened. Outside
+        `opened` it has an address, but perhaps no bytes."""
         if self._arena is not None:
             return self._arena.tensor(self._offsets[number], shape, dtype)
         return tensor_in(self._storage, self._offsets[number], shape, dtype)
@@ -307,6 +277,7 @@ class _Process:
     def __init__(self):
         self.rooms: dict[tuple[torch.device, bool], list[Room]] = {}
         self.unkept: list[None] = []  # an item for each active `nothing_kept`
+        self.lending: weakref.WeakSet = weakref.WeakSet()
 
     @functools.cached_property
     def bytes(self) -> int:
@@ -325,11 +296,10 @@ class _Process:
             )
             return None
 
-    def new_room(self, device: torch.device, lasting: bool) -> Room:
-        if lasting:
-            with contextlib.suppress(MemoryError):  # one more thread than there is address space
-                return Room(device, self.bytes)
-        return Room(device)
+    def before_fork(self) -> None:
+        """Arenas are zeros in a forked process: tensors that it may read are moved."""
+        for memory in list(self.lending):
+            memory.copy_out()
 
     def after_fork(self) -> None:
         """Another thread may have been in the middle of something."""
@@ -338,7 +308,12 @@ class _Process:
 
 
 _process = _Process()
-os.register_at_fork(after_in_child=_process.after_fork)
+"""A registry, since memory belongs to a process as malloc's does, whichever layer asks."""
+os.register_at_fork(before=_process.before_fork, after_in_child=_process.after_fork)
+
+
+def copied_out_before_forks(memory: object) -> None:
+    _process.lending.add(memory)
 
 
 def tensor(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -358,7 +333,10 @@ def room(device: torch.device) -> Iterator[Room]:
     rooms = _process.rooms.setdefault((device, lasting), [])
     free = next((each for each in list(rooms) if each.lock.acquire(blocking=False)), None)
     if free is None:
-        free = _process.new_room(device, lasting)
+        try:
+            free = Room(device, _process.bytes if lasting else 0)
+        except MemoryError:  # one more thread than there is address space
+            free = Room(device)
         free.lock.acquire()
         rooms.append(free)
     try:
@@ -368,10 +346,8 @@ def room(device: torch.device) -> Iterator[Room]:
 
 
 def release() -> None:
-    """Give memory that nothing uses now back to the system: that of steps that will not come again.
-
-    Only memory of the CPU is kept; torch.cuda.empty_cache() does the same for GPUs.
-    """
+    """Give memory that nothing uses now back to the system. torch.cuda.empty_cache() does the same
+    for GPUs."""
     if _process.pool is not None:
         _process.pool.release()
     for each in [each for rooms in list(_process.rooms.values()) for each in list(rooms)]:
@@ -384,8 +360,8 @@ def release() -> None:
 
 @contextmanager
 def nothing_kept() -> Iterator[None]:
-    """Within this context, all memory comes from PyTorch and goes back at once, so that its
-    profilers see everything. That holds for all threads until the last one has left."""
+    """Within this context all memory comes from PyTorch and goes back at once, so that its
+    profilers see everything; for all threads until the last one has left."""
     _process.unkept.append(None)
     try:
         yield

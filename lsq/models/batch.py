@@ -3,10 +3,10 @@
 B sequences, T time, D columns of a head.
 """
 
-import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import TypeVar
 
 import torch
@@ -16,7 +16,7 @@ from lsq.layers.packing import Packing
 from lsq.run.parameter_state import FEW_ROWS, Stamp
 
 Result = TypeVar("Result")
-_local = threading.local()
+_recent: ContextVar[dict[str, deque] | None] = ContextVar("recent", default=None)
 """Masks of the current batch of each thread: a model has them, and its layers do not know it."""
 HIDDEN = -1e4
 """A number that, added to a score, leaves nothing of a probability; so does a smaller one."""
@@ -138,9 +138,12 @@ def remembered(
     kind: str, objects: tuple, key: object, make: Callable[[], Result], *, exact: bool = True
 ) -> Result:
     """Return what `make` returned for the same objects and key, with `exact` of the same values."""
-    kept = _local.__dict__.setdefault(kind, deque(maxlen=KEPT))
+    recent = _recent.get()
+    if recent is None:
+        _recent.set(recent := {})
+    kept = recent.setdefault(kind, deque(maxlen=KEPT))
     tensors = [one for one in objects if exact and isinstance(one, torch.Tensor)]
-    for references, stamp, kept_key, result in kept:
+    for references, stamp, kept_key, result in tuple(kept):  # threads may share a context
         same = kept_key == key and all(map(_is_still, references, objects))
         if same and stamp.holds(tensors, rows=FEW_ROWS):
             return result

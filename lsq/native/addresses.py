@@ -13,12 +13,7 @@ ALIGNMENT = 16
 
 
 class Addresses:
-    """Tensors at their addresses, and operations in structs that are made of them and stay as they
-    are.
-
-    Args:
-        device: where tensors must lie.
-    """
+    """Tensors at fixed addresses on a device, and structs that are made of them."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -38,7 +33,7 @@ class Addresses:
 
     def address(self, tensor: torch.Tensor, what: str) -> tuple[int | None, int]:
         """(address of a word, offset): the tensor lies `offset` bytes after what stands there; no
-        word: at it."""
+        word: at `offset`."""
         self._held.append(tensor)
         return None, tensor_address(tensor, self._device, what)
 
@@ -48,14 +43,7 @@ class Addresses:
 
 
 class StructAddresses(Addresses):
-    """One operation whose struct is read again and again, and so are its operands, through the
-    words of the struct.
-
-    Args:
-        operation: what launches are given as such.
-        struct: what they take for it; whoever writes other addresses there moves its tensors.
-        held: see Addresses.
-    """
+    """One operation whose struct, and through it its operands, are read at every run."""
 
     def __init__(self, operation, struct: ctypes.Array, held: Callable[[], Iterable[torch.Tensor]]):
         self._operation, self._struct = operation, struct
@@ -100,11 +88,8 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def contiguous_address(tensor: torch.Tensor, device: torch.device, what: str) -> int:
-    """The address of a tensor for a kernel on `device`; `what` begins the message of an error.
-
-    Raises:
-        ValueError: the tensor is not contiguous, lies elsewhere, or is not aligned.
-    """
+    """The address of a tensor for a kernel on `device`; `what` begins the message of a
+    ValueError."""
     if not tensor.is_contiguous():
         raise ValueError(
             f"{what}: a tensor with strides {tensor.stride()} is not contiguous; call .contiguous()"
@@ -113,10 +98,8 @@ def contiguous_address(tensor: torch.Tensor, device: torch.device, what: str) ->
 
 
 def tensor_address(tensor: torch.Tensor, device: torch.device, what: str) -> int:
-    """The address of a tensor that may have any strides.
-
-    Every border of a pass comes here: no message is made ahead.
-    """
+    """The address of a tensor of any strides. Every border of a pass comes here: no message is made
+    ahead."""
     if tensor.device != device:
         raise ValueError(
             f"{what}: a tensor lies on {tensor.device}, but this list runs on {device}; move it"

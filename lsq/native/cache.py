@@ -31,8 +31,7 @@ def digest(*parts: str | bytes) -> str:
 
 
 def load(path: Path) -> bytes | None:
-    """The content that `store` wrote, or None where there is none or it was damaged (said once for
-    each file)."""
+    """The content that `store` wrote; None where there is none or it was damaged (said once)."""
     try:
         data = path.read_bytes()
     except OSError:
@@ -55,11 +54,7 @@ def store(path: Path, content: bytes) -> bool:
 
 
 def write(path: Path, content: bytes) -> None:
-    """Write a file in one step: other processes see nothing of it, or all.
-
-    Raises:
-        OSError: the folder cannot be made or written.
-    """
+    """Write a file in one step: other processes see nothing of it, or all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, staged = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".partial")
     try:

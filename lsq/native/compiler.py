@@ -50,11 +50,8 @@ class Compiled:
 
 
 def architecture(capability: tuple[int, int]) -> str:
-    """The target for a GPU of that compute capability, e.g. "sm_90a" for (9, 0).
-
-    Raises:
-        ValueError: the GPU is too old.
-    """
+    """The target for a GPU of that compute capability, e.g. "sm_90a" for (9, 0). Raises ValueError:
+    the GPU is too old."""
     if capability < OLDEST:
         raise ValueError(
             f"this GPU has compute capability {capability[0]}.{capability[1]}; lsq's CUDA kernels"
@@ -64,11 +61,7 @@ def architecture(capability: tuple[int, int]) -> str:
 
 
 def version() -> str:
-    """The version of NVRTC.
-
-    Raises:
-        RuntimeError: it is not installed.
-    """
+    """The version of NVRTC. Raises RuntimeError: it is not installed."""
     _, major, minor = _nvrtc().nvrtcVersion()
     return f"{major}.{minor}"
 
@@ -84,11 +77,8 @@ def remedy() -> str:
 
 
 def check_driver(supported: tuple[int, int]) -> None:
-    """Refuse a driver that cannot load what the compiler makes.
-
-    Raises:
-        RuntimeError: it supports an older major version of CUDA.
-    """
+    """Refuse a driver that cannot load what the compiler makes. Raises RuntimeError: it supports an
+    older major version of CUDA."""
     major = int(version().partition(".")[0])
     if supported[0] < major:
         raise RuntimeError(
@@ -99,17 +89,9 @@ def check_driver(supported: tuple[int, int]) -> None:
 
 
 def compile_kernels(source: str, defines: tuple[tuple[str, int], ...], target: str) -> Compiled:
-    """Compile csrc/cuda/`source` for an architecture, or take what an earlier call has kept.
-
-    Args:
-        source: file name, or the path of a file elsewhere.
-        defines: (name, value) of each -D.
-        target: such as "sm_90a".
-
-    Raises:
-        RuntimeError: NVRTC is not installed, or refuses the source; the message holds its own
-            words.
-    """
+    """Compile csrc/cuda/`source`, or a file elsewhere, for `target`, such as "sm_90a", or take
+    what an earlier call has kept; `defines`: (name, value) of each -D. Raises RuntimeError:
+    NVRTC is not installed, or refuses the source; the message holds its own words."""
     nvrtc = _nvrtc()
     options = [
         f"--gpu-architecture={target}",
@@ -134,7 +116,7 @@ def compile_kernels(source: str, defines: tuple[tuple[str, int], ...], target: s
 
 @functools.cache
 def device_headers() -> str:
-    """All device headers, one after another: what every kernel depends on."""
+    """All device headers, on which every kernel depends."""
     headers = [*sorted(KERNELS.glob("*.cuh")), *sorted(SHARED.glob("*.h"))]
     return "".join(path.read_text(encoding="utf-8") for path in headers)
 
@@ -185,11 +167,6 @@ def _compile(nvrtc, source: str, text: str, options: list[str]) -> Compiled:
 
 
 def _checked(nvrtc, answer):
-    """The value of an answer (status, value).
-
-    Raises:
-        RuntimeError: the status is an error.
-    """
     status, value = answer
     if status:
         raise RuntimeError(f"NVRTC failed: {nvrtc.nvrtcGetErrorString(status)[1].decode()}")

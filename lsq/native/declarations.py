@@ -94,11 +94,8 @@ class Declaration:
 
 
 def parse(owner: str, name: str, annotation: str) -> Field | None:
-    """The field that an annotation in a class declares; None for one of Host.
-
-    Raises:
-        ValueError: it has none of the forms above.
-    """
+    """The field that an annotation in a class declares; None for one of Host. Raises ValueError: it
+    has none of the forms above."""
     if annotation.startswith("Host["):
         return None
     form = _FORM.fullmatch(annotation)
@@ -113,11 +110,8 @@ def parse(owner: str, name: str, annotation: str) -> Field | None:
 
 def check(one: Declaration, known: Mapping[str, str]) -> None:
     """Refuse fields that no struct can have; `known`: names of classes -> names of their bases.
-
-    Raises:
-        ValueError: a kind is unknown, a number may be missing, or an operation does not say In or
-            Out.
-    """
+    Raises ValueError: a kind is unknown, a number may be missing, or an operation does not say In
+    or Out."""
     for field in one.fields:
         where, base = f"{one.name}.{field.name}", known.get(field.kind)
         number, holds = (
@@ -141,8 +135,7 @@ def check(one: Declaration, known: Mapping[str, str]) -> None:
 
 @cache
 def declarations() -> dict[str, Declaration]:
-    """Every declared struct and enumeration of the package by name, each after those that it
-    holds."""
+    """Every declared struct and enumeration by name, each after those that it holds."""
     sources = [PACKAGE / "program" / "values.py", *sorted((PACKAGE / "ops").glob("*.py"))]
     found = [one for path in sources for one in _declared(path.read_text(encoding="utf-8"))]
     order = {"IntEnum": 0, "Value": 1, "Operation": 2}
@@ -192,8 +185,8 @@ def _shapes(text: str) -> tuple[tuple[str, ...], ...]:
 
 
 def layout(name: str) -> tuple[int, list[tuple[str, int]]]:
-    """(bytes, offset of each field) of a struct, as every C++ compiler of a 64-bit machine lays it
-    out."""
+    """(bytes, offset of each field) of a struct, as every C++ compiler of a 64-bit machine has
+    it."""
     offset, widest, offsets = 0, 1, []
     for field in declarations()[name].fields:
         size, alignment = _size(field)
@@ -213,7 +206,6 @@ def _size(field: Field) -> tuple[int, int]:
 
 
 def header() -> str:
-    """The C++ header, which wants Float and Pointer<T> to be defined before it is included."""
     lines = [
         "// Written by lsq/native/declarations.py from the classes of the same names in lsq/program"
         " and lsq/ops."

@@ -17,13 +17,7 @@ WORKSPACE_ALIGNMENT = 256
 
 
 class StreamMemory:
-    """The workspace of products, and words for tickets, which every kernel finds and leaves at
-    zero.
-
-    Args:
-        torch_device: where.
-        workspace_bytes: size of the workspace.
-    """
+    """The workspace of products, and words for tickets, which kernels find and leave at zero."""
 
     def __init__(self, torch_device: torch.device, workspace_bytes: int):
         self.torch_device = torch_device
@@ -35,10 +29,8 @@ class StreamMemory:
         return torch.zeros(TICKETS, dtype=torch.int32, device=self.torch_device)
 
     def grow(self, workspace_bytes: int) -> None:
-        """Make room for a larger workspace.
-
-        The stream is current: PyTorch reuses the old one after its work.
-        """
+        """Make room for a larger workspace; PyTorch reuses the old one after the current stream's
+        work."""
         if self.workspace.numel() < workspace_bytes:
             self.workspace = aligned_workspace(workspace_bytes, self.torch_device)
 
@@ -59,13 +51,9 @@ def aligned_workspace(size: int, torch_device: torch.device) -> torch.Tensor:
 class Device:
     """A device that runs lists of launches.
 
-    Args:
-        name: for people.
-        driver: the CUDA driver, or the emulator's.
-        compile: makes the machine code of a kernel.
-        products: finds the algorithms of products (lsq.gemm.cublaslt.Products); None where lists
-            hold none.
-        torch_device: the torch device whose tensors it works on.
+    `name`: for people. `driver`: the CUDA driver, or the emulator's. `compile`: makes the machine
+    code of a kernel. `products`: finds the algorithms of products (lsq.gemm.cublaslt.Products);
+    None where lists hold none. `torch_device`: the torch device whose tensors it works on.
     """
 
     def __init__(
@@ -103,8 +91,7 @@ class Device:
     def list(
         self, entries: Sequence[Launch | Product], *, title: str = "", products=None
     ) -> LaunchList:
-        """Prepare `entries` for running on their tensors, which the list keeps; `products` as of
-        LaunchList."""
+        """Prepare `entries` for running on their tensors, which the list keeps."""
         return LaunchList(
             self,
             [Part(entries=entries, addresses=Addresses(self.torch_device), title=title)],
@@ -112,7 +99,6 @@ class Device:
         )
 
     def run(self, entries: Sequence[Launch | Product]) -> None:
-        """Run `entries` once on the current stream."""
         self.list(entries).run()
 
     def memory(self, stream: int, workspace_bytes: int, capturing: bool) -> StreamMemory:
@@ -132,11 +118,8 @@ class Device:
 
     @contextlib.contextmanager
     def captures_in_turn(self) -> Iterator[None]:
-        """Within this context all captures share one memory, which is made before: no graph fills
-        it again.
-
-        Whoever captures here replays one graph after another, and none once the context has ended.
-        """
+        """Within this context all captures share one memory, which is made before. Their graphs are
+        replayed one after another, and none afterwards."""
         self._of_captures = StreamMemory(self.torch_device, 0)
         self._of_captures.ticket.zero_()
         try:
@@ -145,13 +128,11 @@ class Device:
             self._of_captures = None
 
     def record(self, tensor: torch.Tensor) -> None:
-        """Let PyTorch's allocator know that the current stream uses a tensor, whichever stream it
-        was made on."""
+        """Let PyTorch's allocator know that the current stream uses a tensor."""
         if self.torch_device.type != "cpu":
             tensor.record_stream(torch.accelerator.current_stream(self.torch_device))
 
     def stream(self) -> int:
-        """The handle of PyTorch's current stream on this device."""
         if self.torch_device.type == "cuda":
             return torch.cuda.current_stream(self.torch_device).cuda_stream
         return (
@@ -161,6 +142,5 @@ class Device:
         )
 
     def synchronize(self) -> None:
-        """Wait until everything launched on the current stream is done."""
         if self.torch_device.type != "cpu":
             torch.accelerator.current_stream(self.torch_device).synchronize()

@@ -20,11 +20,8 @@ WIDEST = 16384
 
 
 def lanes(columns: int) -> int:
-    """Threads that hold one row: 32 to 256, at 16 values a thread where that is enough.
-
-    Raises:
-        ValueError: rows of that width cannot be held.
-    """
+    """Threads that hold one row: 32 to 256, at 16 values a thread where that is enough. Raises
+    ValueError for a width that cannot be held."""
     check(
         columns % VECTOR == 0 and 0 < columns <= WIDEST,
         f"rows of {columns} values cannot run on CUDA: the width must be a multiple of {VECTOR}, up"
@@ -37,7 +34,6 @@ def lanes(columns: int) -> int:
 
 
 def row_defines(columns: int) -> dict[str, int]:
-    """-D for a kernel on rows of `columns` values."""
     return {"COLUMNS": columns, "LANES": lanes(columns)}
 
 
@@ -48,8 +44,7 @@ def sums_in_shared_memory(columns: int, sums: int) -> int:
 
 
 def strided(turns: int, most: int) -> int:
-    """Blocks of a kernel whose blocks stride over what is left: one for each turn, at most `most`;
-    at least 1."""
+    """Blocks of a kernel whose blocks stride over `turns`: 1 to `most`."""
     return max(1, min(most, turns))
 
 
@@ -64,8 +59,7 @@ def row_blocks(rows: int, columns: int, most: int | None = None) -> int:
 
 
 def warp_blocks(rows: int) -> int:
-    """Blocks for `rows` rows of which each warp takes one at a time, at most MANY_BLOCKS; at least
-    1."""
+    """Blocks for `rows` rows of which each warp takes one at a time, at most MANY_BLOCKS."""
     return strided(-(-rows // WARPS), MANY_BLOCKS)
 
 
@@ -77,8 +71,7 @@ PATCH = (32, 256)
 
 
 def padded(rows: int) -> int:
-    """Rows of a matrix that becomes the inner dimension of an int8 product: a multiple of 16, at
-    least 16."""
+    """Rows of the inner dimension of an int8 product: a multiple of 16, at least 16."""
     return max(16, -(-rows // 16) * 16)
 
 
@@ -88,6 +81,5 @@ def tiles(rows: int, columns: int) -> tuple[int, int]:
 
 
 def patches(rows: int, columns: int) -> tuple[int, int]:
-    """Grid of a kernel that looks at each value of a matrix [rows, columns] by itself; at least one
-    block."""
+    """Grid of a kernel that looks at each value of a matrix by itself; at least one block."""
     return max(1, -(-rows // PATCH[0])), max(1, -(-columns // PATCH[1]))

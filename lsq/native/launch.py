@@ -27,11 +27,8 @@ def check(condition: bool, message: str) -> None:
 
 
 def float_define(*tensors: torch.Tensor | None) -> dict[str, int]:
-    """-DFLOAT for the one dtype that all given tensors have.
-
-    Raises:
-        ValueError: the tensors differ in dtype, or kernels have no such dtype.
-    """
+    """-DFLOAT for the one dtype that all given tensors have. Raises ValueError: the tensors differ
+    in dtype, or kernels have no such dtype."""
     found = {tensor.dtype for tensor in tensors if tensor is not None}
     check(
         len(found) == 1 and found <= set(FLOATS),
@@ -75,7 +72,7 @@ class Launch:
 
 @dataclass(frozen=True, kw_only=True)
 class Product:
-    """out [M, N] = alpha * a [M, K] times b [N, K] transposed, see lsq.gemm.product_key.
+    """out [M, N] = a [M, K] times b [N, K] transposed, see lsq.gemm.product_key.
 
     Both operands are contiguous along K in the plain case, the only one for int8.
     """
@@ -85,8 +82,6 @@ class Product:
     b: torch.Tensor
     """[N, K], as weights are, or [K, N] if `transpose_b`."""
     out: torch.Tensor
-    alpha: torch.Tensor | float = 1.0
-    """One number, or float32 [N] on the device (int8 results only)."""
     transpose_a: bool = False
     transpose_b: bool = False
     op: str = "matmul"

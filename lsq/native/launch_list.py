@@ -23,23 +23,12 @@ class Part:
 
 
 class LaunchList:
-    """Launches and products that `run` replays with one call into C++, on PyTorch's current stream.
-
-    Operations and operands stand where their Addresses say, and are read from there at every run. A
-    run in a capture of a graph takes what stands there at that moment.
-
-    Runs on several streams follow each other: a run waits for the stream of the one before. Until
-    the work of a list is done, whoever made it keeps the tensors that are not `held`.
-
-    Args:
-        device: the lsq.native.device.Device where it runs.
-        parts: what it runs, in order.
-        products: finds the algorithms of its products, if not the device's.
-
-    Raises:
-        ValueError: a tensor lies elsewhere, is not contiguous or not aligned.
-        RuntimeError: a kernel does not compile or load, or a product has no algorithm.
-    """
+    """Launches and products that `run` replays with one call into C++, on PyTorch's current
+    stream. They are read at every run from where their Addresses say, in a capture of a graph
+    once. A run waits for the stream of the run before. Until the work is done, whoever made a
+    list keeps the tensors that are not `held`. `products`, if not the device's, find algorithms.
+    Raises ValueError: a tensor lies elsewhere, is not contiguous or not aligned; RuntimeError: a
+    kernel does not compile or load, or a product has no algorithm."""
 
     def __init__(self, device, parts: Sequence[Part], products=None):
         self.device = device
@@ -60,11 +49,8 @@ class LaunchList:
                     self._add_product(entry, part)
 
     def run(self) -> None:
-        """Launch everything on PyTorch's current stream. Threads may share the list.
-
-        Raises:
-            RuntimeError: a launch failed; the message names the kernel or product and its sizes.
-        """
+        """Launch everything on PyTorch's current stream. Threads may share the list. Raises
+        RuntimeError: a launch failed; the message names the kernel or product and its sizes."""
         with self.device.lock:
             stream = self.device.stream()
             capturing = self.device.driver.is_capturing(stream)
@@ -93,7 +79,7 @@ class LaunchList:
             self._library.lsq_list_destroy(self._list)
 
     def _follow(self, stream: int) -> None:
-        """Wait for the last run where that was on another stream, and let PyTorch know who uses the
+        """Wait for the last run where that was on another stream, and record who uses the
         tensors."""
         if stream == self._stream:
             return
@@ -124,8 +110,7 @@ class LaunchList:
         return shifted
 
     def _parameter(self, value, addresses: Addresses, what: str) -> int:
-        """The address of what a kernel reads: a struct, or a pointer, an int64_t or a float in 8
-        bytes."""
+        """The address of what a kernel reads: a struct, or 8 bytes with a pointer or a number."""
         if value is TICKET:
             if self._ticket is None:
                 self._ticket = ctypes.c_uint64()
@@ -162,16 +147,15 @@ class LaunchList:
     def _add_product(self, entry: Product, part: Part) -> None:
         prepared = self._products.prepare(entry)
         what = _named(part.title, prepared)
-        vector = isinstance(entry.alpha, torch.Tensor)
-        operands = [entry.a, entry.b, entry.out, *([entry.alpha] if vector else [])]
+        operands = entry.a, entry.b, entry.out
         words = [self._pointer(tensor, part.addresses, what) for tensor in operands]
         self._workspace_bytes = max(self._workspace_bytes, prepared.algorithm.workspace_bytes)
         self._library.lsq_list_add_product(
             self._list,
             what.encode(),
             ctypes.c_void_p(prepared.native.address),
-            *map(ctypes.c_void_p, (*words, None)[:4]),
-            ctypes.c_float(1.0 if vector else entry.alpha),
+            *map(ctypes.c_void_p, (*words, None)),  # None, 1.0: of no product the result is scaled
+            ctypes.c_float(1.0),
         )
 
 

@@ -27,11 +27,8 @@ _REQUIRED = {
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The loaded library, or None (said once) where none was built.
-
-    Raises:
-        LibraryError: the library is damaged, or was built from other sources than those beside it.
-    """
+    """The loaded library, or None (said once) where none was built. Raises LibraryError: it is
+    damaged, or was built from other sources than those beside it."""
     found = _load()
     if found is None:
         logger.warning(
@@ -50,12 +47,10 @@ def _load() -> ctypes.CDLL | None:
 
 
 def available() -> bool:
-    """Whether the library is there."""
     return library() is not None
 
 
 def description() -> str:
-    """The loaded library, for people."""
     found = library()
     if found is None:
         return "plain PyTorch (no C++ host library)"
@@ -74,11 +69,7 @@ def call(name: str, *arguments) -> None:
 
 
 def function(name: str):
-    """A function of the library.
-
-    Raises:
-        LibraryError: it has none of that name.
-    """
+    """A function of the library. Raises LibraryError: it has none of that name."""
     try:
         return getattr(library(), name)
     except AttributeError:
@@ -101,8 +92,7 @@ def _convert(argument):
 
 
 def run(operation) -> None:
-    """Run the loop of an operation (lsq.program.operation.Operation) on tensors in memory of the
-    CPU."""
+    """Run the loop of an operation on tensors in memory of the CPU."""
     function(f"lsq_{operation.name}")(operation.packed)
 
 
@@ -112,10 +102,8 @@ def words(struct: bytes) -> ctypes.Array:
 
 
 def sequence(operations: Sequence) -> Callable[[], None]:
-    """Return a function that runs the loops of `operations` in one foreign call.
-
-    Keeps their tensors alive.
-    """
+    """A function that runs the loops of `operations` in one foreign call; it keeps their
+    tensors."""
     found, count = library(), len(operations)
     structs = [operation.packed for operation in operations]
     loops = (ctypes.c_void_p * count)(

@@ -19,8 +19,6 @@ ALGORITHM_BYTES = 64
 DTYPES = {torch.float32: 0, torch.int8: 3, torch.int32: 10, torch.bfloat16: 14}
 """torch's dtype -> cudaDataType."""
 
-ALPHAS = {"one": 0, "scalar": 1, "vector": 2}
-
 
 class ProductError(RuntimeError):
     """A call of libcublasLt that failed, or the library is missing; the message says which."""
@@ -45,11 +43,8 @@ class _Spec(ctypes.Structure):
 
 
 def find_cublaslt() -> str:
-    """Path of libcublasLt where CUDA's packages, its toolkit or the system have it.
-
-    Raises:
-        RuntimeError: there is none.
-    """
+    """Path of libcublasLt where CUDA's packages, its toolkit or the system have it. Raises
+    RuntimeError: there is none."""
     try:
         from cuda import pathfinder
 
@@ -63,11 +58,7 @@ def find_cublaslt() -> str:
 
 
 def _call(name: str, *arguments) -> None:
-    """Call a function of the launcher.
-
-    Raises:
-        ProductError: its status is not 0.
-    """
+    """Call a function of the launcher. Raises ProductError: its status is not 0."""
     status, message = runtime.call(f"lsq_product_{name}", *arguments)
     if status:
         raise ProductError(message)
@@ -86,12 +77,8 @@ class ProductLibrary:
     """One libcublasLt, for one device: the one that is current when an algorithm is first looked
     up.
 
-    Args:
-        path: what `find_cublaslt` returns, or an emulated library.
-
-    Raises:
-        ProductError: it cannot be loaded or lacks a function.
-        RuntimeError: lsq's own library, which calls it, is not built.
+    `path`: what `find_cublaslt` returns, or an emulated library. Raises ProductError: it cannot be
+    loaded or lacks a function; RuntimeError: lsq's own library, which calls it, is not built.
     """
 
     def __init__(self, path: str) -> None:
@@ -104,12 +91,8 @@ class ProductLibrary:
         return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
 
     def product(self, **spec: int) -> "Matmul":
-        """Describe a product; keyword arguments as the fields of _Spec, dtypes as in DTYPES, alpha
-        as in ALPHAS.
-
-        Raises:
-            ProductError: the library refuses the description.
-        """
+        """Describe a product; keyword arguments as the fields of _Spec, dtypes as in DTYPES.
+        Raises ProductError: the library refuses the description."""
         return Matmul(self._handle, _Spec(**spec))
 
     def close(self) -> None:
@@ -132,11 +115,8 @@ class Matmul:
         return self._handle.value
 
     def candidates(self, workspace_bytes: int, limit: int) -> list[Candidate]:
-        """The algorithms that the library proposes, best first; perhaps none.
-
-        Raises:
-            ProductError: the product is not supported, or no CUDA context is current.
-        """
+        """The algorithms that the library proposes, best first; perhaps none. Raises ProductError:
+        the product is not supported, or no CUDA context is current."""
         algorithms = ctypes.create_string_buffer(limit * ALGORITHM_BYTES)
         workspaces, count = (ctypes.c_int64 * limit)(), ctypes.c_int64()
         arguments = algorithms, workspaces, ctypes.byref(count)
@@ -147,12 +127,8 @@ class Matmul:
         ]
 
     def check(self, data: bytes) -> Candidate:
-        """An algorithm with its workspace for this product.
-
-        Raises:
-            ValueError: not 64 bytes.
-            ProductError: the algorithm does not run this product on this device.
-        """
+        """An algorithm with its workspace for this product. Raises ValueError: not 64 bytes;
+        ProductError: the algorithm does not run this product on this device."""
         workspace_bytes = ctypes.c_int64()
         _call("check", self._handle, _checked(data), ctypes.byref(workspace_bytes))
         return Candidate(bytes(data), workspace_bytes.value)
@@ -165,29 +141,19 @@ class Matmul:
         self,
         operands: Sequence[int],
         *,
-        alpha: float | int | None = None,
         workspace: int = 0,
         workspace_bytes: int = 0,
         stream: int = 0,
     ) -> None:
         """Queue the product.
 
-        Args:
-            operands: addresses of a, b and out, multiples of 16.
-            alpha: the number for "scalar", the address of N float32 for "vector", nothing for
-                "one".
-            workspace: address of the workspace, a multiple of 256.
-            workspace_bytes: its size.
-            stream: a cudaStream_t.
-
-        Raises:
-            ProductError: it cannot be queued; the message says why, with the shapes.
+        `operands`: addresses of a, b and out, multiples of 16. `workspace`: address of the
+        workspace, a multiple of 256. `workspace_bytes`: its size. `stream`: a cudaStream_t. Raises
+        ProductError: it cannot be queued; the message says why, with the shapes.
         """
-        number = ctypes.c_float(alpha) if isinstance(alpha, float) else None
-        alpha = ctypes.byref(number) if number is not None else ctypes.c_void_p(alpha)
         pointers = [ctypes.c_void_p(address) for address in operands]
         addresses = ctypes.c_void_p(workspace), workspace_bytes, ctypes.c_void_p(stream)
-        _call("run", self._handle, *pointers, alpha, *addresses)
+        _call("run", self._handle, *pointers, None, *addresses)
 
     def close(self) -> None:
         """Free it; nothing may run it any more."""

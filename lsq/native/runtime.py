@@ -16,12 +16,8 @@ MESSAGE_BYTES = 8192
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The launcher.
-
-    Raises:
-        LibraryError: it is not built, is damaged, or was built from other sources than those beside
-            it.
-    """
+    """The launcher. Raises LibraryError: it is not built, is damaged, or was built from other
+    sources than those beside it."""
     if not LIBRARY.exists():
         raise LibraryError(
             f"the launcher {LIBRARY.name} is not built; install g++ (Debian: apt-get install g++)"
@@ -33,10 +29,8 @@ def library() -> ctypes.CDLL:
 
 
 def call(name: str, *arguments) -> tuple[int, str]:
-    """Call a function that returns a status and fills a message: both.
-
-    Whole numbers go as int64.
-    """
+    """Call a function that returns a status and fills a message: both. Whole numbers go as
+    int64."""
     function = getattr(library(), name)
     function.restype = ctypes.c_int64
     numbers = (
@@ -55,18 +49,9 @@ def _call(name: str, *arguments) -> None:
 
 
 class Driver:
-    """A CUDA driver, or the emulator's, for one device in its primary context, which PyTorch works
-    in, too.
-
-    The context is made, if it is not there, when it is first needed.
-
-    Args:
-        path: of libcuda.so.1.
-        ordinal: number of the device.
-
-    Raises:
-        RuntimeError: it cannot be opened, or finds no GPU.
-    """
+    """A CUDA driver (libcuda.so.1 at `path`), or the emulator's, for device `ordinal` in its
+    primary context, in which PyTorch works, too; it is made when it is first needed. Raises
+    RuntimeError: it cannot be opened, or finds no GPU."""
 
     def __init__(self, path: str, ordinal: int = 0):
         self.handle, version = ctypes.c_void_p(), ctypes.c_int64()
@@ -83,10 +68,7 @@ class Driver:
     def load(self, image: bytes, name: str, shared: int) -> int:
         """The handle of kernel `name` in machine code, for `shared` bytes of dynamic shared memory.
 
-        It stays loaded as long as the process lives.
-
-        Raises:
-            RuntimeError: the driver refuses it.
+        It stays loaded as long as the process lives. Raises RuntimeError: the driver refuses it.
         """
         module, function = ctypes.c_void_p(), ctypes.c_void_p()
         handles = ctypes.byref(module), ctypes.byref(function)
@@ -95,11 +77,8 @@ class Driver:
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
-        """Make the device's context current in this thread meanwhile; a fresh thread has none.
-
-        Raises:
-            RuntimeError: there is no such device, or the driver refuses.
-        """
+        """Make the device's context current in this thread meanwhile. Raises RuntimeError: there is
+        no such device, or the driver refuses."""
         entered = ctypes.c_void_p()
         _call("lsq_context_enter", self.handle, ctypes.byref(entered))
         try:
@@ -108,13 +87,8 @@ class Driver:
             library().lsq_context_leave(entered)
 
     def follow(self, before: int, after: int) -> None:
-        """Let the next work of stream `after` wait for what was launched on stream `before` so far.
-
-        Raises:
-            RuntimeError: the driver refuses.
-        """
+        """Let the next work of stream `after` wait for what stream `before` was given so far."""
         _call("lsq_stream_follow", self.handle, ctypes.c_void_p(before), ctypes.c_void_p(after))
 
     def is_capturing(self, stream: int) -> bool:
-        """Whether what is launched on the stream goes into a graph."""
         return bool(library().lsq_stream_capturing(self.handle, ctypes.c_void_p(stream)))

@@ -26,8 +26,7 @@ class LibraryError(RuntimeError):
 
 @functools.cache
 def operations_header() -> str:
-    """The text of operations.h, which the sources in "cpu" and all kernels include; see
-    declarations.py."""
+    """The text of operations.h, which sources in "cpu" and kernels include; see declarations.py."""
     known = sys.modules.get("lsq.native.declarations")  # which has read them already
     return (
         known.header()
@@ -52,7 +51,6 @@ def checksum(folder: str) -> int:
 
 
 def sealed(content: bytes) -> bytes:
-    """The content of a library with its SHA-256 behind it, where nothing that loads it looks."""
     return content + hashlib.sha256(content).digest()
 
 
@@ -64,13 +62,8 @@ def unsealed(content: bytes) -> bytes:
 
 
 def load(path: Path, folder: str) -> ctypes.CDLL:
-    """The library at `path`, which is built of the sources in `folder` ("cpu" or "runtime").
-
-    Raises:
-        LibraryError: it is damaged, which would end the process while it is loaded, or was built
-            from other sources than those beside it: its functions may take other arguments.
-        OSError: it cannot be read.
-    """
+    """The library at `path` of the sources in `folder`. Raises LibraryError: it is damaged, which
+    would end the process while it is loaded, or of other sources; OSError: it cannot be read."""
     if not unsealed(path.read_bytes()):
         raise LibraryError(f"{path} is damaged, or was not built by this version of lsq; {REMEDY}")
     library = ctypes.CDLL(os.fspath(path))

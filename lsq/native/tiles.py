@@ -28,8 +28,7 @@ SPARSE_BLOCK = 1280
 
 @functools.cache
 def usable() -> tuple[str, ...]:
-    """The INSTRUCTIONS that this processor has and the system allows, the fastest first; "plain" is
-    the last."""
+    """INSTRUCTIONS of this processor that the system allows, the fastest first, "plain" last."""
     if not loader.available():
         return ()
     function = loader.function("lsq_tiles_usable")
@@ -40,7 +39,6 @@ def usable() -> tuple[str, ...]:
 
 
 def fastest() -> str:
-    """The instructions that multiply here, by the rule."""
     return (usable() or (PLAIN,))[0]
 
 
@@ -66,11 +64,8 @@ def packed_sparse_bytes(columns: int, inner: int) -> int:
 
 
 def packed_group_bytes(columns: int, inner: int, group: int) -> int:
-    """Bytes of packed codes with scales of groups: whole pairs of tiles, with a sum and a
-    scale for each column.
-
-    With room to begin at a multiple of ALIGNMENT.
-    """
+    """Bytes of packed codes with scales of groups: whole pairs of tiles, with a sum and a scale for
+    each column, and room to begin at a multiple of ALIGNMENT."""
     return -(-columns // PAIR) * PAIR * -(-inner // group) * (group + 8) + ALIGNMENT
 
 
@@ -95,14 +90,10 @@ class _Codes(ctypes.Structure):
 
 
 class TileProduct(ctypes.Structure):
-    """a int8 [M, K] times b int8 [N, K] transposed, as csrc/cpu/tiles.h declares it.
-
-    Holds no memory alive.
-
-    Either operand may be a transposed view. `memory` holds packed_bytes(N, K) at a multiple of 64
-    bytes; None for loops that pack columns in memory of their own. `strip` are the rows that a
-    thread takes at a time; 0: as many as suit the caches.
-    """
+    """a int8 [M, K] times b int8 [N, K] transposed, as csrc/cpu/tiles.h declares it; either may
+    be a transposed view, and none is kept alive. `memory` holds packed_bytes(N, K) at a multiple
+    of 64 bytes; None for loops that pack columns by themselves. `strip`: rows that a thread
+    takes at a time; 0: as many as suit the caches."""
 
     _fields_ = [
         ("a", _Codes),
@@ -123,11 +114,7 @@ class TileProduct(ctypes.Structure):
         instructions: str,
         memory: torch.Tensor | None,
     ) -> "TileProduct":
-        """The product of tensors.
-
-        Raises:
-            ValueError: the processor or the system has no such instructions.
-        """
+        """Raises ValueError: the processor or the system has no such instructions."""
         if instructions not in usable():  # which also asks the system for them
             raise ValueError(
                 f"{instructions!r} cannot run here; there are {', '.join(map(repr, usable()))}"
@@ -138,5 +125,4 @@ class TileProduct(ctypes.Structure):
 
     @property
     def packed(self):
-        """The argument of library functions."""
         return ctypes.byref(self)

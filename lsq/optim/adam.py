@@ -115,11 +115,8 @@ class Adam(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this optimizer, of torch.optim.Adam or AdamW, or of fairseq's Adam.
-
-        Raises:
-            ValueError: it is of other parameters, or under options that this optimizer does not
-                have.
-        """
+        Raises ValueError: it is of other parameters, or under options that this one does not
+        have."""
         before = {**self.__getstate__()}
         try:
             super().load_state_dict(state_dict)
@@ -169,12 +166,8 @@ class Adam(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step; what `closure` returns, if there is one.
-
-        Raises:
-            ValueError: a gradient is sparse, or a parameter has become something else than float32
-                and contiguous.
-        """
+        """One step; what `closure` returns, if there is one. Raises ValueError: a gradient is
+        sparse, or a parameter has become something else than float32 and contiguous."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

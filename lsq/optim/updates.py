@@ -60,10 +60,8 @@ class Members:
 class Updates:
     """Steps of `members` on a backend, all at once.
 
-    Args:
-        backend: where.
-        members: their gradients may lie elsewhere each time.
-        rows: how many rows of numbers there are.
+    `backend`: where. `members`: their gradients may lie elsewhere each time. `rows`: how many rows
+    of numbers there are.
     """
 
     def __init__(self, backend: Backend, members: Members, rows: int):
@@ -149,13 +147,15 @@ class Updates:
         return b"".join(bytes(step.packed) for step in self._steps)
 
     def fits(self, members: Members, rows: int) -> bool:
-        """Whether the prepared step still fits them."""
         return self._fits == (members.memory(), rows)
 
     def put(self, members: Members) -> None:
-        """Take the gradients of now."""
         now = members.gradients
-        if len(self._gradients) == len(now) and all(map(_is_same, self._gradients, now)):
+        same = (
+            known is one and address == one.data_ptr()
+            for (known, address), one in zip(self._gradients, now, strict=False)
+        )
+        if len(self._gradients) == len(now) and all(same):
             return
         plain = list(map(plain_gradient, now, members.parameters))
         for slot, number in zip(self._slots, self._order, strict=True):
@@ -166,8 +166,8 @@ class Updates:
             self._upload(torch.frombuffer(bytearray(found), dtype=torch.uint8), self._structs)
 
     def norm(self) -> Tensor:
-        """[1], of the gradients before they are multiplied; the next call writes to the same
-        memory."""
+        """[1], of the gradients before they are multiplied, in memory that the next call writes
+        to."""
         self._measure()
         return self._norm
 
@@ -193,19 +193,15 @@ class Updates:
 
 
 def check_moments(parameter: Tensor, first: Tensor, second: Tensor) -> None:
-    """Raise ValueError unless both moments have the shape of their parameter and lie where it
-    lies."""
+    """Raise ValueError unless both moments have the shape and device of their parameter."""
     for name, moment in {"exp_avg": first, "exp_avg_sq": second}.items():
         remedy = "load a state of the same parameters in the same order, after they have moved"
         _check_like(local(moment), local(parameter), f"the state {name}", remedy)
 
 
 def plain_gradient(gradient: Tensor, parameter: Tensor) -> Tensor:
-    """The gradient of a parameter, of this process's shard if it is one, as contiguous float32.
-
-    Raises:
-        ValueError: it is sparse, or does not fit its parameter any more.
-    """
+    """The gradient of a parameter, or of its shard, as contiguous float32. Raises ValueError: it is
+    sparse, or does not fit its parameter any more."""
     if gradient.layout is not torch.strided:
         raise ValueError(
             "a gradient is sparse, which lsq's Adam does not take; take torch.optim.SparseAdam"
@@ -220,10 +216,6 @@ def plain_gradient(gradient: Tensor, parameter: Tensor) -> Tensor:
     # nearly all are; asking is faster
     plain = gradient.dtype is torch.float32 and gradient.is_contiguous()
     return gradient if plain else gradient.to(torch.float32).contiguous()
-
-
-def _is_same(known: tuple[Tensor, int], gradient: Tensor) -> bool:
-    return known[0] is gradient and known[1] == gradient.data_ptr()
 
 
 def _check_like(tensor: Tensor, parameter: Tensor, what: str, remedy: str) -> None:

@@ -39,6 +39,8 @@ class Backend:
     """Preparing takes so long that batches should be filled up to one of a few sizes."""
     either_border: bool = False
     """Floats at the borders of a product may be float32 or bfloat16, whatever activations are."""
+    seconds: dict[str, float] | None = None
+    """Collects how long operations run, by name; see lsq.run.executor.profile."""
 
     def __deepcopy__(self, memo):
         return self  # a copy of a module runs where the module does
@@ -49,27 +51,20 @@ class Backend:
         return ()
 
     def prepare(self, calls: Sequence[Call]) -> Callable[[], None]:
-        """Return a function that runs `calls` one after another on their tensors.
-
-        Raises:
-            ValueError: an operation cannot take these tensors here.
-        """
+        """Return a function that runs `calls` one after another on their tensors. Raises
+        ValueError: an operation cannot take these tensors here."""
         raise NotImplementedError
 
     def check(self, tensor: torch.Tensor, name: str) -> None:
-        """Refuse a tensor that cannot be put into operations that were prepared with another one.
-
-        Raises:
-            ValueError: it lies elsewhere, or is not aligned; the message begins with `name`.
-        """
+        """Raise ValueError for a tensor that cannot be put into operations that were prepared with
+        another one; the message begins with `name`."""
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Fresh memory."""
         return torch.empty(shape, dtype=dtype, device=self.device)
 
     def send(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Small tensors of the CPU on this device, aligned for kernels, in one copy that nobody
-        waits for."""
+        """Small tensors of the CPU on this device, aligned for kernels, in one copy without
+        waiting."""
         if self.device.type == "cpu":
             return list(tensors)
         given = [tensor.contiguous() for tensor in tensors]
@@ -84,11 +79,8 @@ class Backend:
         ]
 
     def run(self, operation: Operation) -> None:
-        """Run one operation now, with fresh scratch memory.
-
-        Raises:
-            ValueError: a tensor lies elsewhere, or is not what the operation takes here.
-        """
+        """Run one operation now, with fresh scratch memory. Raises ValueError: a tensor lies
+        elsewhere, or is not what the operation takes here."""
         for tensor in (*operation.inputs, *operation.outputs):
             if tensor.device != self.device:
                 raise ValueError(

@@ -51,7 +51,6 @@ class Recorder:
         return self.tensor(name, tensor.shape, tensor.dtype)
 
     def input(self, name: str, shape, dtype=torch.float32) -> VirtualTensor:
-        """A tensor that each run brings along."""
         tensor = self.tensor(name, shape, dtype, "input")
         self._inputs.append(tensor)
         self._note_need(tensor)
@@ -64,8 +63,7 @@ class Recorder:
     def parameter(
         self, name: str, shape, kind: Kind, *, dtype=torch.float32, **start
     ) -> VirtualTensor:
-        """A parameter, the same virtual tensor for each call with the same name; start: see
-        Parameter."""
+        """A parameter, one virtual tensor for each name; `start`: see Parameter."""
         if name not in self._parameters:
             tensor = self.tensor(name, shape, dtype, role="parameter")
             tensor.declared = Parameter(name=name, shape=tensor.shape, kind=kind, **start)
@@ -88,24 +86,20 @@ class Recorder:
         return operation
 
     def needs_gradient(self, tensor: VirtualTensor | None) -> bool:
-        """Whether anything that needs a gradient gets one by way of that of `tensor`."""
+        """Whether anything that needs a gradient gets one through `tensor`."""
         return tensor is not None and tensor not in self._needless
 
     def producer(self, tensor: VirtualTensor) -> Operation | None:
-        """The operation that wrote `tensor`, if one did."""
         return self._producers.get(tensor)
 
 
 class Builder(Recorder):
     """Records operations over virtual tensors, and appends their gradients.
 
-    Args:
-        name: of the program.
-        quant: what is rounded and how the backward products run.
-        training: dropout is active.
-        backward: the program gets a backward pass, or one for the inputs and parameters of these
-            names alone; without one, weights come in as codes.
-        backend: where it will run.
+    `name`: of the program. `quant`: what is rounded and how the backward products run. `training`:
+    dropout is active. `backward`: the program gets a backward pass, or one for the inputs and
+    parameters of these names alone; without one, weights come in as codes. `backend`: where it will
+    run.
     """
 
     def __init__(
@@ -151,13 +145,11 @@ class Builder(Recorder):
 
     @property
     def packed_rows(self) -> int:
-        """Rows up to which a product reads its weight as it is stored."""
         return self._backend.packed_rows
 
     @property
     def multiplies_groups(self) -> bool:
-        """Whether products read codes with scales of groups in the place of decoded values: where
-        weights stay."""
+        """Whether products read codes with scales of groups: where weights stay."""
         return self._backend.multiplies_groups and not (self.training or self.backward)
 
     def next_subsequence(self) -> int:
@@ -210,14 +202,10 @@ class Builder(Recorder):
         group: int = 0,
         **start,
     ) -> Weight:
-        """A weight of `shape` [N, K], one for all calls with the same name: rounded, or as it is in
-        float mode.
-
-        `start`: see `parameter`. `rows` above N pads the codes, as the int8 product of a vocabulary
-        needs. Codes come in from outside, as their format stores them; whoever runs the program has
-        rounded them. `in_out`: the parameter is [K, N]. `group`: the product takes it in groups
-        of so many values. It is grouped if its `group` is the same then; else it comes in decoded.
-        """
+        """A weight of `shape` [N, K], one for all calls with the same name: codes from outside, as
+        their format stores them, or floats in float mode. `rows` above N pads codes. `in_out`: the
+        parameter is [K, N]. `group`: the product takes groups of so many values, if its `group` is
+        the same; else it comes in decoded. `start`: see Parameter."""
         if name not in self._weights:
             self._weights[name] = self._new_weight(name, shape, rows, in_out, start)
         weight = self._weights[name]
@@ -257,11 +245,9 @@ class Builder(Recorder):
         return weight
 
     def stored(self, weight: Weight) -> Weight:
-        """The weight as it came in, of one that was unpacked from it."""
         return self._weights[weight.values.name]
 
     def rounded_gradient(self, name: str, shape, weight_scale: VirtualTensor) -> RoundedGradient:
-        """The gradient [M, N] of a product, to be rounded per row."""
         return RoundedGradient(
             format=GRADIENT,
             codes=self.tensor(name, shape, GRADIENT.storage),
@@ -279,11 +265,11 @@ class Builder(Recorder):
             self._needless.add(leaf)
 
     def gradient_of(self, tensor: VirtualTensor | None) -> VirtualTensor | None:
-        """The gradient of `tensor`, if any; complete once all its readers were differentiated."""
+        """The gradient of `tensor`, complete once all its readers were differentiated."""
         return self._gradients.get(tensor)
 
     def gradient_sum(self, *tensors: VirtualTensor | None) -> VirtualTensor | None:
-        """The sum of the gradients that exist of tensors that hold the same values, if any."""
+        """The sum of the gradients that exist of tensors that hold the same values."""
         total = None
         for tensor in tensors:
             gradient = self._gradients.get(tensor)
@@ -325,11 +311,7 @@ class Builder(Recorder):
 
     def parameter_gradient(self, parameter: VirtualTensor | None) -> VirtualTensor | None:
         """Where an operation writes the gradient of a parameter, or of an input that is one
-        elsewhere, if it needs one; each has one reader.
-
-        Raises:
-            ValueError: it has two.
-        """
+        elsewhere, if it needs one. Raises ValueError: it has two readers."""
         if not self.needs_gradient(parameter):
             return None
         if parameter in self._leaf_gradients:
@@ -341,11 +323,7 @@ class Builder(Recorder):
         return gradient
 
     def product_gradient(self, tensor: VirtualTensor) -> ProductGradient:
-        """Where the gradient of a product's result goes, as the products behind it want it.
-
-        Raises:
-            ValueError: the result has two readers.
-        """
+        """Where the gradient of a product's result goes. Raises ValueError: it has two readers."""
         if tensor in self._product_gradients:
             raise ValueError(f"the product {tensor.name} has two readers in program {self.name}")
         producer = self._producers.get(tensor)
@@ -433,7 +411,7 @@ class Builder(Recorder):
         )
 
     def _leaves(self):
-        """Inputs, then parameters, that have a gradient to give away, with that gradient."""
+        """(inputs, then parameters, with a gradient to give away; these gradients)."""
         found = self._gradients | self._leaf_gradients
         leaves = {tensor: found[tensor] for tensor in self._inputs if tensor in found}
         leaves.update(

@@ -73,10 +73,8 @@ class factor(property):
 
 
 def extent(axis: int, *names: str) -> size:
-    """A size that is read off a tensor: `rows = extent(0, "x")`.
-
-    `names` are dotted; the first tensor that is there counts, and 0 stands for none of them.
-    """
+    """A size that is read off a tensor, `rows = extent(0, "x")`: of the first dotted name that is
+    there, else 0."""
     paths = [name.split(".") for name in names]
 
     def find(holder: "Declared") -> int:
@@ -132,10 +130,8 @@ class Leaf:
 
 
 class Declared:
-    """A class whose annotated fields are its signature.
-
-    Fields that may be missing are None unless given.
-    """
+    """A class whose annotated fields are its signature; those that may be missing default to
+    None."""
 
     fields: tuple[declarations.Field, ...]
     may_hide = ()
@@ -167,12 +163,13 @@ class Declared:
         cls.fields = tuple(fields)
         cls._given = tuple((one.name, cls._kind_of(one.name)) for one in dataclasses.fields(cls))
         nearby = vars(sys.modules[cls.__module__]).items()
-        types = {name: one for name, one in nearby if isinstance(one, type)} | _DECLARED
+        types = {name: one for name, one in nearby if isinstance(one, type)} | {
+            name: one for name, one in _values().items() if one is not cls
+        }
         declarations.check(
             declarations.Declaration(cls.__name__, base.__name__, cls.fields),
             {name: one.__base__.__name__ for name, one in types.items()},
         )
-        _DECLARED[cls.__name__] = cls
 
     @classmethod
     @functools.cache
@@ -221,12 +218,8 @@ class Declared:
         return _ARRAY if field.count else _VALUE
 
     def pack(self, address: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr) -> bytes:
-        """The struct, as C++ reads it.
-
-        Raises:
-            ValueError: a tensor is not contiguous, or has another dtype or shape than was declared,
-                or something is missing.
-        """
+        """The struct, as C++ reads it. Raises ValueError: a tensor is not contiguous, or has
+        another dtype or shape than was declared, or something is missing."""
         words, shapes = [], []
         for field in self.fields:
             if field.count and not 0 < len(getattr(self, field.name)) <= field.count:
@@ -234,13 +227,13 @@ class Declared:
                     f"{type(self).__name__}.{field.name} has {len(getattr(self, field.name))}"
                     f" values; allowed: 1 to {field.count}"
                 )
-        for leaf in _layout(type(self), written=False)[0]:
+        for leaf, is_word in _with_words(type(self)):
             value, dtypes = leaf.of(self), KINDS.get(leaf.kind)
             missing = value is None and (leaf.may_miss or leaf.owner(self) is None)
             if value is None and dtypes is None and not missing:
                 raise ValueError(f"{leaf.where} is None; it must be a {leaf.kind}")
             if dtypes is None:
-                if _value_class(leaf.kind) is None:
+                if is_word:
                     words.append(0 if missing else value)
                 continue
             shapes.append(None if missing else getattr(value, "shape", ()))
@@ -264,8 +257,6 @@ class Declared:
 
 
 _PLAIN, _TENSOR, _VALUE, _ARRAY = range(4)
-_DECLARED: dict[str, type] = {}
-"""Classes by name, since annotations are names."""
 NOWHERE = 256
 """In the place of the address of a tensor without elements, which is there all the same."""
 
@@ -285,9 +276,13 @@ def _refuse(tensor, dtypes: tuple[torch.dtype, ...], where: str) -> None:
     )
 
 
+def _values() -> dict[str, type[Value]]:
+    """Classes of values by name, since annotations are names; of several, the last."""
+    return {cls.__name__: cls for cls in Value.__subclasses__()}
+
+
 def _value_class(kind: str) -> type[Value] | None:
-    held = _DECLARED.get(kind)
-    return held if held is not None and issubclass(held, Value) else None
+    return None if kind in KINDS else _values().get(kind)
 
 
 @functools.cache
@@ -318,11 +313,17 @@ def _layout(cls: type[Declared], written: bool) -> tuple[tuple[Leaf, ...], int]:
 
 
 @functools.cache
+def _with_words(cls: type[Declared]) -> list[tuple[Leaf, bool]]:
+    """Every leaf, and whether it is a word of the struct itself."""
+    return [(leaf, _value_class(leaf.kind) is None) for leaf in _layout(cls, written=False)[0]]
+
+
+@functools.cache
 def _struct(cls: type[Declared]) -> struct.Struct:
-    leaves, size = _layout(cls, written=False)
+    _, size = _layout(cls, written=False)
     letters, end = "", 0
-    for leaf in leaves:
-        if _value_class(leaf.kind) is None:
+    for leaf, is_word in _with_words(cls):
+        if is_word:
             letter = "P" if leaf.kind in KINDS else "f" if leaf.kind == "float" else "q"
             letters += f"{leaf.offset - end}x{letter}"
             end = leaf.offset + struct.calcsize(letter)
@@ -331,20 +332,14 @@ def _struct(cls: type[Declared]) -> struct.Struct:
 
 @functools.cache
 def address_words(cls: type[Declared]) -> dict[Path, int]:
-    """By path: the number of the 8-byte word in the struct that is the tensor's address."""
+    """By path: which 8-byte word of the struct is the address of the tensor."""
     return {leaf.path: leaf.offset // 8 for leaf in cls.leaves()}
 
 
 @functools.lru_cache(maxsize=4096)
 def check_shapes(cls: type[Declared], shapes: tuple[Sequence[int] | None, ...]) -> None:
-    """Refuse tensors of other shapes than the docstrings of their fields state.
-
-    A name of a size means the same in all fields of one declaration. None stands for a tensor that
-    is missing.
-
-    Raises:
-        ValueError: a tensor does not fit the others.
-    """
+    """Raise ValueError for tensors of other shapes than their fields' docstrings state; a name of a
+    size means the same in all fields of one declaration, None a tensor that is missing."""
     stated = [(*rule, shapes[leaf]) for leaf, *rule in _rules(cls) if shapes[leaf] is not None]
     farthest = 0
 
@@ -374,9 +369,8 @@ its value."""
 
 @functools.cache
 def _rules(cls: type[Declared]) -> list[tuple[int, Path, str, Shapes]]:
-    """(which leaf, whose names of sizes they are, field, allowed shapes) of each tensor of which
-    something is stated; those first that leave no choice.
-    """
+    """(leaf, whose names of sizes they are, field, allowed shapes), those first that leave no
+    choice."""
     found = []
     for number, leaf in enumerate(cls.leaves()):
         holder = cls.__name__

@@ -36,10 +36,8 @@ class Operation(Declared):
     """The bias in that product, if any."""
 
     def reference(self) -> dict:
-        """The written fields by name: of a value, or an array of values, a dict of its fields each.
-
-        Fields that nobody wants may be there as well.
-        """
+        """The written fields by name: of a value, or an array of values, a dict of its fields each;
+        perhaps also fields that nobody wants."""
         raise NotImplementedError
 
     def gradient(self, builder) -> None:
@@ -58,26 +56,18 @@ class Operation(Declared):
         return cuda.scratch_of(self)
 
     def cuda(self, *scratch: torch.Tensor) -> list[Launch | Product]:
-        """Launches and products that will run on a GPU.
-
-        Raises:
-            ValueError: kernels cannot take these shapes.
-        """
+        """Launches and products that will run on a GPU. Raises ValueError: kernels cannot take
+        these shapes."""
         found = cuda.launches(self, *scratch)
         return [found] if isinstance(found, Launch) else found
 
     def leave_sums(self, tensor: Callable[..., VirtualTensor]) -> Sequence[Value]:
-        """Leave sums over rows in parts, in a program for a GPU; return the PartialSums to add up.
-
-        `tensor` makes a virtual tensor of a name, a shape and a dtype.
-        """
+        """Leave sums over rows in parts, in a program for a GPU: the PartialSums to add up."""
         return cuda.leave_sums(self, tensor)
 
     def unrounded(self, run: Callable[["Operation"], None]) -> torch.Tensor:
-        """The float values that this operation rounds under a clip, for calibration.
-
-        Here, of operations with a float result `out`, by `run` without the rounding.
-        """
+        """The float values that this operation rounds under a clip, for calibration; here, of
+        operations with a float result `out`, by `run` without the rounding."""
         rounding, bare = self.rounding(), self.bind(lambda tensor: tensor)
         for field in self.fields:
             if getattr(self, field.name) is rounding:

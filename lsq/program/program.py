@@ -44,7 +44,6 @@ class Program:
 
     @cached_property
     def draws(self) -> bool:
-        """Whether an operation reads the random key: for dropout, or to round gradients."""
         return any(
             tensor.name == "random_key"
             for operation in self.operations
@@ -53,13 +52,11 @@ class Program:
 
     @property
     def backward_range(self) -> range:
-        """The operations of the backward pass."""
         return range(self.forward_length, len(self.operations))
 
     @cached_property
     def outputs_of(self) -> tuple[tuple[VirtualTensor, ...], ...]:
-        """Outputs that each operation is the first to write; an input that it changes is there
-        already."""
+        """Outputs that each operation is the first to write."""
         found, before = [], set(self.inputs)
         for operation in self.operations:
             found.append(tuple(tensor for tensor in operation.outputs if tensor not in before))
@@ -133,11 +130,8 @@ def lifetimes_of(
     outputs: tuple[VirtualTensor, ...],
     gradients: tuple[VirtualTensor | None, ...],
 ) -> dict[VirtualTensor, tuple[int, int]]:
-    """First and last use of every tensor; outputs live to the end of their pass, inputs from its
-    beginning.
-
-    `used` holds, for each operation, every tensor that it reads or writes.
-    """
+    """First and last use of every tensor in `used`, what each operation reads or writes. Outputs
+    live to the end of their pass, inputs from its beginning."""
     lifetimes = {tensor: (0, 0) for tensor in inputs}
     for index, tensors in enumerate(used):
         for tensor in tensors:

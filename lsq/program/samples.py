@@ -25,10 +25,8 @@ ACTIVATION_CLIP, WEIGHT_CLIP, GRADIENT = 1.5, 0.2, 0.01
 class Sampler:
     """Draws tensors.
 
-    Args:
-        device: where they lie.
-        activations: their dtype; other floats are float32.
-        seed: of the random numbers.
+    `device`: where they lie. `activations`: their dtype; other floats are float32. `seed`: of the
+    random numbers.
     """
 
     def __init__(

@@ -81,7 +81,6 @@ class VirtualTensor:
         return self.role == "temporary"
 
     def numel(self) -> int:
-        """Elements."""
         return math.prod(self.shape)
 
     def __repr__(self) -> str:

@@ -47,11 +47,8 @@ class Quantized(NamedTuple):
 
 
 def maximum_code(bits: int) -> int:
-    """Largest code Q = 2^(bits-1) - 1; the smallest is -Q.
-
-    Raises:
-        ValueError: `bits` is not a whole number from 2 to 8.
-    """
+    """Largest code Q = 2^(bits-1) - 1; the smallest is -Q. Raises ValueError: `bits` is not a whole
+    number from 2 to 8."""
     if not isinstance(bits, int) or not 2 <= bits <= 8:
         raise ValueError(f"bits is {bits!r}; it must be a whole number from 2 to 8")
     return 2 ** (bits - 1) - 1
@@ -91,10 +88,8 @@ def largest_clips(rows: Tensor, before: Tensor) -> Tensor:
 def quantize(x: Tensor, clip: Tensor, bits: int = 8) -> Quantized:
     """Round x, of any shape and float dtype, to codes under clip [1], or [R] for x [R, ...].
 
-    x/scale is computed in the wider of both dtypes.
-
-    Raises:
-        ValueError: the shape of `clip` does not fit x.
+    x/scale is computed in the wider of both dtypes. Raises ValueError: the shape of `clip` does not
+    fit x.
     """
     maximum = maximum_code(bits)
     scale = scale_of(clip, bits)
@@ -117,11 +112,8 @@ def pack_bits(mask: Tensor) -> Tensor:
 
 
 def unpack_bits(packed: Tensor, numel: int) -> Tensor:
-    """Inverse of pack_bits: uint8 [ceil(numel/8)] -> bool [numel].
-
-    Raises:
-        ValueError: `packed` does not hold exactly ceil(numel/8) bytes.
-    """
+    """Inverse of pack_bits: uint8 [ceil(numel/8)] -> bool [numel]. Raises ValueError: `packed` does
+    not hold exactly ceil(numel/8) bytes."""
     if packed.numel() != -(-numel // 8):
         raise ValueError(
             f"{numel} bits take {-(-numel // 8)} bytes, but packed holds {packed.numel()}"
@@ -143,8 +135,7 @@ def _over_rows(values: Tensor, x: Tensor) -> Tensor:
 
 
 def round_activation(x: Tensor, clip: Tensor, *, bits: int, error: bool):
-    """(codes, scale [1], clipped, error or None) of float x [M, N] under clip [1]; see
-    `quantize`."""
+    """(codes, scale [1], clipped, error or None) of x [M, N] under clip [1]; see `quantize`."""
     codes, scale, clipped = quantize(x, clip, bits)
     kept = None
     if error:
@@ -184,8 +175,7 @@ def round_rows(gradient, factor, key, subsequence, largest: int = LARGEST, bound
 
 
 def nearest_rows(x, largest: int = LARGEST):
-    """Round each row of x [M, N] to the nearest (codes int8 [M, N], scale float32 [M]), with scales
-    as `round_rows`."""
+    """Round each row of x [M, N] to the nearest: (codes int8 [M, N], scale float32 [M])."""
     scale, reciprocal = gradient_scale(x.abs().amax(dim=1), largest)
     return (x * reciprocal[:, None]).round().nan_to_num(nan=0.0).to(torch.int8), scale
 
@@ -199,8 +189,7 @@ def round_columns(x, key, subsequence, largest: int = LARGEST):
 
 def gradient_scale(largest: Tensor, code: int = LARGEST):
     """(scale, reciprocal) for largest magnitudes, which become `code`: (0, 0) for vanishing ones,
-    (NaN, 0) for non-finite ones.
-    """
+    (NaN, 0) for non-finite ones."""
     # Division of or by a number would be rounded twice, as a reciprocal and a product: the former
     # on CUDA, the latter everywhere.
     codes = torch.full_like(largest, code)

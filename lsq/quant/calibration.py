@@ -28,11 +28,9 @@ def calibrate(
 
     Methods: "fixed" (the clip `fixed`), "absmax" (the largest |x|), "percentile" (that many percent
     of |x| are inside) and "mse" (octav_clip). A row of zeros gets the mean clip of the others:
-    gradients are rounded with the scales of all rows, and its own would vanish.
-
-    Raises:
-        ValueError: `method` or `percentile` is not allowed, `fixed` is missing or not a usable
-            clip, or x is empty or holds NaN or infinity.
+    gradients are rounded with the scales of all rows, and its own would vanish. Raises ValueError:
+    `method` or `percentile` is not allowed, `fixed` is missing or not a usable clip, or x is empty
+    or holds NaN or infinity.
     """
     if method not in CALIBRATIONS:
         raise ValueError(
@@ -151,13 +149,9 @@ def sample_stride(values: int) -> int:
 
 
 def _octav_fixed_point(rows: Tensor, maximum: int) -> Tensor:
-    """Find the clip [R, 1] in (0, 1] at which OCTAV's error model is stationary, for rows [R, N] in
-    [0, 1].
-
-    The paper's iteration, kept inside the bracket that the sign of the model's derivative gives (it
-    has one zero). Where many values share one magnitude, the plain iteration jumps to and fro
-    across it for ever.
-    """
+    """The clip [R, 1] at which OCTAV's error model is stationary, for rows in [0, 1]: the paper's
+    iteration, inside the bracket that the sign of the derivative gives. Where many values share one
+    magnitude, the plain one jumps to and fro across it for ever."""
     nonzero = (rows > 0).sum(1, keepdim=True)
     clip = rows.mean(1, keepdim=True)
     low, high = torch.zeros_like(clip), torch.ones_like(clip)
@@ -174,11 +168,8 @@ def _octav_fixed_point(rows: Tensor, maximum: int) -> Tensor:
 
 
 def _best_clip(rows: Tensor, candidates: Tensor, maximum: int) -> Tensor:
-    """Choose from candidates [R, K] the clip [R, 1] with the least squared error on each of the
-    rows [R, N] >= 0.
-
-    The first one where no error is a number.
-    """
+    """Of candidates [R, K], the clip [R, 1] of least squared error on rows [R, N] >= 0; the first
+    one where no error is a number."""
     errors = []
     for clip in candidates.split(1, dim=1):
         ratio = rows / (clip / maximum)

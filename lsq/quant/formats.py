@@ -97,11 +97,7 @@ NAMED = {"tensor": Grain.TENSOR, "row": Grain.ROW, "channel": Grain(None, 1)}
 
 
 def grain(name: str) -> Grain:
-    """The grain of that name.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """The grain of that name. Raises ValueError: there is none."""
     if name in NAMED:
         return NAMED[name]
     blocks = BLOCKS.fullmatch(name)
@@ -229,13 +225,9 @@ class Int4(Int4Codes):
 
 
 def _best_multiplier(groups: torch.Tensor) -> torch.Tensor:
-    """float32 [N, G, 1] of least squared error for groups [N, G, 32] of values in steps of the
-    scale.
-
-    The largest value of a group gets code -8. With smaller multipliers it is clipped, but steps are
-    finer: those are tried as well. Errors are whole numbers of parts, whose sums do not depend on
-        their order.
-    """
+    """float32 [N, G, 1] of least squared error for groups [N, G, 32] in steps of the scale. The
+    largest value of a group gets code -8. Smaller multipliers clip it, but have finer steps. Errors
+    are whole numbers of parts, whose sums do not depend on their order."""
     low, high = groups.aminmax(dim=2, keepdim=True)
     sign = torch.where(-low > high, 1.0, -1.0)
     first = (torch.maximum(-low, high) / 8).ceil()
@@ -279,7 +271,6 @@ class FormatChoice:
 
     @property
     def formats(self) -> tuple[str, ...]:
-        """Every format that is named."""
         return self.others, *(form for _, form in self.exceptions)
 
     def of(self, *names: str) -> str:
@@ -295,17 +286,11 @@ class FormatChoice:
         *,
         read: bool = False,
     ) -> str:
-        """The patterns that concern the part of a model at `path`, as text.
-
-        Args:
-            tensors: the part's tensors -> their names in its state dict: of the weights that a
-                tensor consists of.
-            fitted: gets the patterns that fit one -> the formats of all that they fit.
-            read: names are the tensor's own, and those of the weights that are multiplied by it.
-
-        Raises:
-            ValueError: patterns give the weights of one tensor different formats.
-        """
+        """The patterns that concern the part of a model at `path`, as text. `tensors`: its
+        tensors -> their names in its state dict. `fitted` gets the patterns that fit one -> the
+        formats of all that they fit. `read`: names are the tensor's own, then those of weights
+        that it is multiplied by. Raises ValueError: the weights of one tensor get different
+        formats."""
         chosen = {}
         for own, theirs in tensors.items():
             names = [f"{path}.{name}" if path else name for name in theirs]
@@ -342,10 +327,7 @@ def _fits(pattern: str, names: Sequence[str]) -> bool:
 def format_choice(text: str) -> FormatChoice:
     """Read "int8,*fc2*=nvfp4,encoder.layers.0.*=float32": a format for all, then exceptions.
 
-    Formats are not checked.
-
-    Raises:
-        ValueError: the text has another form.
+    Formats are not checked. Raises ValueError: the text has another form.
     """
     others, *exceptions = text.split(",")
     pairs = tuple(tuple(part.strip() for part in one.split("=")) for one in exceptions)

@@ -63,24 +63,18 @@ class FloatScales:
         return scales.to(self.dtype)
 
     def decode(self, stored: Tensor) -> Tensor:
-        """float32."""
         return stored.float()
 
     def total_bits(self, shape: tuple[int, int]) -> float:
-        """Bits of scales of this shape."""
         return math.prod(shape) * torch.finfo(self.dtype).bits
 
 
 @dataclass(frozen=True)
 class PowerScales:
-    """E8M0: powers of two from 2^-127 to 2^127 as uint8, 255 for NaN (OCP Microscaling Formats 1.0,
-    2023).
-
-    A scale becomes the next power at or above it, so that nothing is clipped that would not have
-    been; 0 becomes 2^-127. The standard leaves the rounding open and suggests the power below the
-    largest value over the format's largest power, which clips; Chen et al. 2025 (arXiv:2510.25602)
-    round up as well.
-    """
+    """E8M0: powers of two from 2^-127 to 2^127 as uint8, 255 for NaN (OCP Microscaling Formats
+    1.0, 2023). A scale becomes the next power at or above it, as of Chen et al. 2025
+    (arXiv:2510.25602), so that nothing more is clipped; 0 becomes 2^-127. The standard leaves
+    the rounding open, and suggests one that clips."""
 
     fine = False
 
@@ -96,12 +90,10 @@ class PowerScales:
         return torch.where(scales.isfinite(), power, 255).to(torch.uint8)
 
     def decode(self, stored: Tensor) -> Tensor:
-        """float32."""
         powers = [*(2.0**power for power in range(-127, 128)), math.nan]
         return torch.tensor(powers, dtype=torch.float32, device=stored.device)[stored.int()]
 
     def total_bits(self, shape: tuple[int, int]) -> float:
-        """Bits of scales of this shape."""
         return math.prod(shape) * 8
 
 
@@ -137,15 +129,10 @@ class ScaledFormat:
     def encode(
         self, x: Tensor, clip: str | Tensor = "absmax", *, percentile: float = PERCENTILE
     ) -> Encoded:
-        """Codes and scales of float x, any shape; all is computed in float32.
-
-        `clip`: how clips are measured (METHODS; `percentile`: percent of |x| that the clip of a
-        block leaves inside), or clips of the shape of the blocks, or one for all.
-
-        Raises:
-            ValueError: the method or the percentile is not allowed, or the shape of the clips does
-                not fit, or one is negative.
-        """
+        """Codes and scales of float x, any shape; all is computed in float32. `clip`: how clips
+        are measured (METHODS; `percentile` of |x| lies inside), or clips of the shape of the
+        blocks, or one for all. Raises ValueError: the method, the percentile or a clip is not
+        allowed."""
         shape = as_matrix(x.shape)
         matrix = x.detach().float().reshape(shape)
         grid = self.grain.grid(shape)
@@ -182,7 +169,6 @@ class ScaledFormat:
         return 8 * stored * words + self.scales.total_bits(self.grain.grid(as_matrix(shape)))
 
     def bits_per_value(self, shape: torch.Size | tuple[int, ...]) -> float:
-        """total_bits over the number of values; NaN where there are none."""
         numel = math.prod(shape)
         return self.total_bits(shape) / numel if numel else math.nan
 
@@ -196,14 +182,9 @@ class ScaledFormat:
 
 
 def measure(form: ScaledFormat, matrix: Tensor, method: str, percentile: float) -> Tensor:
-    """Clips float32 [B] of the blocks of a matrix [R, C] float32: 0 for zeros, NaN where not all is
-    finite.
-
-    Of long blocks, mse looks at a sample (calibration.sample_stride). No clip is above MOST.
-
-    Raises:
-        ValueError: `method` or `percentile` is not allowed.
-    """
+    """Clips float32 [B] of the blocks of a matrix [R, C] float32: 0 for zeros, NaN where not all
+    is finite, at most MOST. Of long blocks, mse looks at a sample (calibration.sample_stride).
+    Raises ValueError: `method` or `percentile` is not allowed."""
     if method not in METHODS:
         raise ValueError(
             f"clip is {method!r}; allowed: {', '.join(map(repr, METHODS))}, or a tensor of clips"
@@ -232,10 +213,7 @@ def measure(form: ScaledFormat, matrix: Tensor, method: str, percentile: float) 
 
 
 def _percentile(blocks: Tensor, inside: Tensor | None, percentile: float) -> Tensor:
-    """[B, 1]; the largest magnitude, 1, where this would be 0.
-
-    Zeros that fill up a block come first in order.
-    """
+    """[B, 1]; 1, the largest, where this would be 0. Zeros that fill up a block come first."""
     width = blocks.shape[1]
     count = (
         torch.full((len(blocks), 1), width, device=blocks.device)
@@ -250,12 +228,9 @@ def _percentile(blocks: Tensor, inside: Tensor | None, percentile: float) -> Ten
 def _least_squares(
     form: ScaledFormat, blocks: Tensor, inside: Tensor | None, largest: Tensor
 ) -> Tensor:
-    """[B, 1] of least squared error, in units of the values: of integers OCTAV's, else of 42 clips
-    from 2 down to 2^-10 in equal ratios, then of 17 around the best.
-
-    Clips above 1 pay for formats that are coarse at their upper end. Errors are those under the
-    scale that is stored, unless that depends on other blocks.
-    """
+    """[B, 1] of least squared error: of integers OCTAV's, else of 42 clips from 2 down to 2^-10 in
+    equal ratios, then of 17 around the best. Clips above 1 pay for formats that are coarse at their
+    upper end. Errors are those under the stored scale, unless that depends on other blocks."""
     if form.scales.fine and form.number in INTEGERS:
         return largest * octav_clip(blocks, INTEGERS[form.number], per_channel=True).unsqueeze(1)
 
@@ -331,10 +306,7 @@ MX: OCP Microscaling Formats 1.0; vsquant4-6: 4 bits with scales of 6.
 @cache
 def scaled_format(name: str) -> ScaledFormat:
     """The format called so: a preset, or <number>/<grain> with float32 scales, or
-    <number>/<grain>/<scales>.
-
-    Raises:
-        ValueError: a part is unknown; the nearest names are offered.
+    <number>/<grain>/<scales>. Raises ValueError: a part is unknown; the nearest names are offered.
     """
     if not isinstance(name, str):
         raise ValueError(
@@ -380,11 +352,8 @@ def all_parts(name: str) -> str:
 
 @cache
 def number_format(name: str) -> NumberFormat:
-    """The number format called so in NUMBERS.
-
-    Raises:
-        ValueError: there is none; the nearest names are offered.
-    """
+    """The number format called so in NUMBERS. Raises ValueError: there is none; the nearest names
+    are offered."""
     if name not in NUMBERS:
         raise ValueError(
             f"no number is called {name!r}{_nearest(name, NUMBERS)}; allowed: {', '.join(NUMBERS)}"

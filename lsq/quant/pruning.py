@@ -17,11 +17,8 @@ WRITTEN = ("every", "decay", "begin", "end")
 
 @dataclass(frozen=True, kw_only=True)
 class Pruning:
-    """Which weights count less than others, and at which updates that is decided.
-
-    Raises:
-        ValueError: a field has a value that is not allowed.
-    """
+    """Which weights count less than others, and at which updates that is decided. Raises
+    ValueError: a field has a value that is not allowed."""
 
     pattern: str = "2:4"
     """Two of four neighbouring inputs of an output; there is no other one."""
@@ -70,11 +67,7 @@ class Pruning:
     @staticmethod
     def read(text: str) -> "Pruning | None":
         """Parse QuantConfig.sparsity: "2:4", or with fields behind it, "2:4,every=32,end=500"; None
-        for "".
-
-        Raises:
-            ValueError: the text says something else.
-        """
+        for "". Raises ValueError: the text says something else."""
         if not isinstance(text, str):
             raise ValueError(f"sparsity is {text!r}; it must be a text, such as '2:4'")
         pattern, *given = [part.strip() for part in text.split(",")]
@@ -110,11 +103,8 @@ class Pruning:
 
 
 def check_width(name: str, columns: int) -> None:
-    """Refuse a number of columns that groups do not fill.
-
-    Raises:
-        ValueError: `columns` is no multiple of GROUP, or 0.
-    """
+    """Refuse a number of columns that groups do not fill. Raises ValueError: `columns` is no
+    multiple of GROUP, or 0."""
     if columns % GROUP or not columns:
         larger = max(1, -(-columns // GROUP)) * GROUP
         raise ValueError(

@@ -4,12 +4,10 @@ as 1, 2, 3").
 Its authors found no flaw in BigCrush from 7 rounds on, and take 10 for safety; three fewer save
 that much of the time wherever numbers are dropped or rounded at random.
 
-Key: 64 bits drawn from PyTorch's default CPU generator once per run of a layer in training mode, so
-that `torch.manual_seed` governs them and a restored generator repeats them. Evaluation draws none:
-gradients that are taken there are rounded under a key made of the layer's input. Counter: (element
-// 4 as 64 bits, subsequence, 0); lane: element % 4. A mask depends on nothing but key, subsequence
-and element, so every device and every order of execution draws the same one, and the backward pass
-draws it again instead of saving it.
+Key: 64 bits of PyTorch's default CPU generator for each run of a layer in training mode, so that
+`torch.manual_seed` governs them. Evaluation draws none: gradients are rounded under a key made of
+the layer's input. Counter: (element // 4 as 64 bits, subsequence, 0); lane: element % 4. So every
+device and order of execution draws the same mask, and the backward pass draws it again.
 
 Where rows [M, N] of gradients are rounded at random, a row has one such word, and its columns
 follow a Weyl sequence: the word of element (m, n) is (word m of the subsequence + n * 0x9E3779B9)
@@ -17,8 +15,6 @@ mod 2^32, a Cranley-Patterson rotation. The word of every element is uniform, so
 has no bias; those of different rows are independent; and along a row they are spread as evenly as
 can be, since the step is 2^32 over the golden ratio.
 """
-
-import math
 
 import torch
 
@@ -106,17 +102,9 @@ def keep_factor(probability: float) -> float:
     return float(torch.tensor(1.0 / (1.0 - probability), dtype=torch.float32, device="cpu"))
 
 
-def uniform(key: torch.Tensor, subsequence: int, shape: tuple[int, ...]) -> torch.Tensor:
-    """Float32 numbers in [0, 1) from the upper 24 bits of each word."""
-    return _fractions(philox(int(key), subsequence, math.prod(shape))).view(shape)
-
-
 def uniform_rows(key: torch.Tensor, subsequence: int, rows: int, columns: int) -> torch.Tensor:
     """Float32 numbers in [0, 1), [rows, columns]: those of a row from one word, by a Weyl
     sequence."""
     steps = torch.arange(columns) * _GOLDEN
-    return _fractions((philox(int(key), subsequence, rows)[:, None] + steps) & _MASK)
-
-
-def _fractions(words: torch.Tensor) -> torch.Tensor:
+    words = (philox(int(key), subsequence, rows)[:, None] + steps) & _MASK
     return (words >> 8).to(torch.float32) * 2.0**-24

@@ -65,11 +65,8 @@ class NumberFormat:
         return torch.where(x.isnan(), missing, nearest)
 
     def decode(self, codes: Tensor) -> Tensor:
-        """Values float32 of integer codes, in their shape.
-
-        Raises:
-            ValueError: a code is none of this format's.
-        """
+        """Values float32 of integer codes, in their shape. Raises ValueError: a code is none of
+        this format's."""
         low, high = map(int, codes.aminmax()) if codes.numel() else (0, 0)
         if low < 0 or high >= len(self.values):
             raise ValueError(
@@ -89,11 +86,8 @@ class NumberFormat:
         return (words >> shifts & 255).to(torch.uint8).flatten()
 
     def unpack(self, packed: Tensor, shape: torch.Size | tuple[int, ...]) -> Tensor:
-        """Inverse of pack: codes uint8 of this shape.
-
-        Raises:
-            ValueError: `packed` does not hold exactly the bytes of that many codes.
-        """
+        """Inverse of pack: codes uint8 of this shape. Raises ValueError: `packed` does not hold
+        exactly the bytes of that many codes."""
         count, stored = self.word
         numel = math.prod(shape)
         wanted = -(-numel // count) * stored
@@ -149,11 +143,8 @@ def lookup(number: NumberFormat, device: torch.device) -> Tensor:
     First the number of boundaries below all floats with these upper 16 bits (sign, exponent, 7 bits
     of the mantissa), a byte for each of 65,536; then boundaries and values float32 [LEVELS], in
     order, filled up with infinity and the largest value. A float x whose bits give rank r has value
-    r, or value r + 1 where it lies above boundary r.
-
-    Raises:
-        ValueError: two boundaries of the format lie so close that floats with the same upper bits
-            are on both sides.
+    r, or value r + 1 where it lies above boundary r. Raises ValueError: two boundaries of the
+    format lie so close that floats with the same upper bits are on both sides.
     """
     with torch.inference_mode(False), torch.device("cpu"):
         boundaries, codes, _ = boundaries_of(number.values)
@@ -184,10 +175,8 @@ def integer(bits: int) -> NumberFormat:
 
     Error: at most 1/2 of the scale for what is not clipped. The code of -2^(bits-1) is never given,
     as in `quantize`, so that negating is safe and nothing is biased; Chen et al. 2025
-    (arXiv:2510.25602) show what that is worth in training.
-
-    Raises:
-        ValueError: `bits` is not a whole number from 2 to 8.
+    (arXiv:2510.25602) show what that is worth in training. Raises ValueError: `bits` is not a whole
+    number from 2 to 8.
     """
     largest = maximum_code(bits)
     values = [*range(largest + 1), *range(-largest - 1, 0)]

@@ -69,16 +69,10 @@ class CPU(Backend):
 
 
 def backend(name: str, activations: torch.dtype | None = None) -> Backend:
-    """The backend of that name, one for all.
-
-    Args:
-        name: "reference", "cpu", "cuda" or "emulated".
-        activations: their dtype in programs; None: bfloat16 on "cuda", float32 elsewhere.
-
-    Raises:
-        ValueError: there is no backend of that name, or it has no such activations.
-        RuntimeError: there is no GPU ("cuda"), or no C++ compiler ("emulated").
-    """
+    """The one backend called "reference", "cpu", "cuda" or "emulated". `activations`: their
+    dtype in programs; None: bfloat16 on "cuda", float32 elsewhere. Raises ValueError: there is
+    no such backend, or it has no such activations; RuntimeError: there is no GPU, or no C++
+    compiler."""
     if name not in ACTIVATIONS:
         raise ValueError(f"backend is {name!r}; allowed: {', '.join(map(repr, ACTIVATIONS))}")
     allowed = ACTIVATIONS[name]
@@ -92,16 +86,9 @@ def backend(name: str, activations: torch.dtype | None = None) -> Backend:
 
 
 def for_device(device: torch.device, activations: torch.dtype | None = None) -> Backend:
-    """Return the backend of a device; on the CPU the reference, said once, where there is no C++
-    library.
-
-    Args:
-        device: where the tensors lie.
-        activations: their dtype in programs on a GPU; None: the usual one.
-
-    Raises:
-        ValueError: nothing runs on devices of that type.
-    """
+    """The backend of a device; on the CPU the reference, said once, where there is no C++
+    library. `activations`: their dtype on a GPU; None: the usual one. Raises ValueError: nothing
+    runs there."""
     if device.type not in MAKERS:
         raise ValueError(
             f"nothing of lsq runs on {device}; move the tensors to one of: {', '.join(MAKERS)}"
@@ -110,12 +97,8 @@ def for_device(device: torch.device, activations: torch.dtype | None = None) -> 
 
 
 def run(operation: Operation) -> None:
-    """Run one operation now, where its tensors lie; on a GPU on PyTorch's current stream.
-
-    Raises:
-        ValueError: a tensor lies elsewhere than the others, or is not what the operation takes
-            there.
-    """
+    """Run one operation where its tensors lie; on a GPU on PyTorch's current stream. Raises
+    ValueError: a tensor lies elsewhere than the others, or is not what the operation takes."""
     for_device(operation.outputs[0].device).run(operation)
 
 

@@ -37,12 +37,8 @@ KEPT = 1024
 def require_gpu(index: int = 0) -> tuple[str, Driver]:
     """(architecture that kernels are compiled for, driver) of a GPU that PyTorch sees.
 
-    No context is made.
-
-    Raises:
-        RuntimeError: there is no such GPU, no driver or compiler, or its driver is older than the
-            compiler.
-        ValueError: the GPU is too old for the kernels.
+    No context is made. Raises RuntimeError: there is no such GPU, no driver or compiler, or its
+    driver is older than the compiler; ValueError: the GPU is too old for the kernels.
     """
     if not torch.cuda.is_available() or index >= torch.cuda.device_count():
         raise RuntimeError(
@@ -56,7 +52,7 @@ def require_gpu(index: int = 0) -> tuple[str, Driver]:
 
 
 def gpu_fault(index: int = 0) -> str | None:
-    """Why layers cannot run on that GPU, in a sentence with its remedy; None: they can."""
+    """Why layers cannot run on that GPU, with the remedy; None: they can."""
     try:
         require_gpu(index)
         ProductLibrary(find_cublaslt())
@@ -74,10 +70,8 @@ def emulated_device(
     """The emulator: runs kernels on the CPU, for tests.
 
     `sanitize`: see lsq.emulator. `choose` picks the algorithms of products. `device`: whose tensors
-    it works on; the CPU must be able to read their memory.
-
-    Raises:
-        RuntimeError: there is no C++ compiler.
+    it works on; the CPU must be able to read their memory. Raises RuntimeError: there is no C++
+    compiler.
     """
     driver = Driver(str(emulator.build_driver(sanitize)), device.index or 0)
     library = str(emulator.build_products(sanitize))
@@ -112,10 +106,8 @@ def gpu(index: int = 0, choose: Choose | None = None) -> Device:
 
 
 class CUDA(Backend):
-    """Runs what `Operation.cuda` returns; operations that are prepared together are one list.
-
-    `activations`: their dtype in programs, float32 or bfloat16. `kept`: lists that `run` keeps.
-    """
+    """Runs `Operation.cuda`; operations that are prepared together are one list. `run` keeps `kept`
+    lists."""
 
     few_sizes = True
     refillable = True
@@ -202,10 +194,8 @@ def part_of(
     """The launches of an operation on real tensors that lie on `device`, for a LaunchList.
 
     The list reads the struct of the operation at every run, and the addresses of `scratch` when
-    they `follow`. `hold`: whether it keeps the operation and its memory.
-
-    Raises:
-        ValueError: the operation cannot take these tensors.
+    they `follow`. `hold`: whether it keeps the operation and its memory. Raises ValueError: the
+    operation cannot take these tensors.
     """
 
     def held() -> Iterable[torch.Tensor]:
@@ -230,13 +220,8 @@ def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def products_of(program: Program, activations: torch.dtype = torch.bfloat16) -> list[ProductKey]:
-    """List the products of a program on a GPU, each once, in the order of the program.
-
-    `activations`: their dtype.
-
-    Raises:
-        ValueError: an operation has no CUDA implementation, or cannot take these shapes.
-    """
+    """The products of a program on a GPU, each once, in order. Raises ValueError: an operation has
+    no CUDA implementation, or cannot take these shapes."""
     with gemm.ended_by(None):  # what a kernel of lsq multiplies is a product of cuBLASLt, too
         launched = launched_by_operation(program, activations)
     entries = (entry for each in launched for entry in each)
@@ -246,10 +231,7 @@ def products_of(program: Program, activations: torch.dtype = torch.bfloat16) -> 
 def launched_by_operation(
     program: Program, activations: torch.dtype
 ) -> list[list[Launch | Product]]:
-    """List what a GPU does for each operation, without memory: what several read is one tensor.
-
-    Raises as `products_of`.
-    """
+    """What a GPU does for each operation, without memory: what several read is one tensor."""
     shared = {}
     return [_entries(operation, activations, shared) for operation in program.operations]
 

@@ -9,7 +9,7 @@ their last reader.
 import functools
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -20,25 +20,24 @@ from lsq.program.backend import Backend
 from lsq.program.operation import Operation
 from lsq.program.program import Program
 from lsq.program.tensor import VirtualTensor
+from lsq.run.backends import for_device
 from lsq.run.frames import Frame, FreshFrame, Values, claim
 from lsq.run.shards import copies
 
 if TYPE_CHECKING:
     from lsq.run.planned import StepMemory
 
-_seconds: defaultdict[str, float] | None = None
-
 
 @contextmanager
-def profile():
-    """Collect the seconds that each operation runs, once it is prepared: yields a dict of operation
-    name -> seconds."""
-    global _seconds
-    previous, _seconds = _seconds, defaultdict(float)
+def profile(backend: Backend | None = None) -> Iterator[dict[str, float]]:
+    """Collect the seconds that each operation runs on a backend, by default the CPU's, once it is
+    prepared: yields a dict of operation name -> seconds."""
+    backend = backend or for_device(torch.device("cpu"))
+    previous, backend.seconds = backend.seconds, defaultdict(float)
     try:
-        yield _seconds
+        yield backend.seconds
     finally:
-        _seconds = previous
+        backend.seconds = previous
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,14 +57,10 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 class Execution:
     """A program with the tensors of one call: `Execution(program, backend)(tensors by name)`.
 
-    Args:
-        program: what to run.
-        backend: where.
-        hooks: called around each operation of the forward pass.
-        memory: planned memory for runs with a backward pass; None: all tensors get fresh memory.
-        owner: who runs, for the memory.
-        fleeting: names of parameters that the backward pass may find with other values, so that it
-            keeps copies.
+    `program`: what to run. `backend`: where. `hooks`: called around each operation of the forward
+    pass. `memory`: planned memory for runs with a backward pass; None: all tensors get fresh
+    memory. `owner`: who runs, for the memory. `fleeting`: names of parameters that the backward
+    pass may find with other values, so that it keeps copies.
     """
 
     def __init__(
@@ -82,14 +77,9 @@ class Execution:
         self.memory, self.owner, self.fleeting = memory, owner, fleeting
 
     def __call__(self, tensors: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Run forward; gradients flow to inputs and parameters if the program has a backward pass.
-
-        Floats may come as any of FLOATS, whatever dtype the program was built for; outputs have
-        that dtype.
-
-        Raises:
-            ValueError: a tensor is missing, or its shape or dtype is not the program's.
-        """
+        """Run forward; gradients flow to inputs and parameters if the program has a backward
+        pass. Floats may come as any of FLOATS; outputs have the program's dtype. Raises
+        ValueError: a tensor is missing, or its shape or dtype is not the program's."""
         program, borders = self.program, {}
         for virtual in (*program.inputs, *program.parameters):
             tensor = borders[virtual] = tensors.get(virtual.name)
@@ -109,18 +99,18 @@ class Execution:
             return tuple([values[output] for output in program.outputs])
 
     def run_pass(self, indices: range, values: Values, frame: Frame) -> None:
-        """Run the operations `indices` of a whole pass on `values`, which gains what crosses the
-        program's borders."""
+        """Run the operations `indices` of a whole pass on `values`, which gains what crosses
+        borders."""
         hooks = NO_HOOKS if indices.start else self.hooks
-        looked_at = _seconds is not None or hooks is not NO_HOOKS
+        looked_at = self.backend.seconds is not None or hooks is not NO_HOOKS
         if looked_at or not frame.run_prepared(self.program, indices, self.backend, values):
             if indices.start:
                 values.update({**frame.kept(self.program), **values})
             self.run(indices, values, frame, hooks)
 
     def run(self, indices: range, values: Values, frame: Frame, hooks: Hooks = NO_HOOKS) -> None:
-        """Run `indices` one by one on `values`, which gains their outputs and loses what has no
-        reader left."""
+        """Run `indices` one by one on `values`, which gains outputs and loses what has no reader
+        left."""
         program = self.program
         for index in indices:
             operation = program.operations[index]
@@ -133,8 +123,8 @@ class Execution:
             run = self.backend.prepare([(bound, written[len(outputs) :])])
             began = time.perf_counter()
             run()
-            if _seconds is not None:
-                _seconds[operation.name] += time.perf_counter() - began
+            if self.backend.seconds is not None:
+                self.backend.seconds[operation.name] += time.perf_counter() - began
             if hooks.after:
                 hooks.after(operation, bound)
             frame.done(program, index)
@@ -156,7 +146,6 @@ def _check(virtual: VirtualTensor, tensor: torch.Tensor | None, program: Program
 
 
 def _as_read(borders: Mapping[VirtualTensor, torch.Tensor]) -> Values:
-    """Convert border tensors to what the program reads, without needless copies."""
     values = {}
     for virtual, tensor in borders.items():
         if tensor.dtype is not virtual.dtype and tensor.dtype in FLOATS:
@@ -173,10 +162,8 @@ SECOND = (
 
 
 def once_differentiable(backward: Callable) -> Callable:
-    """Refuse create_graph=True at once, where PyTorch waits for the second derivative.
-
-    A gradient without a way back to the input counts as a constant: a Hessian would be zero.
-    """
+    """Refuse create_graph=True at once. A gradient without a way back to the input counts as a
+    constant: a Hessian would be zero."""
 
     @functools.wraps(backward)
     def once(ctx, *gradients):

@@ -59,11 +59,8 @@ class Slot:
 class PreparedPass:
     """The operations `indices` of a program on memory of theirs.
 
-    Args:
-        program: on a backend that is `refillable`.
-        indices: of the pass.
-        inside: the tensors that do not cross its borders, scratch memory among them.
-        borders: the others, of this run.
+    `program`: on a backend that is `refillable`. `indices`: of the pass. `inside`: the tensors that
+    do not cross its borders, scratch memory among them. `borders`: the others, of this run.
     """
 
     def __init__(
@@ -97,14 +94,9 @@ class PreparedPass:
             slot.update()
 
     def run(self, borders: Mapping[VirtualTensor, torch.Tensor]) -> None:
-        """Run it on other tensors at its borders, of the same shapes.
-
-        Slots are filled in line: every pass of a training does it.
-
-        Raises:
-            ValueError: one of them has another dtype or is not contiguous, or the backend cannot
-                take it.
-        """
+        """Run it on other tensors at its borders, of the same shapes; slots are filled in line,
+        as every pass of a training does it. Raises ValueError: one has another dtype or is not
+        contiguous, or the backend cannot take it."""
         check = self._check
         try:
             for virtual, dtype, slots in self._slots:
@@ -154,8 +146,7 @@ class Frame:
         return False
 
     def kept(self, program: Program) -> Values:
-        """Return tensors that the forward pass left in place for a backward pass; the rest comes
-        through autograd."""
+        """Tensors that the forward pass left in place; the rest comes through autograd."""
         return {}
 
     def enter(self, backward: bool) -> None:
@@ -242,10 +233,9 @@ class FreshPasses:
 class BucketView:
     """The memory where the gradient of a parameter belongs, such as its part of DDP's bucket.
 
-    A backward pass writes there at once. Autograd makes the first gradient of a step a parameter's
-    `grad` as it is; where that lies in its bucket already, DDP has nothing to copy. A view is given
-    out once for each exchange, and only while there is no `grad`, to which further gradients are
-    added.
+    Autograd makes the first gradient of a step a parameter's `grad` as it is; where that lies in
+    its bucket already, DDP has nothing to copy. A view is given out once for each exchange, and
+    only while there is no `grad`, to which further gradients are added.
     """
 
     def __init__(self, parameter: Tensor, view: Tensor):
@@ -295,28 +285,20 @@ class Bucket:
 def claim(
     gradients: Sequence[VirtualTensor | None], functions: Sequence[tuple]
 ) -> dict[VirtualTensor, Tensor]:
-    """The views that gradients go to in the backward pass that runs now.
-
-    `gradients`: one for each tensor that a node of autograd was applied to, whose `next_functions`
-    are `functions`.
-    """
+    """The views that gradients go to in the backward pass that runs now: one for each tensor that a
+    node of autograd was applied to, whose `next_functions` are `functions`."""
     found = {}
     for gradient, (function, _) in zip(gradients, functions, strict=True):
         parameter = getattr(function, "variable", None)
-        view = None if parameter is None or gradient is None else _view_of(parameter)
+        state = None if parameter is None or gradient is None else known_state(parameter)
+        view = state and state.bucket_view and state.bucket_view()
         if view is not None and view.fits(parameter, gradient) and _accumulates(function):
             found[gradient] = view.take()
     return found
 
 
-def _view_of(parameter: Tensor) -> BucketView | None:
-    state = known_state(parameter)
-    return state and state.bucket_view and state.bucket_view()
-
-
 def _accumulates(function) -> bool:
-    """Whether a gradient becomes `grad` in this backward pass: under torch.autograd.grad it is its
-    caller's."""
+    """Whether a gradient becomes `grad` now: under torch.autograd.grad it is its caller's."""
     try:
         return torch._C._will_engine_execute_node(function)
     except RuntimeError:  # so it says of leaves under torch.autograd.grad

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import weakref
 import zlib
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,11 +38,8 @@ SAMPLES = 61
 class Stamp:
     """A record of tensors, to see later whether they still hold the same values.
 
-    PyTorch counts what writes to a tensor, but not through `.data`, arrays of numpy or another
-    process. So on the CPU values are compared, all of them by a checksum, or samples; on other
-    devices the answer would have to be waited for.
-
-    `exact`: whether all values can be compared later, not samples alone.
+    PyTorch counts what writes to a tensor, but not through `.data`, numpy or another process. So
+    the CPU compares values, by a checksum of all (`exact`) or samples; others would have to wait.
     """
 
     def __init__(self, tensors: Sequence[Tensor], *, exact: bool = True):
@@ -53,11 +52,8 @@ class Stamp:
         return not self.changed(tensors, rows=rows)
 
     def changed(self, tensors: Sequence[Tensor], *, rows: int = 0) -> set[int]:
-        """Numbers of the tensors that are not the same memory with the same values.
-
-        `rows`: of the pass that asks; with fewer than FEW_ROWS, some values of large tensors may
-        change unseen.
-        """
+        """Numbers of the tensors that are not the same memory with the same values. In a pass of
+        fewer than FEW_ROWS `rows`, some values of large tensors may change unseen."""
         if len(tensors) != len(self._counted):
             return set(range(max(len(tensors), len(self._counted))))
         return {
@@ -68,8 +64,7 @@ class Stamp:
         }
 
     def same_values(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether the first tensors hold the same, wherever they lie; True on other devices than
-        the CPU."""
+        """Whether the first tensors hold the same, wherever they lie; True off the CPU."""
         return self._sums[: len(tensors)] == [checksum(tensor) for tensor in tensors]
 
     def _same(self, number: int, tensor: Tensor, *, whole: bool) -> bool:
@@ -100,8 +95,7 @@ def _counted(tensor: Tensor) -> tuple:
 
 
 def _sample(tensor: Tensor) -> Tensor:
-    """A view of all values of a tensor, or of some all over it; of nothing on other devices than
-    the CPU."""
+    """All values of a tensor, or some all over it; none on other devices than the CPU."""
     values = tensor.detach().flatten()
     if tensor.device.type != "cpu":
         return values[:0]
@@ -111,15 +105,10 @@ def _sample(tensor: Tensor) -> Tensor:
 class WeightCodes:
     """The codes of one weight in memory of their own, and whether they are valid.
 
-    Attributes:
-        owner: ids of the weight and of its clip.
-        tensors: by the names that programs give them: codes, scale, other layouts.
-        fresh: names of the tensors that were written when `stamp` was made.
-        stamp: what weight and clip were then; None: nothing is valid. It is exact where a module
-            wrote the codes, and not where an optimizer did.
-        rounded, rounded_names: where an optimizer writes codes, if it can.
-        clip: the parameter under which it is rounded.
-        writers: what a module has prepared to write the codes, by backend, dtype and layouts.
+    `owner`: ids of the weight and of its clip. `tensors` have the names of programs. `fresh` ones
+    were written when `stamp` was made, what weight and clip were then: exact where a module wrote
+    codes, not where an optimizer did; None: nothing is valid. An optimizer writes to `rounded`,
+    under `clip`. `writers`: what a module has prepared, by backend, dtype and layouts.
     """
 
     def __init__(self, owner: tuple[int, int]):
@@ -156,10 +145,8 @@ class WeightCodes:
         return True
 
     def current(self, names: Iterable[str], weight: Tensor, clip: Tensor) -> bool:
-        """Whether an optimizer wrote these tensors, and neither weight nor clip changed since.
-
-        Memory that other processes write to is never current.
-        """
+        """Whether an optimizer wrote these tensors, and neither weight nor clip changed since;
+        never of memory that other processes write to."""
         stamp = self.stamp
         if stamp is None or stamp.exact or not self.fresh.issuperset(names):
             return False
@@ -188,34 +175,29 @@ class ParameterState:
         return self.optimizer is not None and self.optimizer() is not None
 
 
-_states: dict[int, ParameterState] = {}
-"""By the ids of parameters, until these are gone. A registry, since optimizers are given parameters
-and no modules. (A WeakTensorKeyDictionary takes ten times as long.)"""
-
-
 def state_of(parameter: Tensor) -> ParameterState:
-    """The state of a parameter, made if there is none."""
-    state = _states.get(id(parameter))
+    states = steps.states
+    state = states.get(id(parameter))
     if state is None:
-        state = _states[id(parameter)] = ParameterState()
-        state.finalizer = weakref.finalize(parameter, _states.pop, id(parameter))
+        state = states[id(parameter)] = ParameterState()
+        state.finalizer = weakref.finalize(parameter, states.pop, id(parameter))
         state.finalizer.atexit = False
     return state
 
 
 def known_state(parameter: Tensor) -> ParameterState | None:
-    return _states.get(id(parameter))
+    return steps.states.get(id(parameter))
 
 
 def take(optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
-    """From now on `optimizer` limits the steps of those of `parameters` that are clips."""
+    """`optimizer` limits the steps of those of `parameters` that are clips."""
     for parameter in parameters:
         state_of(parameter).optimizer = weakref.ref(optimizer)
 
 
 def drop(parameter: Tensor) -> None:
     """Leave no state, and no weak reference, which torch.utils.swap_tensors refuses."""
-    state = _states.pop(id(parameter), None)
+    state = steps.states.pop(id(parameter), None)
     if state is not None:
         state.finalizer.detach()
 
@@ -229,7 +211,6 @@ def withdraw(parameter: Tensor) -> None:
 
 
 def forget(clip: Tensor) -> None:
-    """`clip` was measured or loaded: where it was before is no limit."""
     state = known_state(clip)
     if state is not None:
         state.before = None
@@ -249,7 +230,7 @@ def remember(clips: Iterable[Tensor], limit: float) -> None:
 
 
 def limit_steps(clips: Iterable[Tensor], step: float) -> None:
-    """Bring clips back to within `step`, relatively, of what the last training pass saw."""
+    """Bring clips back to within `step`, relatively, of what the last pass saw."""
     limited = []
     for clip in clips:
         state = known_state(clip)
@@ -270,15 +251,17 @@ def limit_shards(clips: Iterable[tuple[Tensor, float]]) -> None:
 class OptimizerSteps:
     """The steps of all optimizers of this process, and the modules that they may train.
 
-    Attributes:
-        count: how many steps there were since `watch`.
-        before: functions that are called first of all before each step.
-        wrapped: by models, the DistributedDataParallel that was last made of each.
-        wraps: how many of them were made.
+    `count` of steps since `watch`; `before` each of them functions are called. `wrapped`: by
+    models, the DistributedDataParallel last made of each, of `wraps`. `states`: by the ids of
+    parameters, until these are gone (a WeakTensorKeyDictionary takes ten times as long). `shared`,
+    `trained`: see lsq.dist.replicas.
     """
 
     def __init__(self):
         self.count = self.wraps = 0
+        self.states: dict[int, ParameterState] = {}
+        self.shared: OrderedDict[int, tuple] = OrderedDict()
+        self.trained: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
         self.before: list[Callable[[Optimizer], None]] = []
         self.wrapped: weakref.WeakKeyDictionary[nn.Module, weakref.ref] = (
             weakref.WeakKeyDictionary()
@@ -289,7 +272,7 @@ class OptimizerSteps:
         """(own part of a clip, its values before the step, limit) where nobody else limits it."""
 
     def know(self, module: nn.Module, before: Callable[[Optimizer], None]) -> None:
-        """`module` may be trained; `before` is called before each step, for all modules once."""
+        """`module` may be trained; `before` is called before each step, once for all modules."""
         self._modules.setdefault(module)
         if before not in self.before:
             self.before.append(before)
@@ -302,8 +285,7 @@ class OptimizerSteps:
             self.wraps += 1
 
     def modules(self) -> list[nn.Module]:
-        """Every module that may be trained, in the order in which they were made, which is that of
-        all processes."""
+        """Every module that may be trained, in the order of making, the same in all processes."""
         return [one for one in self._modules if "measured" in vars(one)]  # not reverted since
 
     def watch(self) -> None:
@@ -347,8 +329,7 @@ class OptimizerSteps:
             register_optimizer_step_post_hook(self._after_step)
 
     def _settle(self, sharded: bool) -> list[tuple[Tensor, float]]:
-        """Write what passes of all modules have measured to shards: (each shard, limit of its
-        steps). `sharded`: whether the optimizer has shards."""
+        """Write what passes have measured to shards: (each shard, limit of its steps)."""
         found = []
         for module in self.modules():
             measured = module.measured

@@ -7,7 +7,6 @@ reused.
 """
 
 import math
-import os
 import threading
 import weakref
 from collections import Counter, OrderedDict
@@ -16,7 +15,7 @@ from types import MappingProxyType
 
 import torch
 
-from lsq.memory.kept import Arena
+from lsq.memory.kept import Arena, copied_out_before_forks
 from lsq.program.backend import Backend
 from lsq.program.program import Program
 from lsq.program.tensor import VirtualTensor
@@ -36,13 +35,10 @@ PREPARED_KEPT = 2048
 class BorrowedTensor:
     """A tensor in the arena in other hands, with a storage of its own.
 
-    Args:
-        tensor: that one.
-        memory: dies with its storage.
-        borrow: until when, and whether to hold it until then, so that autograd never makes it the
-            parameter's gradient. A contribution that others are added to in place must not be held.
-        leaf: whose `grad` it may become.
-        label: for people.
+    `tensor`: that one. `memory`: dies with its storage. `borrow`: until when, and whether to hold
+    it until then, so that autograd never makes it the parameter's gradient. A contribution that
+    others are added to in place must not be held. `leaf`: whose `grad` it may become. `label`: for
+    people.
     """
 
     def __init__(
@@ -70,8 +66,7 @@ class BorrowedTensor:
             self._tensor = weakref.ref(gradient)
 
     def copy_out(self) -> bool:
-        """Move it to memory of its own if anybody holds it; whether its bytes are free then: not
-        while somebody holds a view."""
+        """Move it to memory of its own if anybody holds it; whether no view of it is held."""
         self._held = None
         self.find_gradient()
         if self._memory() is not None and (tensor := self._tensor()) is not None:
@@ -82,12 +77,9 @@ class BorrowedTensor:
 class PlannedFrame(Frame):
     """Tensors at the offsets of a plan; what crosses a border is borrowed, or gets fresh memory.
 
-    Args:
-        memory: the plan's.
-        node: which run of the step it is.
-        leaves: the leaves of autograd's graph that the program reads, by name. What was planned as
-            the first gradient of a leaf is borrowed if it is one.
-        repeated: whether it has run before.
+    `memory`: the plan's. `node`: which run of the step it is. `leaves`: the leaves of autograd's
+    graph that the program reads, by name. What was planned as the first gradient of a leaf is
+    borrowed if it is one. `repeated`: whether it has run before.
     """
 
     def __init__(
@@ -159,8 +151,7 @@ class PlannedFrame(Frame):
         return self.memory.borrow(offset, tensor, borrow, leaf, label)
 
     def offset(self, index: int, number: int) -> int | None:
-        """The offset at which tensor `number` of operation `index` lies in this run; None: in fresh
-        memory."""
+        """Offset of tensor `number` of operation `index` in this run; None: fresh memory."""
         key = self.node, index, number
         borrow = self.memory.step.borrowed.get(key)
         if borrow is not None and borrow.leaf is not None and borrow.leaf.name not in self._leaves:
@@ -175,19 +166,11 @@ class PlannedFrame(Frame):
 
 
 class StepMemory:
-    """The arena of one model's training step, and the order in which it is used.
-
-    Passes must come in the planned order, else tensors would lie where others still live. Some may
-    be left out. A forward pass that is out of turn begins the next step; what the step before has
-    saved is gone then, and its backward passes are refused.
-
-    Args:
-        step: the plan.
-        owners: the module of each node.
-        names: of the nodes, for messages.
-        device: where the arena lies.
-        outside: bytes that modules of others keep for the backward pass of the step, by class.
-    """
+    """The arena of one model's training step, and the order in which it is used. Passes must
+    come in the planned order, some may be left out. A forward pass out of turn begins the next
+    step; what the step before has saved is gone then, and its backward passes are refused.
+    `owners`: the module of each node. `outside`: bytes that modules of others keep for the
+    backward pass, by class."""
 
     frame = PlannedFrame
 
@@ -205,7 +188,7 @@ class StepMemory:
         self.outside = outside
         self.arena = Arena(step.plan.peak, device)
         self._open: list[BorrowedTensor] = []
-        _everywhere.add(self)
+        copied_out_before_forks(self)
         self._owners = [weakref.ref(owner) for owner in owners]
         self.positions = {
             (each.node, each.backward): position for position, each in enumerate(step.passes)
@@ -243,12 +226,8 @@ class StepMemory:
         program: Program,
         tensors: Mapping[str, torch.Tensor] = MappingProxyType({}),
     ):
-        """The PlannedFrame for the next run of `program` by `owner` on `tensors`.
-
-        Raises:
-            RuntimeError: the plan has no such run.
-            ValueError: the batch is larger than planned.
-        """
+        """The PlannedFrame for the next run of `program` by `owner` on `tensors`. Raises
+        RuntimeError: the plan has no such run; ValueError: the batch is larger than planned."""
         nodes = [node for node, known in enumerate(self._owners) if known() is owner]
         if not nodes:
             raise RuntimeError(
@@ -286,12 +265,8 @@ class StepMemory:
         self._fitting[node].add(program)
 
     def enter(self, frame: PlannedFrame, backward: bool) -> None:
-        """A pass of `frame` begins; `leave` ends it.
-
-        Raises:
-            RuntimeError: another pass is running, this one must not run now, or a view of what was
-                borrowed is still held.
-        """
+        """A pass of `frame` begins; `leave` ends it. Raises RuntimeError: another pass is running,
+        this one must not run now, or a view of what was borrowed is still held."""
         name = self.names[frame.node]
         if not self._busy.acquire(blocking=False):
             raise RuntimeError(
@@ -301,20 +276,17 @@ class StepMemory:
             if backward:
                 self._begin_backward(frame, name)
             else:
-                self._begin_forward(frame)
+                position = self.positions[frame.node, False]
+                if position <= self._position:
+                    self.next_step()
+                self.end_borrowed(position)
+                self._position, frame.step_number = position, self._step_number
         except BaseException:
             self._busy.release()
             raise
 
     def leave(self) -> None:
         self._busy.release()
-
-    def _begin_forward(self, frame: PlannedFrame) -> None:
-        position = self.positions[frame.node, False]
-        if position <= self._position:
-            self.next_step()
-        self.end_borrowed(position)
-        self._position, frame.step_number = position, self._step_number
 
     def next_step(self) -> None:
         self.end_borrowed(math.inf)
@@ -331,16 +303,12 @@ class StepMemory:
         return tensor
 
     def copy_out(self, position: float = math.inf) -> None:
-        """Move what was borrowed until a pass before `position`, and is still held, to memory of
-        its own; views stay."""
+        """Move what was borrowed until a pass before `position`, and is still held; views stay."""
         self._open = [one for one in self._open if one.until >= position or not one.copy_out()]
 
     def end_borrowed(self, position: float) -> None:
-        """Free the bytes of what was borrowed until a pass before `position`.
-
-        Raises:
-            RuntimeError: somebody holds a view of it.
-        """
+        """Free the bytes of what was borrowed until a pass before `position`. Raises RuntimeError:
+        somebody holds a view of it."""
         self.copy_out(position)
         held = next((one for one in self._open if one.until < position), None)
         if held is not None:
@@ -364,19 +332,6 @@ class StepMemory:
             )
         self.end_borrowed(position)
         self._position = position
-
-
-_everywhere: weakref.WeakSet[StepMemory] = weakref.WeakSet()
-"""A registry, since what is called before a fork stays for the life of the process."""
-
-
-def _before_fork() -> None:
-    """Arenas are zeros in a forked process: gradients that it may read are moved."""
-    for memory in list(_everywhere):
-        memory.copy_out()
-
-
-os.register_at_fork(before=_before_fork)
 
 
 def described(outside: Mapping[str, int]) -> str:

@@ -59,7 +59,7 @@ class MeasuredClips:
         return bool(self._stepping)
 
     def note(self, clips: Mapping[str, Tensor]) -> None:
-        """A pass has measured clips, by names, and written them to what it sees as these."""
+        """A pass has measured clips, and written them to what it sees as these."""
         values = copies([clip.data for clip in clips.values()])
         for (name, clip), value in zip(clips.items(), values, strict=True):
             self._values[name] = weakref.ref(clip), value
@@ -97,8 +97,7 @@ class MeasuredClips:
 
     @torch.no_grad()
     def settle(self, clips: Mapping[str, Tensor]) -> list[tuple[Tensor, float]]:
-        """Write what was measured to clips that are shards now: (each shard, limit of its
-        steps)."""
+        """Write what was measured to clips that are shards now: (each, limit of its steps)."""
         found = []
         for name, clip in clips.items():
             parameter, value = self._values.pop(name, (lambda: None, None))
@@ -119,12 +118,8 @@ class MeasuredClips:
 
     @torch.no_grad()
     def check_step(self, clips: Mapping[str, Tensor], owner: str) -> None:
-        """Look, after the first step, whether it has put clips back to where they were before a
-        pass measured them.
-
-        Raises:
-            RuntimeError: it has.
-        """
+        """Raise RuntimeError where the first step has put clips back to where they were before a
+        pass measured them."""
         stepping, self._stepping = self._stepping, {}
         rows = {
             name: torch.stack(

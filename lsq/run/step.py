@@ -46,13 +46,8 @@ class Pass:
 
 
 class Rehearsal:
-    """The record of a rehearsed step.
-
-    Attributes:
-        passes: the passes of all programs that have a backward pass, in their order.
-        owners: the module that ran each node.
-        programs: all that ran, also those without a backward pass.
-    """
+    """The record of a rehearsed step: the passes of all programs that have a backward pass, in
+    their order, the module that ran each node, and all programs that ran."""
 
     def __init__(self):
         self.programs: list[Program] = []
@@ -126,7 +121,7 @@ def _zeros(tensors, device: torch.device) -> tuple[torch.Tensor, ...]:
 
 @contextmanager
 def rehearsing() -> Iterator[Rehearsal]:
-    """Inside, modules note their programs in the rehearsal instead of running them."""
+    """Inside, modules note their programs instead of running them."""
     rehearsal = Rehearsal()
     token = active_rehearsal.set(rehearsal)
     try:
@@ -138,11 +133,9 @@ def rehearsing() -> Iterator[Rehearsal]:
 def rehearse(step: Callable[[], torch.Tensor], parameters) -> Rehearsal:
     """Rehearse `step`, which returns a loss, and its backward pass.
 
-    No gradient is left behind, and torch's random numbers go on as if nothing had been.
-
-    Raises:
-        ValueError: `step` returns no scalar, goes back by itself, or its loss depends on no trained
-            layer of lsq.
+    No gradient is left behind, and torch's random numbers go on as if nothing had been. Raises
+    ValueError: `step` returns no scalar, goes back by itself, or its loss depends on no trained
+    layer of lsq.
     """
     wanted = [parameter for parameter in parameters if parameter.requires_grad]
     gradients = [parameter.grad for parameter in wanted]
@@ -242,8 +235,7 @@ class StepPlan:
 
 
 def signature(program: Program) -> tuple:
-    """What programs of one layer share whatever their shapes: operations, and which tensors are
-    temporary."""
+    """What programs of one layer share: operations, and which tensors are temporary."""
     return program.forward_length, *(
         (operation.name, tuple(tensor.is_temporary for tensor in program.written(index)))
         for index, operation in enumerate(program.operations)
@@ -251,8 +243,7 @@ def signature(program: Program) -> tuple:
 
 
 def borrowed_in(passes: Sequence[Pass]) -> dict[Key, Borrow]:
-    """Results that other programs read, and gradients of those and of the leaves of autograd's
-    graph."""
+    """Results that other programs read, and gradients of those and of autograd's leaves."""
     last_read = _last_reads(passes)
     backward = {one.node: position for position, one in enumerate(passes) if one.backward}
     gone_back = {number: backward.get(one.node, 0) for one in passes for number in one.makes}
@@ -314,10 +305,7 @@ def _last_reads(passes: Sequence[Pass]) -> dict[int, int]:
 def buffers_of(
     passes: Sequence[Pass], names: Sequence[str], *, margin: int = 0
 ) -> dict[Key, Buffer]:
-    """The buffer of everything that gets an offset, `margin` bytes longer than its tensor.
-
-    `names`: of the nodes.
-    """
+    """The buffer of everything that gets an offset, `margin` bytes longer than its tensor."""
     *starts, end = _starts(passes)
     begins = {(one.node, one.backward): start for one, start in zip(passes, starts, strict=True)}
     borrowed = borrowed_in(passes)
@@ -350,16 +338,13 @@ def buffers_of(
 
 
 def _starts(passes: Sequence[Pass]) -> tuple[int, ...]:
-    """The first operation of each pass in the count of the step, and the end of that."""
+    """The first operation of each pass in the count of the step, and its end."""
     return tuple(itertools.accumulate((len(one.operations) for one in passes), initial=0))
 
 
 @lru_cache(maxsize=8)
 def plan_step(passes: tuple[Pass, ...], names: tuple[str, ...], *, margin: int) -> StepPlan:
-    """Choose the offsets of the tensors of a step; the same step is planned once.
-
-    `passes` as rehearsed with the largest batch; `names` of the nodes, all different.
-    """
+    """Choose the offsets of a step whose `passes` were rehearsed with the largest batch; once."""
     buffers = buffers_of(passes, names, margin=margin)
     made = plan(buffers.values(), method="training")
     return StepPlan(
@@ -373,7 +358,7 @@ def plan_step(passes: tuple[Pass, ...], names: tuple[str, ...], *, margin: int) 
 
 
 def node_names(owners: Sequence[object], modules: dict[object, str]) -> tuple[str, ...]:
-    """A name for every node: its module's, with a number from the second run on."""
+    """A module's name for every node, with a number from the second run on."""
     runs: Counter[str] = Counter()
     names = []
     for owner in owners:

@@ -7,14 +7,11 @@ import torch
 from torch import distributed
 
 from lsq.dist import two_hop
-from lsq.dist.collectives import Scratch, average
+from lsq.dist.collectives import Scratch
 from lsq.dist.gcq import GCQ
-from lsq.dist.two_hop import TwoHop, cut, pack, unpack
-from lsq.ops.gradient_messages import MessageLayout
+from lsq.dist.two_hop import TwoHop, cut
 from tests.dist import oracle
 from tests.dist.processes import run
-from tests.ops import gradient_checks
-from tests.ops.compare import on_reference
 
 CPU = torch.device("cpu")
 SIZES = (1, 31, 33, 1000, 4097, 20011)
@@ -120,17 +117,6 @@ def test_what_is_not_finite_on_one_worker_is_not_finite_on_all(value):
             assert buffer.isfinite().sum() >= 4097 - 1024  # and the rest is usable
 
 
-@pytest.mark.parametrize(
-    ("values", "pieces"), [(1, 1), (1, 8), (31, 2), (64, 2), (65, 2), (20011, 8)]
-)
-def test_pieces_cover_all_values_and_begin_aligned(values, pieces):
-    found = cut(values, pieces)
-    assert len(found) == pieces and sum(length for _, length in found) == values
-    assert all(start % 32 == 0 or start == values for start, _ in found)
-    assert [start for start, _ in found] == sorted(start for start, _ in found)
-    assert found[0][1] == max(length for _, length in found)
-
-
 def plain_values(rank: int) -> list[torch.Tensor]:
     """Means of zeros, and of 5 and of 1024 + 5 equal values: under gcq, fewer than the 11 that lie
     outside the clip of a row."""
@@ -146,39 +132,3 @@ def test_zeros_stay_zero_and_rows_of_few_values_are_kept():
     for found in run(plain_values, 2):
         for mean, wanted in zip(found, [0.0, 1.5, 1.5] * 2, strict=True):
             assert torch.allclose(mean, torch.full((5,), wanted), rtol=0.05), mean
-
-
-def test_values_fewer_than_the_layout_holds():
-    """A piece of a bucket may be shorter than the pieces of other workers, down to nothing."""
-    for values in (0, 1, 70, 96):
-        x, full = torch.randn(2, values), torch.zeros(96)
-        full[:values] = x.sum(0)
-        layout = MessageLayout.for_values(96, 3, block=64)
-        messages = torch.empty(3, layout.message_bytes, dtype=torch.uint8)
-        pack(x, layout, messages)
-        wanted = on_reference(gradient_checks.pack(full[None], layout)).messages.data
-        assert torch.equal(messages, wanted)
-        out = torch.full((values,), torch.nan)
-        unpack(messages, layout, out)
-        assert torch.allclose(out, full[:values], atol=0.05)
-
-
-def test_memory_for_messages_grows_and_is_shared():
-    scratch = Scratch(CPU)
-    small = scratch.take("a", (3, 5), torch.int8)
-    assert small.shape == (3, 5) and small.dtype == torch.int8
-    large = scratch.take("a", (100,), torch.float32)
-    assert scratch.take("a", (7,), torch.float32).data_ptr() == large.data_ptr()
-    assert scratch.take("b", (7,)).data_ptr() != large.data_ptr()
-
-
-def averaged(rank: int) -> list[torch.Tensor]:
-    tensors = [torch.full((3, 2), 1.0 + rank), torch.tensor(4.0 * rank), torch.zeros(0)]
-    average(tensors, None)
-    return tensors
-
-
-def test_means_of_several_tensors():
-    for found in run(averaged, 2):
-        expected = [torch.full((3, 2), 1.5), torch.tensor(2.0), torch.zeros(0)]
-        assert all(map(torch.equal, found, expected))

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten
 from lsq.run import backends, cuda
 from lsq.run.cuda import CUDA
 from tests.emulator.emulated import CudaError, Driver
-from tests.emulator.emulated_streams import HOST, Event, Stream, device, handle_of, watched
+from tests.emulator.emulated_streams import HOST, Stream, device, handle_of, watched
 
 WAITS = {"aten._local_scalar_dense.default"}
 """Operations that wait for the device."""
@@ -178,19 +178,3 @@ class CurrentStream(Stream):
 
     def __exit__(self, *error):
         self._entered.pop().__exit__(*error)
-
-
-class StreamFuture:
-    """As torch.futures.Future with devices: complete once the stream has got there; who waits lets
-    its stream wait."""
-
-    def __init__(self, streams):
-        self._streams = streams
-
-    def set_result(self, value):
-        self._value, self._event = value, Event(self._streams.driver).record(self._streams.current)
-
-    def wait(self):
-        stream, driver = self._streams.current, self._streams.driver
-        driver("cuStreamWaitEvent", handle_of(stream), self._event.handle, 0)
-        return self._value

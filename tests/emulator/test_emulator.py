@@ -5,14 +5,12 @@ import ctypes
 import os
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
-from lsq.emulator import build
-from tests.emulator.emulated import ORDERS, CudaError, Driver, Module, fails, memory
+from tests.emulator.emulated import ORDERS, Driver, Module, fails, memory
 from tests.emulator.sanitizers import sanitizer_environment
 
 ROOT = Path(__file__).parents[2]
@@ -43,53 +41,12 @@ def test_sums_of_blocks(order):
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_dimensions(order):
-    out = memory(3 * 2 * 2 * 5 * 3 * 2)
-    Module("sound.cu", order).launch("places", (3, 2, 2), (5, 3, 2), out)
-    assert list(out) == list(range(1, len(out) + 1))
-
-
-@pytest.mark.parametrize("order", ORDERS)
-def test_exchanges_within_warps(order):
-    out = memory(9 * 32, ctypes.c_int32)
-    Module("sound.cu", order).launch("exchanges", 1, 32, out)
-    lanes = range(32)
-    every_third = ctypes.c_int32(sum(1 << lane for lane in lanes if lane % 3 == 0)).value
-    assert [list(out[start : start + 32]) for start in range(0, len(out), 32)] == [
-        [(lane + 5) % 32 for lane in lanes],
-        [lane // 8 * 8 + 3 for lane in lanes],
-        [lane - 2 if lane % 16 >= 2 else lane for lane in lanes],
-        [lane + 2 if lane % 16 < 14 else lane for lane in lanes],
-        [lane ^ 9 for lane in lanes],
-        [every_third] * 32,
-        [1] * 32,
-        [1] * 32,
-        [4] * 16 + [20] * 16,
-    ]
-
-
-@pytest.mark.parametrize("order", ORDERS)
 def test_the_last_block_sees_what_all_left(order):
     partial, ticket, total = memory(7), memory(1, ctypes.c_uint32), memory(1)
     for _ in range(2):
         total[0] = 0
         Module("sound.cu", order).launch("ticket_sum", 7, 64, partial, ticket, total)
         assert total[0] == 28 and ticket[0] == 0
-
-
-def test_floats_of_16_bits():
-    bits = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
-    halves = bits.view(torch.bfloat16).float()
-    between = (halves[1:] + halves[:-1]) / 2  # ties
-    wild = torch.randint(-(2**31), 2**31 - 1, (50_000,), dtype=torch.int32).view(torch.float32)
-    x = torch.cat([halves, between, between * (1 + 2**-20), between * (1 - 2**-20), wild])
-    found, expected = torch.empty_like(x, dtype=torch.bfloat16), x.bfloat16()
-    given = x, found, x.numel()
-    Module("sound.cu").launch("narrow", -(-x.numel() // 256), 256, *given)
-    missing = expected.isnan()
-    assert torch.equal(found.isnan(), missing)
-    assert torch.equal(found[~missing], expected[~missing])
-    assert torch.equal(found.signbit()[~missing], expected.signbit()[~missing])
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -113,14 +70,6 @@ def test_warps_that_write_the_same_value_race():
         Module("faulty.cu").launch("equal_values", 1, 64, memory(64))
 
 
-def test_shared_memory_starts_as_nan_in_every_block():
-    out = memory(64)
-    module = Module("faulty.cu")
-    for _ in range(2):
-        module.launch("unwritten", 2, 64, out, shared=256)
-        assert all(value != value for value in out)
-
-
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(
     ("kernel", "message"),
@@ -140,11 +89,6 @@ def test_faults_of_synchronization(kernel, message, order):
         Module("faulty.cu", order).launch(kernel, 1, 64, memory(64))
 
 
-def test_masks_name_lanes_that_exist():
-    with fails(r"mask 0xffffffff, but its warp has only 8 lanes"):
-        centred(threads=40)
-
-
 def test_a_misaligned_vector():
     x, out = memory(1024), memory(64)
     module = Module("faulty.cu")
@@ -152,12 +96,6 @@ def test_a_misaligned_vector():
     with fails(message, LAUNCH_FAILED):
         module.launch("misaligned_vector", 1, 64, x, out, 4)
     module.launch("misaligned_vector", 1, 64, x, out, 16)
-
-
-def test_a_fault_does_not_outlast_its_launch():
-    with pytest.raises(CudaError):
-        Module("faulty.cu").launch("divergent_barrier", 1, 64, memory(64))
-    torch.testing.assert_close(*centred())
 
 
 @pytest.mark.parametrize(
@@ -198,20 +136,6 @@ def test_what_is_not_there():
         Driver()("cuModuleLoadData", ctypes.byref(ctypes.c_void_p()), b"\x7fELF")
 
 
-def test_launches_from_several_threads():
-    with ThreadPoolExecutor(4) as pool:
-        for found, expected in pool.map(lambda rows: centred(rows=rows), [40] * 4):
-            torch.testing.assert_close(found, expected)
-
-
-@pytest.mark.thorough
-def test_other_processors_switch_by_ucontext(monkeypatch):
-    monkeypatch.setattr(build, "FLAGS", [*build.FLAGS, "-DEMULATOR_UCONTEXT"])
-    torch.testing.assert_close(*centred())
-    with fails("not all threads reach"):
-        Module("faulty.cu").launch("divergent_barrier", 1, 64, memory(64))
-
-
 def sanitized(source, launch):
     """The finished child process that makes one launch under the sanitizers."""
     code = "from tests.emulator.emulated import *\n"
@@ -238,22 +162,3 @@ def test_sanitizers_catch(launch, message):
     kernel = launch.split("'")[1]
     assert child.returncode and "finished" not in child.stdout
     assert any(word in child.stderr for word in message.split("|")) and kernel in child.stderr
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("source", "launch"),
-    [
-        ("sound.cu", "'centre', 3, 256, memory(3 * 500), memory(3 * 500), 500, 0.0"),
-        ("sound.cu", "'reverse', 3, 96, memory(288), memory(288), shared=384"),
-        ("faulty.cu", "'write_beyond_dynamic', 1, 64, memory(64), 0, shared=256"),
-        ("faulty.cu", "'write_beyond_shared', 1, 32, memory(32), 0"),
-        ("tensor_cores.cu", "'one_multiplication', 1, 32, memory(128), memory(64), memory(128)"),
-        ("tensor_cores.cu", "'matrices', 1, 32, memory(128), memory(128), 16, 0, 0"),
-        ("tensor_cores.cu", "'copies', 1, 32, memory(384), memory(384), 128, 0"),
-    ],
-)
-def test_sanitizers_let_sound_launches_pass(source, launch):
-    child = sanitized(source, launch)
-    assert child.stdout == "finished\n", child.stderr
-    assert child.returncode == 0

@@ -60,21 +60,6 @@ def test_what_cannot_be_compiled(source, tmp_path):
         build.compile_kernels("absent.cu", ())
 
 
-def test_arguments_that_kernels_do_not_take(source):
-    held = "struct Held { ~Held() {} };\n"
-    source.write_text(
-        SOURCE.replace("extern", held + "extern", 1).replace("float* out", "float* out, Held wrong")
-    )
-    with pytest.raises(RuntimeError, match="arguments are copied byte by byte"):
-        build.compile_kernels(str(source), (("VALUE", 1),))
-
-
-def test_warnings_are_logged(source, caplog):
-    source.write_text(SOURCE.replace("out[thr", "int unused_number; out[thr") + f"// {source}\n")
-    build.compile_kernels(str(source), (("VALUE", 1),))
-    assert "unused_number" in caplog.text
-
-
 def test_no_compiler(source, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(RuntimeError, match="'no-such-compiler' cannot be run.*install g.. .*CXX"):
@@ -107,19 +92,3 @@ def test_several_processes_build_at_once(source, tmp_path):
         path.stem.partition("-")[0] for path in (tmp_path / "cache" / "lsq" / "emulator").iterdir()
     ]
     assert sorted(kept) == ["fill", "libemulated_cuda", "operations"]
-
-
-def test_shared_memory_is_declared():
-    declared = build._declare_shared(
-        "extern __shared__ unsigned char bytes[];\n__shared__ float a[2], b;\nextern __shared__"
-        " alignas(16) const float c[ ];"
-    )
-    assert (
-        "unsigned char * const bytes = reinterpret_cast<unsigned char *>(emulator_dynamic_shared);"
-        in declared
-    )
-    assert "static __attribute__((used)) float a[2], b;" in declared
-    assert (
-        "const float * const c = reinterpret_cast<const float *>(emulator_dynamic_shared);"
-        in declared
-    )

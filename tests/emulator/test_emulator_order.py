@@ -5,8 +5,8 @@ import ctypes
 
 import pytest
 
-from tests.emulator.emulated import Module, fails, memory
-from tests.emulator.emulated_streams import COUNT, Event, Memory, Work, device, watched
+from tests.emulator.emulated import fails, memory
+from tests.emulator.emulated_streams import COUNT, Event, Work, watched
 
 LAUNCH_FAILED = 719
 
@@ -51,44 +51,6 @@ def test_a_write_is_ordered_behind_writes_and_reads(work, pair, done, message):
         work.fill(x, second)
 
 
-def test_reads_of_several_streams_need_no_order_but_all_come_before_a_write(work, pair):
-    (x, y), (first, second, third) = pair, work.streams(3)
-    z = work.memory(second)
-    work.copy(x, y, first)
-    work.copy(x, z, second)
-    third.wait_stream(second)
-    with fails("writes 4 bytes .*, which kernel copy read"):
-        work.fill(x, third)
-    third.wait_stream(first)
-    work.fill(x, third)
-
-
-def test_an_event_orders_what_came_before_it_alone(work, pair):
-    (x, y), (first, second) = pair, work.streams()
-    event = Event(work.driver).record(first)
-    work.fill(x, first)
-    second.wait(event)
-    with fails("nothing orders the two"):
-        work.copy(x, y, second)
-
-
-def test_order_passes_from_stream_to_stream(work, pair):
-    (x, y), (first, second, third) = pair, work.streams(3)
-    work.fill(x, first)
-    second.wait_stream(first)
-    third.wait_stream(second)
-    work.copy(x, y, third)
-
-
-def test_the_null_stream_and_blocking_streams_wait_for_each_other(work, pair):
-    (x, y), (blocking,), (free,) = pair, work.streams(1, blocking=True), work.streams(1)
-    work.fill(x, blocking)
-    work.copy(x, y)
-    work.fill(x, blocking)
-    with fails("on stream 0; nothing orders|on stream 0, which"):
-        work.fill(y, free)
-
-
 @pytest.mark.parametrize("wait", ["stream", "event", "device"])
 def test_what_the_host_has_waited_for_is_over(work, pair, wait):
     (x, y), (first, second) = pair, work.streams()
@@ -120,13 +82,6 @@ def test_atomic_operations_are_ordered_as_writes(work, pair):
         work.module.launch(*given, stream=second.handle)
 
 
-def test_the_stacks_of_threads_belong_to_each_launch(work, pair):
-    (x, y), (first, second) = pair, work.streams()
-    z = work.memory(second)
-    work.module.launch("reversed", 1, 1, x.address, y.address, stream=first.handle)
-    work.module.launch("reversed", 1, 1, x.address, z.address, stream=second.handle)
-
-
 def test_memory_begins_in_the_order_of_its_stream(work):
     first, second = work.streams()
     x = work.memory(first)
@@ -149,48 +104,3 @@ def test_memory_ends_after_all_that_uses_it(work, pair):
     work.driver("cuMemFree_v2", y.handle)  # which waits for the device
     z = work.memory(stream)
     work.fill(z, stream)
-
-
-def test_memory_of_others_is_registered(work):
-    (first, second), x = work.streams(), memory(COUNT, ctypes.c_int)
-    y = work.memory(second)
-    x.address, size = ctypes.addressof(x), ctypes.c_size_t(4 * COUNT)
-    work.driver("lsq_emulator_memory_begin", first.handle, b"x", x, size)
-    second.wait_stream(first)
-    work.copy(x, y, second)
-    with fails(r"the memory x ends on stream \d+, but kernel copy on .* reads it"):
-        work.driver("lsq_emulator_memory_end", first.handle, x, None, ctypes.c_size_t(0))
-    work.driver("lsq_emulator_memory_begin", first.handle, b"x", x, size)
-    second.wait_stream(first)
-    work.copy(x, y, second)
-    recorded = (ctypes.c_void_p * 1)(second.handle)
-    work.driver("lsq_emulator_memory_end", first.handle, x, recorded, ctypes.c_size_t(1))
-    with fails(r"of the memory x\) .*, which ended"):
-        work.copy(x, y, second)
-
-
-def test_memory_used_again_orders_nothing_else(work, pair):
-    """An allocator that gives one stream what another gave back promises nothing about other
-    memory."""
-    (first, second), size = work.streams(), ctypes.c_size_t(4 * COUNT)
-    x = memory(COUNT, ctypes.c_int)
-    work.driver("lsq_emulator_memory_begin", first.handle, b"x", x, size)
-    work.fill(pair[0], first)
-    work.driver("lsq_emulator_memory_end", first.handle, x, None, ctypes.c_size_t(0))
-    work.driver("lsq_emulator_memory_begin", second.handle, b"y", x, size)
-    with fails("kernel fill wrote on stream .*; nothing orders the two"):
-        work.copy(*pair, second)
-
-
-def test_memory_of_another_device_is_refused(work, pair):
-    with device(work.driver, 1):
-        other, y = Module("ordered.cu", device=1), Memory(work.driver, COUNT)
-        with fails("on stream 0 of device 1, which lies on another device"):
-            other.launch("copy", 2, 32, pair[0].address, y.address)
-
-
-def test_nothing_is_watched_unless_asked_for():
-    work = Work()
-    x, (first, second) = work.memory(), work.streams()
-    work.fill(x, first)
-    work.fill(x, second)

@@ -1,11 +1,10 @@
 """Contexts, streams and events of the emulated driver; captures hold what a real one's would."""
 
 import ctypes
-import threading
 
 import pytest
 
-from tests.emulator.emulated import Driver, Module, fails, memory
+from tests.emulator.emulated import Module, fails
 from tests.emulator.emulated_streams import (
     COUNT,
     GLOBAL,
@@ -41,46 +40,6 @@ def test_a_stream_or_a_function_of_another_context_is_refused(work):
         with refused(400, "the event does not belong to the context of stream 0 of device 1"):
             event.record(None)
         Stream(work.driver).wait(event)  # which an event may order, though
-
-
-def test_what_is_destroyed_or_was_never_made_is_refused(work):
-    x, stream, event = work.memory(), Stream(work.driver), Event(work.driver)
-    work.driver("cuStreamDestroy_v2", stream.handle)
-    work.driver("cuEventDestroy_v2", event.handle)
-    with refused(400, "no such stream"):
-        work.fill(x, stream)
-    with refused(400, "no such event"):
-        event.record(None)
-    with refused(1, "no memory was allocated there"):
-        work.driver("cuMemFree_v2", memory(4))
-
-
-def test_a_fresh_thread_has_no_streams_events_or_memory(work):
-    x, found = work.memory(), []
-    stream, event = Stream(work.driver), Event(work.driver)
-    calls = [
-        lambda: work.fill(x),
-        lambda: event.record(stream),
-        lambda: stream.wait(event),
-        stream.synchronize,
-        event.synchronize,
-        lambda: Stream(work.driver),
-        lambda: Event(work.driver),
-        lambda: work.memory(),
-        lambda: work.driver("cuCtxSynchronize"),
-        lambda: work.driver("cuModuleLoadData", None, b""),
-    ]
-
-    def fresh():
-        for call in calls:
-            with refused(201, "no context is current in this thread"):
-                call()
-            found.append(call)
-
-    thread = threading.Thread(target=fresh)
-    thread.start()
-    thread.join()
-    assert len(found) == len(calls)
 
 
 def test_a_capture_runs_when_it_is_launched_with_the_addresses_and_numbers_of_its_time(work):
@@ -180,12 +139,6 @@ def test_what_may_not_happen_in_a_capture_ends_it(work, result, call):
     assert x.values[0] == 7
 
 
-def test_a_relaxed_capture_lets_others_allocate(work):
-    stream = Stream(work.driver)
-    with captured(stream, RELAXED):
-        allocate(work)
-
-
 def test_the_null_stream_takes_no_part_in_captures(work):
     x, stream, blocking = work.memory(), Stream(work.driver), Stream(work.driver, blocking=True)
     with refused(900, "stream 0 cannot be captured"):
@@ -207,48 +160,3 @@ def test_a_stream_that_is_not_waited_for_is_named(work):
         second.wait_stream(first)
         work.copy(x, y, second)
     work.copy(x, y, second)
-
-
-def test_two_captures_do_not_become_one(work):
-    first, second = work.streams()
-    with refused(901), captured(first), refused(901), captured(second), refused(902):
-        second.wait_stream(first)
-
-
-def test_an_event_of_a_capture_is_of_no_use_after_it(work):
-    first, second, event = Stream(work.driver), Stream(work.driver), Event(work.driver)
-    with captured(first):
-        event.record(first)
-    with refused(907, "was recorded in a captured stream"):
-        second.wait(event)
-    event.record(first)
-    second.wait(event)
-
-
-def test_a_capture_ends_where_it_began(work):
-    (first, second), graph, status = work.streams(), ctypes.c_void_p(), ctypes.c_int(9)
-    with refused(401, "is not captured"):
-        work.driver("cuStreamEndCapture", first.handle, ctypes.byref(graph))
-    with refused(901), captured(first):
-        second.wait_stream(first)
-        work.driver("cuStreamIsCapturing", second.handle, ctypes.byref(status))
-        assert status.value == 1
-        with refused(903):
-            work.driver("cuStreamEndCapture", second.handle, ctypes.byref(graph))
-    work.driver("cuStreamIsCapturing", second.handle, ctypes.byref(status))
-    assert status.value == 0
-
-
-def test_contexts_are_a_stack_and_belong_to_devices():
-    driver = Driver()
-    first, second, found = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
-    driver("cuDevicePrimaryCtxRetain", ctypes.byref(first), 0)
-    driver("cuDevicePrimaryCtxRetain", ctypes.byref(second), 1)
-    driver("cuCtxPushCurrent_v2", second)
-    driver("cuCtxGetCurrent", ctypes.byref(found))
-    assert found.value == second.value != first.value
-    driver("cuCtxPopCurrent_v2", ctypes.byref(found))
-    driver("cuCtxGetCurrent", ctypes.byref(found))
-    assert found.value == first.value
-    with fails("INVALID_DEVICE"):
-        driver("cuDevicePrimaryCtxRetain", ctypes.byref(found), 2)

@@ -59,13 +59,6 @@ def test_places_out_of_order_end_the_launch():
         module().launch("one_sparse_multiplication", 1, 32, *operands)
 
 
-def test_sums_wrap_around():
-    a, b = (torch.full((rows, 32), -128, dtype=torch.int8) for rows in (16, 8))
-    sums = torch.full((16, 8), 2**31 - 1, dtype=torch.int32)
-    module().launch("one_multiplication", 1, 32, a, b, sums)
-    assert sums.unique().tolist() == [-(2**31) - 1 + 128 * 128 * 32]
-
-
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_multiplication_of_bfloat16(order):
     draw = torch.Generator().manual_seed(4)
@@ -79,25 +72,6 @@ def test_a_multiplication_of_bfloat16(order):
     module(order).launch("one_bfloat16_multiplication", 1, 32, a, b, sums)
     torch.testing.assert_close(sums, expected, rtol=0, atol=2e-6, equal_nan=True)
     assert sums.isnan().sum() == 8
-
-
-def test_codes_are_exact_as_bfloat16():
-    """As are their sums below 2^24."""
-    a, b = codes(16, 16), codes(8, 16)
-    sums = torch.full((16, 8), 2.0**24 - 2**19)
-    expected = sums.int() + a.int() @ b.int().t()
-    a, b = a.bfloat16(), b.bfloat16()
-    module().launch("one_bfloat16_multiplication", 1, 32, a, b, sums)
-    assert torch.equal(sums.int(), expected)
-
-
-def test_pairs_of_bfloat16():
-    x, out = (
-        torch.randn(64, generator=torch.Generator().manual_seed(5)),
-        torch.zeros(64, dtype=torch.bfloat16),
-    )
-    module().launch("pairs", 1, 32, x, out)
-    assert torch.equal(out, x.bfloat16())
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -127,11 +101,6 @@ def test_all_lanes_come_together(order, fault, words):
     with fails("some lanes of the mask of .* do not arrive .* function") as caught:
         module(order).launch("halves", 1, 64, memory(64), fault)
     assert all(word in str(caught.value) for word in words.split(" .*"))
-
-
-def test_a_warp_of_fewer_lanes_multiplies_nothing():
-    with fails("calls mma.sync .* its warp has only 16 lanes"):
-        module().launch("halves", 1, 16, memory(16), 0)
 
 
 def copied(order, inside=128, size=16, fault=0):
@@ -169,13 +138,6 @@ def test_copies_arrive_in_groups(order, size):
 def test_copies_that_are_not_waited_for(order, fault, message):
     with fails(message):
         copied(order, size=8 if fault == 6 else 4, fault=fault)
-
-
-def test_copies_end_with_their_block():
-    x, out = torch.full((32,), 9, dtype=torch.int32), torch.zeros(3, 32, dtype=torch.int32)
-    for _ in range(2):
-        module().launch("late", 3, 32, x, out)
-        assert (out == 7).all()
 
 
 def counted(name, *arguments, block=32, **defines):
@@ -232,16 +194,6 @@ def test_a_product(order, columns):
     assert torch.equal(found, expected)
 
 
-def test_sums_of_a_warpgroup_wrap_around():
-    a, sums = (
-        torch.full((64, 64), value, dtype=dtype)
-        for value, dtype in ((-128, torch.int8), (2**31 - 1, torch.int32))
-    )
-    given = a, a, sums, 0
-    warpgroup().launch("one_product", 1, 128, *given, shared=8192)
-    assert sums.unique().tolist() == [-(2**31) - 1 + 128 * 128 * 64]
-
-
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(
     ("fault", "message"),
@@ -274,34 +226,6 @@ def test_sums_that_nobody_waited_for_are_rubbish():
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_groups_are_done_one_after_another(order):
-    a, b, out = codes(64, 64), codes(64, 64), torch.zeros(3, 128, dtype=torch.int32)
-    warpgroup(order).launch("two_groups", 1, 128, a, b, out, shared=8192)
-    rows = torch.arange(128) // 32 * 16 + torch.arange(128) % 32 // 4
-    columns = torch.arange(128) % 4 * 2
-    first, second = (a[:, half].int() @ b[:, half].int().t() for half in (slice(32), slice(32, 64)))
-    assert torch.equal(out[0], first[rows, columns]) and torch.equal(out[2], second[rows, columns])
-    assert out[1].unique().numel() == 1
-
-
-@pytest.mark.parametrize("order", ORDERS)
 def test_all_lanes_of_a_warpgroup_come_together(order):
     with fails("some lanes of the mask of wgmma.fence do not arrive"):
         warpgroup(order).launch("halves", 1, 128, memory(128))
-
-
-@pytest.mark.skipif(shutil.which("objdump") is None, reason="instructions are counted by objdump")
-def test_counts_of_a_warpgroup():
-    """Two multiplications of each of four warps; copies meet in no bank."""
-    given = codes(64, 64), codes(64, 64), torch.zeros(64, 64, dtype=torch.int32), 0
-    entry = launch(
-        str(FOLDER / "warpgroups.cu"),
-        "one_product",
-        *given,
-        grid=1,
-        block=128,
-        shared=8192,
-        COLUMNS=64,
-    )
-    (found,) = profile.profile([entry])
-    assert found.instructions["wgmma"] == 8 and found.shared_passes == found.shared_least

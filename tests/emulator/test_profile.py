@@ -36,32 +36,10 @@ def test_sectors_of_a_request(stride, sectors):
     assert out.sum() == 2 * 128
 
 
-def test_a_vector_is_one_access():
-    found = counted("vectors", torch.ones(256), torch.zeros(256))
-    assert found.operands[0].reads == profile.Traffic(
-        requests=2, bytes=1024, sectors=64, touched=32
-    )
-    assert found.operands[1].writes == profile.Traffic(
-        requests=2, bytes=1024, sectors=64, touched=32
-    )
-
-
-def test_lanes_that_leave_a_loop_early_are_paired_from_its_beginning():
-    found = counted("triangle", torch.ones(32 * 64), torch.zeros(32))
-    assert found.operands[0].reads.requests == 2 * 32
-    assert found.operands[0].reads.bytes == 2 * 4 * sum(range(1, 33))
-    assert found.operands[0].reads.sectors == 2 * sum(range(1, 33))
-
-
 @pytest.mark.parametrize(("stride", "passes"), [(0, 1), (1, 1), (2, 2), (32, 32)])
 def test_conflicts_of_banks(stride, passes):
     found = counted("banks", torch.zeros(32), stride)
     assert (found.shared_requests, found.shared_passes, found.shared_least) == (2, passes + 1, 2)
-
-
-def test_vectors_in_shared_memory_take_four_passes():
-    found = counted("shared_vectors", torch.zeros(32))
-    assert (found.shared_requests, found.shared_passes, found.shared_least) == (1, 4, 4)
 
 
 def test_instructions():
@@ -81,21 +59,6 @@ def test_a_warp_pays_for_its_busiest_lane():
     found = [counted("lonely", torch.ones(1), torch.zeros(1), turns) for turns in (100, 200)]
     assert found[1].instructions["float"] - found[0].instructions["float"] == 2 * 100
     assert found[1].activity < 0.05
-
-
-def test_a_tensor_that_is_there_twice_is_counted_once():
-    x = torch.ones(32)
-    found = counted("strided", x, x, 1)
-    assert found.operands[0].reads.requests == found.operands[0].writes.requests == 1
-    assert not found.operands[1].writes.requests
-
-
-def test_nothing_is_counted_after_a_profile():
-    x, out = torch.ones(32), torch.zeros(32)
-    entry = launch(COUNTED, "strided", x, out, 1, grid=1, block=32)
-    ready = profile.device().list([entry])
-    ready.run()
-    assert len(profile.profile([entry, entry])) == 2
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ BUFFERS = (
     b"c,2,9,4096,256\nd,3,5,0,1\ne,4,12,1000,16\n"
 )
 PRODUCTS = (
-    b"op,m,n,k,dtype,out,alpha,layout\nproject,64,128,256,,,,\nproject_weight_gradient,64,128,200,,,,\n"
-    b"project_input_gradient,8,16,24,,,,\n"
+    b"op,m,n,k,dtype,out,layout\nproject,64,128,256,,,\nproject_weight_gradient,64,128,200,,,\n"
+    b"project_input_gradient,8,16,24,,,\n"
 )
 EXACT = "plan given/file.csv --method exact --time-limit 0.1 --quiet"
 COMMANDS = {

@@ -2,7 +2,7 @@
 
 import torch
 
-from lsq.gemm.product_key import ProductKey, key_of
+from lsq.gemm.product_key import ProductKey
 from lsq.native.launch import Product
 
 
@@ -28,15 +28,8 @@ def asked(op, m, n, k):
 
 def run(products, product, workspace):
     """Run one product by itself, on the CPU."""
-    chosen, kind = products.prepare(product), key_of(product).alpha
-    alpha = {
-        "one": lambda: None,
-        "scalar": lambda: float(product.alpha),
-        "vector": lambda: product.alpha.data_ptr(),
-    }
-    chosen.native.run(
+    products.prepare(product).native.run(
         [tensor.data_ptr() for tensor in (product.a, product.b, product.out)],
-        alpha=alpha[kind](),
         workspace=workspace.data_ptr(),
         workspace_bytes=workspace.nbytes,
     )

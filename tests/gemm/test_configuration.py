@@ -1,11 +1,10 @@
 """Configurations and entries as data: what they refuse; the rule for untuned products."""
 
 import dataclasses
-import datetime
 
 import pytest
 
-from lsq.gemm.configuration import BLOCKS, MOST_TILE_ROWS, default_tile, now
+from lsq.gemm.configuration import BLOCKS, MOST_TILE_ROWS, default_tile
 from lsq.gemm.operations import TILED, TILED_ALONE
 from tests.gemm.operands import asked, matmul
 from tests.gemm.tuned import TIMES, cublas, cublas_entry, entry, key, tile
@@ -124,16 +123,6 @@ def test_no_such_time(name, value):
         dataclasses.replace(TIMES, **{name: value})
 
 
-def test_gain_and_text():
-    assert entry().gain == pytest.approx(1.25)
-    assert str(cublas()) == "cuBLASLt by 000102030405060708090a0b0c0d0e0f..., 1024 bytes"
-
-
-def test_now():
-    then = datetime.datetime.fromisoformat(dataclasses.replace(entry(), date=now()).date)
-    assert abs(datetime.datetime.now(datetime.UTC) - then) < datetime.timedelta(minutes=1)
-
-
 @pytest.mark.parametrize(
     ("m", "n", "wanted"),
     [
@@ -230,3 +219,8 @@ def test_what_kernels_do_not_end_is_left_to_cublaslt(key):
 def test_few_rows_are_not_filled_up_to_128(m, rows, sm, columns):
     found = default_tile(asked("vocabulary_loss", m, 32768, 512), sm)
     assert (found.rows, found.columns) == (rows, columns)
+
+
+def test_gain_and_text():
+    assert entry().gain == pytest.approx(1.25)
+    assert str(cublas()) == "cuBLASLt by 000102030405060708090a0b0c0d0e0f..., 1024 bytes"

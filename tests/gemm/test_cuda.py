@@ -16,8 +16,7 @@ SHAPE = "project", 64, 128, 256
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
     """A device with a GPU."""
-    yield Machine(monkeypatch, tmp_path)
-    cuda.ask_again()
+    return Machine(monkeypatch, tmp_path)
 
 
 def uses():

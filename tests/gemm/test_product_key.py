@@ -70,12 +70,7 @@ def test_a_family_is_all_but_the_tokens():
             {"dtype": "bfloat16", "out": "float16"},
             "out is 'float16'; allowed: 'bfloat16', 'float32'",
         ),
-        ({"alpha": "scalar"}, "alpha is 'scalar'; allowed: 'one'"),
-        (
-            {"dtype": "float32", "out": "float32", "alpha": "vector"},
-            "alpha is 'vector'; allowed: 'one', 'scalar'",
-        ),
-        ({"out": "int8", "alpha": "two"}, "alpha is 'two'; allowed: 'one', 'scalar', 'vector'"),
+        ({"out": "int8"}, "out is 'int8'; allowed: 'int32'"),
         ({"leading_a": 31}, "leading_a is 31; it must be a whole number from 32"),
         ({"leading_out": 15}, "leading_out is 15; it must be a whole number from 16"),
         ({"layout": "kn"}, "layout is 'kn'; allowed: 'nt', 'nn', 'tt', 'tn'"),
@@ -90,8 +85,8 @@ def test_no_such_product(changes, message):
 
 def test_text():
     assert str(key()) == "project 64 x 128 x 256 (int8 to int32, nt)"
-    scaled = matmul(out="int8", alpha="vector", leading_out=64)
-    assert str(scaled) == "matmul 41 x 48 x 64 (int8 to int8, nt, alpha vector, leading_out 64)"
+    apart = matmul(leading_out=64)
+    assert str(apart) == "matmul 41 x 48 x 64 (int8 to int32, nt, leading_out 64)"
     assert key().arithmetic == 2 * 64 * 128 * 256
 
 
@@ -119,22 +114,15 @@ def test_keys_of_tensors(place, dtype, layout):
     a = torch.empty((56, 41) if layout[0] == "t" else (41, 56), dtype=dtype, device=place)
     b = torch.empty((56, 24) if layout[1] == "n" else (24, 56), dtype=dtype, device=place)
     out = torch.empty(41, 32, dtype=torch.float32, device=place)[:, :24]
-    found = key_of(
-        product(a, b, out, alpha=0.5, transpose_a=layout[0] == "t", transpose_b=layout[1] == "n")
-    )
+    found = key_of(product(a, b, out, transpose_a=layout[0] == "t", transpose_b=layout[1] == "n"))
     name = str(dtype).removeprefix("torch.")
-    wanted = ProductKey(
-        m=41, n=24, k=56, dtype=name, out="float32", alpha="scalar", layout=layout, leading_out=32
-    )
+    wanted = ProductKey(m=41, n=24, k=56, dtype=name, out="float32", layout=layout, leading_out=32)
     assert found == wanted and found.leading_a is None
 
 
 def test_keys_of_codes():
     sums = torch.empty(41, 48, dtype=torch.int32)
     assert key_of(product(codes(41, 64), codes(48, 64), sums)) == matmul()
-    scaled = product(codes(41, 64), codes(48, 64), codes(41, 48), alpha=torch.ones(48))
-    assert key_of(scaled) == matmul(out="int8", alpha="vector")
-    assert key_of(dataclasses.replace(scaled, alpha=1)).alpha == "one"
 
 
 def test_keys_of_operations_on_a_gpu():
@@ -161,13 +149,6 @@ def test_keys_of_operations_on_a_gpu():
         ({"a": codes(64)}, "a product are matrices"),
         ({"b": torch.randn(48, 64)}, "a is torch.int8 and b is torch.float32"),
         ({"a": codes(64, 41).t()}, "rows of a are contiguous, not strided by 41"),
-        (
-            {"alpha": torch.ones(47)},
-            r"alpha is contiguous float32 \[48\], not torch.float32 \[47\]",
-        ),
-        ({"alpha": torch.ones(48).double()}, "not torch.float64"),
-        ({"alpha": torch.ones(96)[::2]}, "contiguous"),
-        ({"alpha": 2.0}, "alpha is .scalar.; allowed: .one."),
         (
             {"a": codes(41, 64).short(), "b": codes(48, 64).short()},
             "dtype is 'int16'; allowed: 'int8', 'bfloat16'",

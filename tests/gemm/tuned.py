@@ -1,13 +1,15 @@
 """Files of tuned products, for tests."""
 
+import itertools
 from pathlib import Path
 
-from lsq.gemm import configuration_file, cuda, lookup
+from lsq.gemm import configuration_file, cuda
 from lsq.gemm.configuration import CublasConfiguration, Entry, TileConfiguration, Times
 from lsq.gemm.configuration_file import ConfigurationFile, Validators
 from lsq.gemm.product_key import ProductKey
 from tests.gemm.operands import matmul
 
+GENERATIONS = itertools.count(1000, 1000)
 DATE = "2026-01-31T23:59:59Z"
 GPU = Validators(device="Example GPU", sm=90, multiprocessors=132, library_version="13.0.2")
 TIMES = Times(chosen=80.0, default=100.0, float=250.0)
@@ -67,9 +69,9 @@ class Machine:
         monkeypatch.setenv("XDG_CONFIG_HOME", str(folder / "user"))
         monkeypatch.setattr(configuration_file, "PACKAGE_FOLDER", self.package)
         monkeypatch.setattr(configuration_file, "here", self._here)
-        monkeypatch.setattr(lookup, "_table", None)
-        monkeypatch.setattr(lookup, "_named", None)
-        cuda.ask_again()
+        files = cuda.TunedFiles()
+        files.generation = next(GENERATIONS)  # what was answered before is not asked for again
+        monkeypatch.setattr(cuda, "files", files)
 
     def _here(self):
         if self.gpu is None:

@@ -10,14 +10,9 @@ from hypothesis import given, settings
 
 from lsq.memory import planner
 from lsq.memory.buffers import (
-    SHOWN,
     Buffer,
     Plan,
     busiest_loads,
-    by_area,
-    by_load,
-    by_size,
-    by_start,
     check,
     live_load,
     overlaps,
@@ -105,13 +100,6 @@ def test_a_changed_buffer_is_a_fault():
         check([replace(a, last=2), b], made)
 
 
-def test_messages_stay_short():
-    buffers = buffers_of(*[(1, 0, 0)] * 20)
-    made = plan(buffers)
-    with pytest.raises(ValueError, match=rf"\(and {19 - SHOWN} more\)"):
-        check(buffers, replace(made, offsets=dict.fromkeys(made.offsets, 0)))
-
-
 def test_overlaps_are_found_wherever_there_are_any():
     generator = random.Random(5)
     for _ in range(50):
@@ -128,14 +116,6 @@ def test_overlaps_are_found_wherever_there_are_any():
         assert bool(list(overlaps(buffers, offsets))) == expected
 
 
-def test_orders():
-    buffers = buffers_of((6, 0, 1), (5, 1, 2), (7, 4, 5), (3, 2, 4))  # loads 6, 11, 8, 3, 10, 7
-    assert by_load(buffers) == [0, 1, 2, 3]
-    assert by_size(buffers) == by_area(buffers) == [2, 0, 1, 3]
-    assert by_start(buffers) == [0, 1, 3, 2]
-    assert by_load(buffers_of((9, 8, 9), (4, 2, 3), (4, 0, 3), (5, 1, 3))) == [3, 2, 1, 0]
-
-
 def test_loads_are_those_of_a_plain_count():
     for count in (1, 2, 40):
         buffers = random_buffers(random.Random(count), count)
@@ -148,14 +128,6 @@ def test_loads_are_those_of_a_plain_count():
         ]
         assert busiest_loads(buffers) == expected
     assert busiest_loads([]) == []
-
-
-def test_a_training_is_packed_without_a_gap():
-    """Saved values live from their operation to its mirror image; temporaries pass by."""
-    saved = [Buffer(name=f"s{i}", size=512 * (1 + i % 3), first=i, last=39 - i) for i in range(20)]
-    passing = [Buffer(name=f"t{i}", size=2048, first=i, last=i + 1) for i in range(39)]
-    made = plan([*saved, *passing])
-    assert made.peak == made.lower_bound and made.gap == 0.0
 
 
 def test_a_wrong_plan_is_found(monkeypatch):
@@ -276,9 +248,3 @@ ONE = buffers_of((1, 0, 0))
 def test_wrong_arguments_are_refused(buffers, options, message):
     with pytest.raises(ValueError, match=message):
         plan(buffers, **options)
-
-
-def test_twenty_thousand_buffers():
-    buffers = guillotine(random.Random(9), 20000, height=2**40, width=2**30)
-    made = plan(buffers, method="greedy_by_load")
-    assert made.lower_bound == 2**40 and made.gap < 1

@@ -63,17 +63,6 @@ def slot(operation: Round, name: str) -> Slot:
     return Slot(operation, leaf)
 
 
-def test_lists_on_two_streams_share_nothing(streams):
-    operations = [rounding(), rounding(2.0)]
-    first, second = map(streams.prepare, operations)
-    with watched(streams.driver):
-        for _ in range(2):
-            first(streams.first)
-            second(streams.second)
-    for one in operations:
-        assert torch.equal(one.rounded.codes, codes_of(one))
-
-
 def test_a_capture_takes_the_addresses_of_that_moment(streams):
     operation = rounding()
     run, before, other = streams.prepare(operation), operation.x, 2 * operation.x

@@ -116,16 +116,6 @@ def test_without_a_library_the_references_run(use, caplog, backward):
         assert (other[name] - gradient).norm() <= 1e-3 * gradient.norm() + 1e-6, name
 
 
-def test_arguments_are_converted():
-    tensor = torch.arange(3)
-    assert loader._convert(None).value is None
-    assert loader._convert(tensor).value == tensor.data_ptr()
-    assert isinstance(loader._convert(-5), ctypes.c_int64) and loader._convert(-5).value == -5
-    assert loader._convert(2**63 - 1).value == 2**63 - 1
-    assert isinstance(loader._convert(True), ctypes.c_int64) and loader._convert(True).value == 1
-    assert isinstance(loader._convert(0.25), ctypes.c_float) and loader._convert(0.25).value == 0.25
-
-
 def test_a_loop_that_nobody_wrote_is_named():
     with pytest.raises(
         sources.LibraryError, match="no lsq_round_pairs; write it in lsq/csrc/cpu, or take"

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from lsq.native.products import (
-    ALPHAS,
     DTYPES,
     ProductError,
     ProductLibrary,
@@ -25,13 +24,11 @@ INTEGERS = {
     **SHAPE,
     "dtype": DTYPES[torch.int8],
     "out_dtype": DTYPES[torch.int32],
-    "alpha": ALPHAS["one"],
 }
 FLOATS = {
     **SHAPE,
     "dtype": DTYPES[torch.bfloat16],
     "out_dtype": DTYPES[torch.bfloat16],
-    "alpha": ALPHAS["one"],
 }
 
 
@@ -44,10 +41,6 @@ def library():
 
 def addresses(a, b, out):
     return [a.data_ptr(), b.data_ptr(), out.data_ptr()]
-
-
-def test_version(library):
-    assert library.version() == "13.10.0"
 
 
 def by_split(product, parts):
@@ -111,19 +104,6 @@ def test_algorithms_are_for_some_dtypes_and_shapes(library):
         shorter.check(split)
 
 
-def test_sums_rounded_to_the_output_are_refused(library):
-    """No such algorithm is proposed; a file may hold one."""
-    product = library.product(**FLOATS)
-    data = bytearray(by_split(product, 2))
-    data[16] = 4  # the scheme in the emulated library's Algorithm, whose first 40 bytes are hashed
-    value = 2166136261
-    for byte in data[:40]:
-        value = (value ^ byte) * 16777619 % 2**32
-    data[40:44] = value.to_bytes(4, "little")
-    with pytest.raises(ProductError, match="reduction scheme 4 rounds parts of the sum"):
-        product.choose(bytes(data))
-
-
 def test_nothing_runs_before_an_algorithm_is_chosen(library):
     product = library.product(**INTEGERS)
     before = emulated().calls("Matmul")
@@ -145,17 +125,6 @@ def test_bad_addresses_are_refused(library, which, wrong):
     assert emulated().calls("Matmul") == before
 
 
-def test_a_vector_alpha_needs_its_address(library):
-    product = library.product(
-        **INTEGERS | {"out_dtype": DTYPES[torch.int8], "alpha": ALPHAS["vector"]}
-    )
-    product.choose(product.candidates(0, 1)[0].data)
-    before = emulated().calls("Matmul")
-    with pytest.raises(ProductError, match="INVALID_VALUE"):
-        product.run(addresses(codes(41, 64), codes(48, 64), codes(41, 48)))
-    assert emulated().calls("Matmul") == before
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -164,19 +133,12 @@ def test_a_vector_alpha_needs_its_address(library):
         {"n": 46},
         {"leading_out": 50},
         {"out_dtype": DTYPES[torch.float32]},
-        {"alpha": ALPHAS["vector"]},
         {"dtype": 99},
     ],
 )
 def test_the_library_has_the_last_word(library, changes):
     """What the Python side refuses first, the emulated library refuses as well."""
     with pytest.raises(ProductError, match="AlgoGetHeuristic: CUBLAS_STATUS_NOT_SUPPORTED"):
-        library.product(**INTEGERS | changes).candidates(2**25, 8)
-
-
-@pytest.mark.parametrize("changes", [{"leading_a": 32}, {"leading_out": 16}])
-def test_overlapping_rows_and_matrices(library, changes):
-    with pytest.raises(ProductError, match="AlgoGetHeuristic: CUBLAS_STATUS_INVALID_VALUE"):
         library.product(**INTEGERS | changes).candidates(2**25, 8)
 
 
@@ -271,14 +233,14 @@ def test_the_real_library_takes_our_descriptions():
         pytest.skip(f"libcublasLt is not installed: {error}")
     library = ProductLibrary(path)
     assert int(library.version().partition(".")[0]) >= 12
-    int8, floats = (
-        INTEGERS | {"out_dtype": DTYPES[torch.int8]},
-        FLOATS | {"out_dtype": DTYPES[torch.float32]},
-    )
-    for spec in [INTEGERS, FLOATS, floats, *(int8 | {"alpha": alpha} for alpha in ALPHAS.values())]:
+    for spec in (INTEGERS, FLOATS, FLOATS | {"out_dtype": DTYPES[torch.float32]}):
         product = library.product(**spec)
         if not torch.cuda.is_available():
             with pytest.raises(ProductError, match="cublasLtCreate.*CUDA context must be current"):
                 product.candidates(2**25, 8)
         product.close()
     library.close()
+
+
+def test_version(library):
+    assert library.version() == "13.10.0"

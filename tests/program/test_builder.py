@@ -22,21 +22,6 @@ def add(recorder: Recorder, a, b):
     return recorder.add(Add(a=a, b=b, out=recorder.like("sum", a))).out
 
 
-def test_tensors_parameters_and_who_wrote_them():
-    recorder = Recorder()
-    assert [recorder.tensor("x", (1,)).name for _ in range(3)] == ["x", "x.2", "x.3"]
-    x = recorder.input("x", (5, 4))
-    assert x.name == "x.4"
-    like = recorder.like("twin", recorder.tensor("codes", (3, 4), torch.int8))
-    assert (like.name, like.shape, like.dtype) == ("twin", (3, 4), torch.int8)
-    assert like.role == "temporary" and like.is_temporary and not x.is_temporary
-    table = recorder.parameter("table", (3, 4), Kind.TABLE, deviation=0.5)
-    assert recorder.parameter("table", (3, 4), Kind.TABLE, deviation=0.5) is table
-    wanted = Parameter(name="table", shape=(3, 4), kind=Kind.TABLE, deviation=0.5)
-    assert table.role == "parameter" and table.declared == wanted
-    assert isinstance(recorder.producer(add(recorder, x, x)), Add) and recorder.producer(x) is None
-
-
 def test_what_stems_from_nothing_that_is_wanted_needs_no_gradient():
     recorder = Recorder(wanted={"table", "c"})
     a, b, c = (recorder.input(name, (5, 4)) for name in "abc")
@@ -50,16 +35,6 @@ def test_what_stems_from_nothing_that_is_wanted_needs_no_gradient():
     everything = Recorder()
     x = everything.input("x", (5, 4))
     assert everything.needs_gradient(x) and everything.needs_gradient(add(everything, x, x))
-
-
-def test_dropout_is_off_outside_training_and_subsequences_are_never_used_twice():
-    b = builder()
-    assert builder(training=False).dropout(0.3) is None and b.dropout(0.0) is None
-    assert b.dropout(0.3).probability == 0.3
-    drawn = {b.next_subsequence() for _ in range(5)} | {
-        b.dropout(0.1).subsequence for _ in range(5)
-    }
-    assert len(drawn) == 10
 
 
 def described(tensor):
@@ -103,20 +78,6 @@ def test_an_activation_keeps_what_its_gradient_needs(options, kept):
 
 
 # Where it will run
-
-
-def test_scratch_memory_is_what_the_backend_asks_for():
-    programs = {}
-    for name in ("cpu", "emulated", "reference"):
-        where = backend(name)
-        b = builder(INT8, where=where)
-        b.output(project(b, rounded(b, b.input("x", (5, 16))), "weight", (16, 16)))
-        programs[name] = b.build()
-        pairs = zip(programs[name].operations, programs[name].scratch, strict=True)
-        for operation, scratch in pairs:
-            asked = [(tuple(shape), dtype) for shape, dtype in where.scratch(operation)]
-            assert [(one.shape, one.dtype) for one in scratch] == asked
-    assert any(programs["cpu"].scratch) and not any(programs["reference"].scratch)
 
 
 def test_activations_are_as_wide_as_the_backend_has_them():
@@ -235,20 +196,6 @@ def test_gradients_that_nobody_adds_up_get_a_sum():
     torch.testing.assert_close([*gradients.values()], [*wanted], atol=1e-5, rtol=1e-4)
 
 
-def test_a_gradient_may_pass_through():
-    """Without a norm, the gradient of the residual is that of the result."""
-    b = builder()
-    x, other = b.input("x", (5, 8)), b.input("other", (5, 8))
-    update = project(b, other, "weight", (8, 8))
-    b.output(
-        b.add(ResidualNorm(sum=ResidualSum(residual=x, update=update, z=b.like("z", x)))).sum.z
-    )
-    tensors = {"x": torch.randn(5, 8), "other": torch.randn(5, 8), "weight": torch.randn(8, 8)}
-    _, found = run(b.build(), tensors)
-    assert torch.equal(found["x"], torch.ones(5, 8))
-    torch.testing.assert_close(found["other"], tensors["weight"].sum(0).expand(5, 8))
-
-
 def test_a_tensor_and_its_rounded_copy_share_a_gradient():
     b = builder(INT8)
     x = b.input("x", (5, 16))
@@ -275,54 +222,6 @@ def test_no_two_roundings_share_random_words():
     ]
     drawn = [number for number in found if number]
     assert len(drawn) == len(set(drawn)) == 3 + 3
-
-
-def test_a_gradient_is_taken_once():
-    b = builder()
-    x, first, second = b.input("x", (5, 4)), b.tensor("first", (5, 4)), b.tensor("second", (5, 4))
-    missing = b.take_gradient(x), b.gradient_of(x), b.gradient_of(None), b.gradient_sum(x, None)
-    assert missing == (None,) * 4
-    b.accumulate(x, first)
-    assert b.take_gradient(x) is first and b.gradient_of(x) is None
-    b.accumulate(x, first)
-    b.accumulate(x, second)
-    total = b.gradient_of(x)
-    assert total not in (first, second) and b.gradient_sum(x) is total
-    (add,) = b._operations
-    assert (add.a, add.b, add.out) == (first, second, total)
-
-
-@pytest.mark.parametrize("backward", ["int8", "float"])
-def test_the_gradient_of_a_product_is_rounded_or_floats(backward):
-    b = builder(QuantConfig(backward=backward))
-    y = project(b, rounded(b, b.input("x", (5, 16))), "weight", (16, 16))
-    floats, codes = b.product_gradient(y)
-    assert (floats is None) == (backward == "int8") and (codes is None) == (backward == "float")
-    found = floats if codes is None else codes.codes
-    assert (found.name, found.shape) == ("d_y", (5, 16))
-    if codes is not None:
-        assert (
-            codes.scale.shape == (5,) and codes.weight_scale is b.weight("weight", (16, 16)).scale
-        )
-        assert codes.key is b.key
-    assert b.product_gradient_of(y) == (floats, codes) and b.gradient_of(y) is None
-
-
-def test_what_is_no_product_gets_floats():
-    b = builder(INT8)
-    x = b.input("x", (5, 16))
-    floats, codes = b.product_gradient(x)
-    assert codes is None and b.gradient_of(x) is floats
-    assert b.product_gradient_of(b.input("other", (1,))) == (None, None)
-
-
-def test_the_gradient_of_a_bias_belongs_to_its_product():
-    b = builder()
-    bias = b.parameter("bias", (3,), Kind.BIAS)
-    with_bias = project(b, b.input("x", (5, 4)), "weight", (3, 4), bias=bias)
-    without = project(b, b.input("x", (5, 4)), "other", (3, 4))
-    assert b.bias_gradient(with_bias).name == "d_bias"
-    assert not any(map(b.bias_gradient, (without, None, b.input("z", (1,)))))
 
 
 @pytest.mark.parametrize(
@@ -353,17 +252,3 @@ def test_a_product_has_readers_that_join_their_gradients(names):
     total = sum((between @ leaves[name].t()).sum() for name in names)
     expected = dict(zip(leaves, torch.autograd.grad(total, list(leaves.values())), strict=True))
     torch.testing.assert_close(found, expected, check_stride=False)
-
-
-def test_a_chain_of_products_keeps_what_is_between_them():
-    b = builder()
-    hidden = project(b, b.input("x", (5, 4)), "first", (6, 4), result="hidden")
-    b.output(project(b, hidden, "second", (3, 6)))
-    program = b.build()
-    tensors = {"first": torch.randn(6, 4), "second": torch.randn(3, 6), "x": torch.randn(5, 4)}
-    (y,), found = run(program, tensors)
-    expected = tensors["x"] @ tensors["first"].t() @ tensors["second"].t()
-    torch.testing.assert_close(y, expected)
-    wanted = torch.autograd.grad(expected.sum(), [tensors[name] for name in found])
-    torch.testing.assert_close([*found.values()], [*wanted], check_stride=False)
-    assert [tensor.name for tensor in program.saved] == ["hidden"]

@@ -79,18 +79,6 @@ def test_what_is_rounded_under_a_clip():
     assert loss.rounding() is None
 
 
-def test_results_are_stored_where_they_are_wanted():
-    one = Sum(a=torch.ones(2), b=torch.ones(2), out=torch.zeros(2))
-    one.store(one.reference())
-    assert one.out.tolist() == [2, 2]
-    one.copy = torch.zeros(2)
-    one.store(one.reference())
-    assert one.copy.tolist() == [2, 2]
-    one.b = None
-    with pytest.raises(KeyError, match="copy"):
-        one.store(one.reference())
-
-
 def test_what_an_operation_does_not_have_is_refused_by_name():
     one = Sum(a=torch.ones(2), out=torch.zeros(2))
     assert tuple(one.cpu_scratch()) == tuple(one.cuda_scratch()) == one.leave_sums(None) == ()

@@ -76,16 +76,6 @@ def test_saved_is_what_crosses_into_the_backward_pass():
     assert program.backward_range == range(3, 5) and program.lifetimes[used] == (0, 0)
 
 
-def test_scratch_memory_lives_for_its_operation():
-    program = linear_program()
-    assert any(program.scratch)
-    for index, scratch in enumerate(program.scratch):
-        assert all(
-            program.lifetimes[tensor] == (index, index) and tensor.role == "temporary"
-            for tensor in scratch
-        )
-
-
 def test_a_small_program_in_full():
     assert (
         str(linear_program())

@@ -4,24 +4,19 @@ nothing held in between."""
 import gc
 import threading
 import weakref
-from itertools import groupby
 
 import pytest
 import torch
 
 from lsq.commands.step_memory import traced_peak
-from lsq.layers import TransformerEncoderLayer, programs
+from lsq.layers import TransformerEncoderLayer
 from lsq.layers.memory import plan_memory
 from lsq.memory.kept import SMALLEST, nothing_kept
-from lsq.native import loader
 from lsq.ops.calibration import LeastErrorClip
 from lsq.ops.rounding import RoundWeight
-from lsq.program.operation import Operation
 from lsq.run import frames, planned
 from lsq.run.backends import backend
 from lsq.run.executor import profile
-from lsq.run.frames import FreshFrame
-from tests.layers.examples import mode_on
 from tests.layers.shapes import config_of
 from tests.layers.toy import batch, largest, twins
 
@@ -77,17 +72,6 @@ def one_by_one(layer, x: torch.Tensor) -> list[torch.Tensor]:
 
 def equal(found, expected) -> bool:
     return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-
-
-@pytest.mark.parametrize("place", ["cpu", "meta"])
-def test_fresh_tensors_have_the_shapes_of_what_is_written_and_lie_where_they_should(place):
-    program = programs.feed_forward(config_of(), 5, mode_on("cpu"))
-    frame = FreshFrame(torch.device(place))
-    for index in range(len(program.operations)):
-        made = frame.tensors_for(program, index)
-        for virtual, tensor in zip(program.written(index), made, strict=True):
-            assert (tuple(tensor.shape), tensor.dtype) == (virtual.shape, virtual.dtype)
-            assert tensor.device.type == place
 
 
 def test_a_pass_is_prepared_once_and_gives_the_same_bits_every_time(layer, prepared):
@@ -248,31 +232,6 @@ def test_a_planned_pass_is_prepared_when_it_comes_again_and_then_never(planned_l
     prepared.clear()
     run(layer, torch.randn(5, 2, 48))
     assert len(prepared) == len(names)
-
-
-def test_loops_side_by_side_are_one_foreign_call(planned_layer, monkeypatch):
-    layer, x = planned_layer, torch.randn(4, 2, 48)
-    run(layer, x)
-    library, counts = loader.library(), []
-
-    class Listening:
-        def __getattr__(self, name: str):
-            function = getattr(library, name)
-            if name != "lsq_run_sequence":
-                return function
-            return lambda loops, structs, count: (
-                counts.append(count.value),
-                function(loops, structs, count),
-            )
-
-    monkeypatch.setattr(loader, "library", Listening)
-    run(layer, x)  # prepares its passes
-    program = next(iter(layer.step_memory.prepared))[0]
-    wanted = []
-    for indices in (range(program.forward_length), program.backward_range):
-        kinds = (type(program.operations[index]).cpu is Operation.cpu for index in indices)
-        wanted += [len(list(group)) for is_loop, group in groupby(kinds) if is_loop]
-    assert counts[-len(wanted) :] == wanted  # before them, weights are rounded
 
 
 def test_whoever_looks_on_sees_every_operation(planned_layer):

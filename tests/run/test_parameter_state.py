@@ -180,9 +180,9 @@ def test_clips_are_remembered_unless_an_optimizer_limits_them():
 
 
 def test_nothing_outlives_a_parameter_or_is_left_of_one_that_is_dropped():
-    before = len(parameter_state._states)
+    before = len(parameter_state.steps.states)
     codes, weight, clip = written()
     drop(weight)
     assert weakref.getweakrefcount(weight) == 0
     del codes, weight, clip
-    assert len(parameter_state._states) <= before
+    assert len(parameter_state.steps.states) <= before

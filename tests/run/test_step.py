@@ -17,7 +17,6 @@ from lsq.run.step import (
     counting_kept,
     crossing,
     node_names,
-    plan_step,
     rehearse,
     rehearsing,
     signature,
@@ -183,14 +182,6 @@ def test_passes_go_forth_and_back():
     assert names_of(model, rehearsal)[:4] == ("embedding", "encoder.0", "encoder.1", "embedding#2")
 
 
-def test_saved_tensors_of_all_layers_are_alive_at_the_turn():
-    _, rehearsal = rehearsed(backward="int8")
-    buffers = buffers_in(rehearsal)
-    turn = sum(len(one.operations) for one in rehearsal.passes if not one.backward)
-    alive = sum(buffer.size for buffer in buffers.values() if buffer.first < turn <= buffer.last)
-    assert alive == sum(one.program.saved_bytes for one in rehearsal.passes if one.backward)
-
-
 def test_of_what_crosses_a_border_gradients_of_parameters_alone_are_placed():
     """The toy's layers are not connected by rows: views of the results go from one to the next."""
     _, rehearsal = rehearsed(backward="int8")
@@ -253,21 +244,6 @@ def test_no_tensor_of_a_smaller_batch_is_larger(small, large):
     (_, one), (_, other) = rehearsed(*small, backward="int8"), rehearsed(*large, backward="int8")
     little, much = (buffers_of(r.passes, range(len(r.owners))) for r in (one, other))
     assert all(little[key].size <= much[key].size for key in much)
-
-
-def test_margins_are_kept_free():
-    model, rehearsal = rehearsed()
-    names = names_of(model, rehearsal)
-    plain = plan_step(tuple(rehearsal.passes), names, margin=0)
-    apart = plan_step(tuple(rehearsal.passes), names, margin=256)
-    assert all(
-        apart.buffers[key].size == buffer.size + 256 for key, buffer in plain.buffers.items()
-    )
-    assert apart.offsets.keys() == apart.buffers.keys()
-    assert (
-        max(offset + apart.buffers[key].size for key, offset in apart.offsets.items())
-        == apart.plan.peak
-    )
 
 
 def test_a_pass_back_that_never_came_keeps_what_it_would_read():

@@ -39,11 +39,10 @@ LARGEST_FACTOR = 7
 class CublasBackend:
     """The products of one GPU.
 
-    Args:
-        products: of the device; their workspace is the most that algorithms may take.
-        device: runs the kernels of epilogues; None: products are tried without.
-        operations: representative ones, whose products are tried with their epilogues.
-        cache: bytes that the operands of a product exceed together; by default the L2 cache.
+    `products`: of the device; their workspace is the most that algorithms may take. `device`: runs
+    the kernels of epilogues; None: products are tried without. `operations`: representative ones,
+    whose products are tried with their epilogues. `cache`: bytes that the operands of a product
+    exceed together; by default the L2 cache.
     """
 
     def __init__(
@@ -67,11 +66,8 @@ class CublasBackend:
         self.cache = cache
 
     def candidates(self, key: ProductKey) -> Sequence[CublasConfiguration]:
-        """The library's proposals.
-
-        Raises:
-            ValueError, RuntimeError: cuBLASLt has no such product, or nothing for it.
-        """
+        """The library's proposals. Raises ValueError, RuntimeError: cuBLASLt has no such product,
+        or nothing for it."""
         proposals = self.products.candidates(key)
         if not proposals:
             raise RuntimeError(
@@ -80,7 +76,6 @@ class CublasBackend:
         return proposals
 
     def copies(self, key: ProductKey) -> int:
-        """Sets of operands of a product that are used in turn."""
         return max(1, min(2 * self.cache // key.bytes + 1, MOST_SETS, MOST_BYTES // key.bytes))
 
     @property
@@ -92,11 +87,8 @@ class CublasBackend:
         return 10 * major + minor
 
     def trial(self, key: ProductKey) -> "CublasTrial | EndedTrial":
-        """The trial of a product, with the epilogue of its operation if it has one.
-
-        Raises:
-            ValueError, RuntimeError: there is no such product.
-        """
+        """The trial of a product, with the epilogue of its operation if it has one. Raises
+        ValueError, RuntimeError: there is no such product."""
         if key.op == MATMUL or self.device is None:
             return CublasTrial(self, key)
         return EndedTrial(key, self.device, self.operations, CublasTrial(self, key))
@@ -146,10 +138,6 @@ class _Operands:
             {name: laid(elements.clone(), key, name) for name, elements in flat.items()}
             for _ in range(count)
         ]
-        # of codes: results fill the range of int8, and some leave it
-        typical = 40 / (key.k**0.5 * LARGEST**2 / 3)
-        self.vector = typical * (0.5 + 2 * torch.rand(key.n, generator=generator)).to(place)
-        self.alpha = {"one": None, "scalar": typical, "vector": self.vector.data_ptr()}[key.alpha]
         self.native: Matmul = backend.products.describe(key)
 
     def operands(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -162,11 +150,9 @@ class _Operands:
         )
 
     def run(self, number: int) -> None:
-        """Queue the product of one set."""
         backend = self.backend
         self.native.run(
             [tensor.data_ptr() for tensor in self.sets[number % len(self.sets)].values()],
-            alpha=self.alpha,
             workspace=backend.workspace.data_ptr(),
             workspace_bytes=backend.workspace.nbytes,
             stream=torch.cuda.current_stream(backend.products.device).cuda_stream
@@ -177,10 +163,8 @@ class _Operands:
 
 class CublasTrial:
     """One product without epilogue; for comparison with int8, also the same of bfloat16.
-
     Operands are whole numbers, also of floats, and so small that every sum is exact in float32:
-    results are right, rounded once where they are floats, or the algorithm is refused.
-    """
+    results are right, rounded once where they are floats, or the algorithm is refused."""
 
     def __init__(self, backend: CublasBackend, key: ProductKey) -> None:
         self.backend, key = backend, key.by_itself
@@ -223,13 +207,12 @@ class CublasTrial:
             if self._floats is None:
                 own = self._own.key
                 dtype = "bfloat16" if own.dtype == "int8" else own.dtype
-                key = dataclasses.replace(own, dtype=dtype, out=dtype, alpha="one")
+                key = dataclasses.replace(own, dtype=dtype, out=dtype)
                 self._floats = _Operands(self.backend, key)
                 self._floats.native.choose(self.backend.products.candidates(key)[0].algorithm)
             return self.backend.time(self._floats.run, repeats)
 
     def close(self) -> None:
-        """Free both products; queued runs are waited for."""
         if self.backend.on_gpu:
             torch.cuda.synchronize(self.backend.products.device)
         for operands in (self._own, self._floats):
@@ -239,15 +222,9 @@ class CublasTrial:
     def _exact(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         """The result [M, N] of the first set, rounded once."""
         key = self._own.key
-        alpha = self._own.vector if key.alpha == "vector" else self._own.alpha or 1.0
-        wide = b.double().mT
-        parts = []
-        for block in a.split(max(1, REFERENCE_ELEMENTS // key.n)):
-            scaled = (block.double() @ wide).float() * alpha
-            if key.out == "int8":
-                scaled = scaled.round().clamp(-LARGEST - 1, LARGEST)
-            parts.append(scaled.to(getattr(torch, key.out)))
-        return torch.cat(parts)
+        wide, dtype = b.double().mT, getattr(torch, key.out)
+        blocks = a.split(max(1, REFERENCE_ELEMENTS // key.n))
+        return torch.cat([(block.double() @ wide).to(dtype) for block in blocks])
 
 
 def whole_numbers(
@@ -278,7 +255,6 @@ class RowChecksums:
         self._expected = _times(a, _times(b.t(), self._vector))
 
     def first_wrong_row(self, sums: torch.Tensor) -> int | None:
-        """The first wrong row of `sums` int32 [M, N]."""
         wrong = (_times(sums, self._vector) != self._expected).nonzero()
         return None if len(wrong) == 0 else int(wrong[0])
 

@@ -45,7 +45,7 @@ TOLERANCE = 1e-3
 
 
 def tiles(key: ProductKey, sm: int | None) -> list[TileConfiguration]:
-    """Every tile that is tried for a product; `sm` is the compute capability, None the emulator."""
+    """Every tile that is tried for a product on a GPU of compute capability `sm`."""
     splits = SPLITS if key.op == OVER_TOKENS else (1,)
     all_tiles = [
         TileConfiguration(
@@ -64,17 +64,9 @@ def tiles(key: ProductKey, sm: int | None) -> list[TileConfiguration]:
 
 
 class EndedTrial:
-    """One product of an operation, with its epilogue.
-
-    Args:
-        key: of one of `operations`.
-        device: its device, with its `products`.
-        operations: one per op.
-        by_itself: the trial of the product without epilogue (lsq.gemm.tuner.cublaslt.CublasTrial).
-
-    Raises:
-        ValueError: products of this operation are not tuned.
-    """
+    """One product of an operation, with its epilogue, on a device; `by_itself` tries it without
+    (lsq.gemm.tuner.cublaslt.CublasTrial). Raises ValueError: products of this operation are not
+    tuned."""
 
     def __init__(
         self, key: ProductKey, device: Device, operations: Operations, by_itself: Any
@@ -124,11 +116,9 @@ class EndedTrial:
         )
 
     def float_seconds(self, repeats: int) -> float:
-        """Of the product of bfloat16 alone."""
         return self._by_itself.float_seconds(repeats)
 
     def close(self) -> None:
-        """Free the products; queued runs are waited for."""
         self.device.synchronize()
         self._lists.clear()
         for chosen in self._chosen.values():

@@ -30,11 +30,8 @@ def text(keys: Sequence[ProductKey]) -> str:
 
 def read(path: Path) -> list[ProductKey]:
     """The products in a CSV file with a heading of fields of ProductKey; op, m, n and k are needed.
-
-    Raises:
-        ValueError: the file is wrong; the message says where and what is allowed.
-        OSError: it cannot be read.
-    """
+    Raises ValueError: the file is wrong; the message says where and what is allowed; OSError: it
+    cannot be read."""
     with path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.DictReader(file, strict=True)
         try:

@@ -37,12 +37,8 @@ class Summary:
 
 
 def opened(path: Path, validators: Validators) -> ConfigurationFile:
-    """The file to go on with: an existing one, or a new one.
-
-    Raises:
-        ValueError: it is damaged, or of another device or library.
-        OSError: it cannot be read.
-    """
+    """The file to go on with: an existing one, or a new one. Raises ValueError: it is damaged, or
+    of another device or library; OSError: it cannot be read."""
     if not path.exists():
         return ConfigurationFile(validators=validators)
     file = configuration_file.read(path)

@@ -21,33 +21,26 @@ LARGEST_PRODUCT = 2**31
 
 
 class Trial(Protocol):
-    """One product with several sets of operands, used in turn, together larger than the caches."""
+    """One product with several sets of operands, used in turn, together larger than the caches;
+    times are seconds of a run."""
 
     def candidates(self) -> Sequence[Any]:
-        """Ways to run the product, the untuned one first.
-
-        Raises:
-            RuntimeError, ValueError: the device has none.
-        """
+        """Ways to run the product, the untuned one first. Raises RuntimeError, ValueError: the
+        device has none."""
 
     def fault(self, configuration: Any) -> str | None:
         """Run once and compare with exact arithmetic: what is wrong, or None."""
 
-    def seconds(self, configuration: Any, repeats: int) -> float:
-        """Seconds per run over so many runs."""
+    def seconds(self, configuration: Any, repeats: int) -> float: ...
 
     def float_seconds(self, repeats: int) -> float:
-        """Seconds per run of the product of floats that an int8 product stands for."""
+        """Of the product of floats that an int8 product stands for."""
 
-    def close(self) -> None:
-        """Free all memory."""
+    def close(self) -> None: ...
 
 
 Trials = Callable[[ProductKey], Trial]
-"""Makes the trials of one device.
-
-It raises RuntimeError, ValueError or MemoryError: no such product, or no memory.
-"""
+"""Makes trials; raises RuntimeError, ValueError or MemoryError: no such product, or no memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,18 +93,11 @@ def compare(
     deadline: float = float("inf"),
     clock: Callable[[], float] = time.monotonic,
 ) -> Outcome:
-    """Find the best of `candidates`, the first of which is the default.
-
-    Another is chosen if its median gain exceeds 1 by the gains' interquartile range and by
-    `settings.least_gain`. A gain is the default's time over its own in the same round, so that a
-    drift of the clock cancels.
-
-    Args:
-        deadline: when `clock` reaches it, no further candidate is taken up; the others go on.
-
-    Raises:
-        RuntimeError: the default itself computes wrong results.
-    """
+    """Find the best of `candidates`, the first of which is the default. Another is chosen if its
+    median gain exceeds 1 by the gains' interquartile range and by `settings.least_gain`. A gain
+    is the default's time over its own in the same round, so that a drift of the clock cancels.
+    After `deadline` no further candidate is taken up. Raises RuntimeError: the default itself
+    computes wrong results."""
     screened, refused, complete = _screen(trial, candidates, settings, deadline, clock)
     float_repeats = _repeats(trial.float_seconds(1), settings)
     race = _Race(trial, screened, settings)
@@ -130,7 +116,9 @@ def compare(
         if number < FLOAT_ROUNDS:
             floats.append(trial.float_seconds(float_repeats))
     best = final.best()
-    if not final.gain(best) > 1 + max(settings.least_gain, final.spread_of_gain(best)):
+    # the interquartile range of the rounds' gains, relative to 1
+    spread = _interquartile(final.gains(best))
+    if not final.gain(best) > 1 + max(settings.least_gain, spread):
         best = 0
     return Outcome(
         configuration=candidates[best],
@@ -145,8 +133,7 @@ def compare(
 
 
 def _screen(trial, candidates, settings, deadline, clock):
-    """Check and time each once: ({number: (candidate, repeats)}, refused, whether all were taken
-    up)."""
+    """Check and time each once: ({number: (candidate, repeats)}, refused, whether all were)."""
     first_times: dict[int, float] = {}
     refused = []
     complete = True
@@ -190,7 +177,7 @@ class _Race:
         self._rounds = 0
 
     def run_round(self) -> None:
-        """Time each once; every second round goes backwards, so that a drift meets all alike."""
+        """Time each once; every second round backwards, so that a drift meets all alike."""
         for number in self.running if self._rounds % 2 == 0 else reversed(self.running):
             self.times[number].append(self.trial.seconds(*self.runners[number]))
         self._rounds += 1
@@ -207,12 +194,10 @@ class _Race:
         return max(self.running, key=self.gain)
 
     def best_of_kinds(self) -> list[int]:
-        """The best of each class of candidates, dropped or not."""
         kinds = {type(candidate) for candidate, _ in self.runners.values()}
         return [max(self._of_kind(kind), key=self.gain) for kind in kinds]
 
     def other(self, number: int) -> float | None:
-        """Median time of the best one of another class than this."""
         own = type(self.runners[number][0])
         others = [self.median(each) for each in self.runners if each not in self._of_kind(own)]
         return min(others, default=None)
@@ -224,11 +209,7 @@ class _Race:
 
     def gain(self, number: int) -> float:
         """How many times as fast as the default, the median over the rounds."""
-        return statistics.median(self._gains(number))
-
-    def spread_of_gain(self, number: int) -> float:
-        """Interquartile range of the rounds' gains, relative to 1."""
-        return _interquartile(self._gains(number))
+        return statistics.median(self.gains(number))
 
     def median(self, number: int) -> float:
         return statistics.median(self.times[number])
@@ -236,7 +217,7 @@ class _Race:
     def spread(self, number: int) -> float:
         return _interquartile(self.times[number]) / self.median(number)
 
-    def _gains(self, number: int) -> list[float]:
+    def gains(self, number: int) -> list[float]:
         return [
             default / own for default, own in zip(self.times[0], self.times[number], strict=False)
         ]

@@ -15,7 +15,7 @@ from lsq import gemm
 from lsq.gemm import configuration_file
 from lsq.gemm.cublaslt import Products
 from lsq.gemm.tuner import cublaslt
-from lsq.gemm.tuner.cublaslt import CublasBackend, RowChecksums, laid, whole_numbers
+from lsq.gemm.tuner.cublaslt import CublasBackend, RowChecksums
 from lsq.gemm.tuner.search import tune
 from lsq.gemm.tuner.trial import Settings, compare, entry_fault
 from lsq.native.products import Matmul
@@ -26,13 +26,12 @@ from tests.gemm.tuned import GPU
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 SETTINGS = Settings(rounds=3, final_rounds=3, seconds=1e-6)
 KEYS = {
-    "codes": matmul(out="int8", alpha="vector"),
     "sums": matmul(k=192),
     "weight gradient": matmul(m=48, n=32, k=80),
     "views": matmul(leading_a=96, leading_b=80, leading_out=64),
     "bfloat16": matmul(k=128, dtype="bfloat16", out="bfloat16", layout="nn"),
     "wide bfloat16": matmul(m=40, k=56, dtype="bfloat16", out="float32", layout="tn"),
-    "float32": matmul(m=7, n=24, k=128, dtype="float32", out="float32", alpha="scalar"),
+    "float32": matmul(m=7, n=24, k=128, dtype="float32", out="float32"),
     "apart": matmul(m=9, n=8, k=24, dtype="bfloat16", out="bfloat16", layout="tn", leading_out=16),
 }
 
@@ -58,7 +57,7 @@ def test_every_candidate_is_right(products, kind):
     trial.close()
 
 
-@pytest.mark.parametrize("kind", ["sums", "codes", "bfloat16"])
+@pytest.mark.parametrize("kind", ["sums", "bfloat16"])
 def test_wrong_results_are_refused(products, monkeypatch, kind):
     backend = CublasBackend(products, cache=0)
     key = KEYS[kind]
@@ -188,12 +187,6 @@ def test_right_sums_pass(monkeypatch, m, n, k, elements):
         assert RowChecksums(a, b).first_wrong_row(sums) is None
 
 
-def test_the_largest_sums_pass():
-    a = torch.full((3, gemm.LARGEST_INNER), 127, dtype=torch.int8)
-    b = torch.full((2, gemm.LARGEST_INNER), -127, dtype=torch.int8)
-    assert RowChecksums(a, b).first_wrong_row(gemm.reference(a, b)) is None
-
-
 @pytest.mark.parametrize("change", [1, -1, 2**16, 2**30, -(2**31)])
 def test_any_wrong_sum_is_found(change):
     a, b = codes(9, 64), codes(20, 64)
@@ -203,27 +196,3 @@ def test_any_wrong_sum_is_found(change):
             wrong = sums.clone()
             wrong[row, column] = (int(wrong[row, column]) + change + 2**31) % 2**32 - 2**31
             assert checked.first_wrong_row(wrong) == row
-
-
-def test_exchanged_columns_and_rows_are_found():
-    a, b = codes(9, 64), codes(20, 64)
-    checked, sums = RowChecksums(a, b), gemm.reference(a, b)
-    assert checked.first_wrong_row(sums.flip(1)) == 0
-    assert checked.first_wrong_row(sums.flip(0)) == 0
-    sums[5:] = sums[5:].roll(1, 0)
-    assert checked.first_wrong_row(sums) == 5
-
-
-@pytest.mark.parametrize("largest", [7, 127])
-def test_operands_have_all_values_and_lie_as_the_key_says(largest):
-    key = matmul(leading_a=80)
-    for name, strides in {"a": (80, 1), "b": (64, 1)}.items():
-        flat = whole_numbers(key, name, largest, torch.Generator().manual_seed(0))
-        made = laid(flat, key, name)
-        assert made.shape == key.matrices[name] and made.stride() == strides
-        assert (
-            made.dtype == torch.int8
-            and made.abs().max() == largest
-            and made.unique().numel() > largest
-        )
-        assert (made[0, 1:] == largest).all() and (made[:, 0] == -largest).all()

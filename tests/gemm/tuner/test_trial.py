@@ -62,10 +62,6 @@ def test_a_wrong_default_is_an_error():
         outcome({0: 1.0, 1: 0.5}, faults={0: "row 0"})
 
 
-def test_ties_keep_the_default():
-    assert outcome({0: 1.0, 1: 1.0, 2: 1.0})[0].configuration == way(0)
-
-
 def test_gains_within_the_spread_keep_the_default():
     noisy = {0: 1.0, 1: lambda number: 0.97 + 0.06 * (number % 3 - 1)}
     found, _ = outcome(noisy)
@@ -94,12 +90,6 @@ def test_slow_candidates_are_dropped_early():
     assert trial.measured == {0: 1 + 5 + final, 1: 1 + 5 + final, 2: 3, 3: 2, 4: 1}
 
 
-def test_a_slow_default_stays_to_be_compared():
-    found, trial = outcome({0: 9.0, 1: 1.0, 2: 1.01})
-    assert found.configuration == way(1) and found.default == 9.0
-    assert trial.measured[0] == 1 + 5 + 5
-
-
 def test_the_screening_leaves_so_many_finalists():
     settings = Settings(rounds=3, final_rounds=3, finalists=2)
     times = {0: 1.0, **{rows: 0.5 + rows / 100 for rows in range(1, 10)}}
@@ -111,15 +101,6 @@ def test_rounds_are_interleaved_and_turn_back():
     _, trial = outcome({0: 1.0, 1: 0.99, 2: 0.98}, Settings(rounds=3, final_rounds=3))
     timed = [rows for what, rows in trial.log if what == "timed"]
     assert timed[3:12] == [0, 1, 2, 2, 1, 0, 0, 1, 2]
-
-
-def test_measurements_repeat_short_runs():
-    repeats = []
-    trial = FakeTrial({0: 0.02, 1: 0.01})
-    measure = trial.seconds
-    trial.seconds = lambda way, count: repeats.append(count) or measure(way, count)
-    compare(trial, [way(0), way(1)], Settings(seconds=0.1))
-    assert set(repeats[2:]) == {5, 10}
 
 
 def test_no_candidate_is_taken_up_after_the_deadline():
