@@ -34,8 +34,9 @@ struct Crash {
     void* address = nullptr;
 };
 
-// Calls `leave`, which must not return, on a stack of its own for a crash of this thread in a kernel, as
-// long as it lives. Under the sanitizers it does nothing: they report and end the process.
+// Calls `leave`, which must not return, on a stack of its own for a crash of this thread in a
+// kernel, as long as it lives. Under the sanitizers it does nothing: they report and end the
+// process.
 class CrashGuard {
 public:
     explicit CrashGuard(void (*leave)(Crash));

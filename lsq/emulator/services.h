@@ -64,7 +64,8 @@ EMULATOR_VISIBLE void emulator_write(const void* address, size_t size, const voi
 EMULATOR_VISIBLE void emulator_check_shared(const void* address, size_t size, const char* name,
                                             emulator::Site site);
 
-// Begins to copy 4, 8 or 16 bytes or zeros to shared memory, by an instruction before `instruction`.
+// Begins to copy 4, 8 or 16 bytes or zeros to shared memory, by an instruction before
+// `instruction`.
 EMULATOR_VISIBLE void emulator_copy(void* to, const void* from, size_t size, bool zeros,
                                     const void* instruction, emulator::Site site);
 
@@ -84,8 +85,8 @@ EMULATOR_VISIBLE uint32_t emulator_shared_address(const void* address);
 // three.
 EMULATOR_VISIBLE void emulator_fence_warpgroup(emulator::Site site);
 
-// Begins sums += a [64, 32] times b [columns, 32] transposed, int8 in shared memory. `registers` int32
-// [columns / 8, 4]: the thread's sums, rubbish until it has waited.
+// Begins sums += a [64, 32] times b [columns, 32] transposed, int8 in shared memory. `registers`
+// int32 [columns / 8, 4]: the thread's sums, rubbish until it has waited.
 EMULATOR_VISIBLE void emulator_begin_multiplication(int32_t* registers, uint32_t columns,
                                                     uint64_t a, uint64_t b, emulator::Site site);
 

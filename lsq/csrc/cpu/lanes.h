@@ -40,8 +40,8 @@ inline Lanes multiply_add(Lanes a, Lanes b, Lanes c) {
 }
 
 #if defined(__AVX2__)
-// sum += the products of four unsigned bytes with four codes, in each lane (VNNI). By hand: from its
-// intrinsic the compiler (GCC 12) copies every sum before and after it.
+// sum += the products of four unsigned bytes with four codes, in each lane (VNNI). By hand: with
+// the intrinsic the compiler (GCC 12) copies every sum before and after it.
 template <class Words, class Bytes, class Codes>
 inline void add_products(Words& sum, Bytes bytes, Codes codes) {
 #if defined(__AVX512F__)

@@ -1,5 +1,5 @@
-// Plans of memory: best fit (Pisarchyk and Lee 2020, algorithm 3), whose plain version is `reference`
-// in lsq/memory/buffers.py, and the search of lsq/memory/exact.py.
+// Plans of memory: best fit (Pisarchyk and Lee 2020, algorithm 3), whose plain version is
+// `reference` in lsq/memory/buffers.py, and the search of lsq/memory/exact.py.
 #include <atomic>
 
 #include "rows.h"

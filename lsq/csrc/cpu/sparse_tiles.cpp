@@ -1,5 +1,5 @@
-// Packs weights that are 2:4 sparse, expands and multiplies their blocks. A unit of four elements gets
-// its two values by a shuffle of bytes; a table holds the control for each pattern of four bits.
+// Packs 2:4 sparse weights, expands and multiplies their blocks. A unit of four elements gets its
+// two values by a shuffle of bytes; a table holds the control for each pattern of four bits.
 #include "sparse_tiles.h"
 
 #include <cstring>
