@@ -1,5 +1,4 @@
-// Tells the loader from which sources a library was built; setup.py compiles this into each with
-// their checksum.
+// Checksum of the sources of a library, for the loader; setup.py compiles this into each.
 #include <cstdint>
 
 extern "C" __attribute__((visibility("default"))) uint32_t lsq_sources() { return LSQ_SOURCES; }

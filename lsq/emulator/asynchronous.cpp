@@ -1,14 +1,10 @@
-// A GPU may do such work at any time between its begin and the wait for it. Here the source of a
-// copy is read at the begin, and its destination written at the wait, so that who does not wait
-// finds what was there before. A multiplication reads and writes at the wait, and its sums are
-// rubbish until then. races.cpp reports everybody who touches a copy's destination or writes to a
-// multiplication's operands meanwhile.
+// A GPU may do asynchronous work at any time until the wait for it. Here a copy reads its source at
+// the begin and writes at the wait, so that early readers see old data. A multiplication reads and
+// writes at the wait; its sums are rubbish until then. races.cpp reports accesses to a copy's
+// destination and writes to a multiplication's operands meanwhile.
 //
 // A thread multiplies what its own sums need. Layouts are those of "Asynchronous Warpgroup Level
-// Matrix Instructions" in NVIDIA's PTX ISA; a thread's place: warp of its warpgroup, group = lane /
-// 4, part = lane % 4.
-#include "asynchronous.h"
-
+// Matrix Instructions" in NVIDIA's PTX ISA, with group = lane / 4, part = lane % 4.
 #include <algorithm>
 #include <array>
 #include <cstdint>
@@ -33,7 +29,7 @@ struct Copy {
 using Group = std::vector<Copy>;
 
 struct Copies {
-    Group open;                    // belong to no group yet
+    Group open;                   // belong to no group yet
     std::deque<Group> under_way;  // the oldest first
 };
 
@@ -44,7 +40,7 @@ constexpr int32_t RUBBISH = INT32_MIN + 0x5a5a5a;
 
 using Row = std::array<int8_t, INNER>;
 
-// Rows of 32 values in shared memory, as a descriptor says; "K-major".
+// Rows of 32 values in shared memory, by a descriptor; "K-major".
 struct Matrix {
     uint64_t start, eight_rows;  // addresses and bytes
     unsigned swizzle;            // bytes of a row of the pattern: 32, 64 or 128
@@ -75,7 +71,7 @@ struct Multiplication {
 };
 
 struct Sums {
-    int32_t* place;
+    int32_t* registers;
     std::vector<int32_t> values;
     unsigned uses;  // multiplications under way
 };
@@ -90,44 +86,44 @@ struct Multiplications {
 
 Multiplications multiplications[1024];  // of the threads
 
-// Lanes meet, and each does its own part.
+// Lanes only meet.
 void nothing(void* const*) {}
 
 unsigned first_row() { return current % WARPGROUP / WARP * 16 + current % WARP / 4; }
 
 unsigned column_of(unsigned number) { return number / 2 * 8 + current % 4 * 2 + number % 2; }
 
-// Calls work(address) for each chunk of the operands that this thread's sums need.
+// Calls work(address) for each operand chunk of this thread's sums.
 template <class Work>
-void for_chunks(const Multiplication& one, const Work& work) {
+void for_chunks(const Multiplication& product, const Work& work) {
     for (unsigned i = 0; i < INNER / CHUNK; ++i) {
-        for (unsigned half = 0; half < 2; ++half) work(one.a.chunk(first_row() + 8 * half, i));
-        for (unsigned number = 0; number < one.columns / 4; ++number)
-            work(one.b.chunk(column_of(number), i));
+        for (unsigned half = 0; half < 2; ++half) work(product.a.chunk(first_row() + 8 * half, i));
+        for (unsigned number = 0; number < product.columns / 4; ++number)
+            work(product.b.chunk(column_of(number), i));
     }
 }
 
-void multiply(const Multiplication& one, std::vector<int32_t>& sums) {
-    const Row rows[2] = {one.a.row(first_row()), one.a.row(first_row() + 8)};
-    for (unsigned number = 0; number < one.columns / 4; ++number) {
-        const Row column = one.b.row(column_of(number));
+void multiply(const Multiplication& product, std::vector<int32_t>& sums) {
+    const Row rows[2] = {product.a.row(first_row()), product.a.row(first_row() + 8)};
+    for (unsigned number = 0; number < product.columns / 4; ++number) {
+        const Row column = product.b.row(column_of(number));
         for (unsigned half = 0; half < 2; ++half) {
             int32_t sum = 0;
             for (unsigned k = 0; k < INNER; ++k) sum += rows[half][k] * column[k];
-            int32_t& found = sums[number / 2 * 4 + half * 2 + number % 2];
+            int32_t& total = sums[number / 2 * 4 + half * 2 + number % 2];
             // Wraps around.
-            found = static_cast<int32_t>(static_cast<uint32_t>(found) + static_cast<uint32_t>(sum));
+            total = static_cast<int32_t>(static_cast<uint32_t>(total) + static_cast<uint32_t>(sum));
         }
     }
 }
 
-void finish(Multiplications& mine, const Multiplication& one) {
-    const auto is_place = [&one](const Sums& sums) { return sums.place == one.sums; };
-    const auto sums = std::find_if(mine.sums.begin(), mine.sums.end(), is_place);
-    multiply(one, sums->values);
-    for_chunks(one, [](const unsigned char* chunk) { end_reading(chunk, CHUNK); });
+void finish(Multiplications& mine, const Multiplication& product) {
+    const auto of_it = [&product](const Sums& sums) { return sums.registers == product.sums; };
+    const auto sums = std::find_if(mine.sums.begin(), mine.sums.end(), of_it);
+    multiply(product, sums->values);
+    for_chunks(product, [](const unsigned char* chunk) { end_reading(chunk, CHUNK); });
     if (--sums->uses) return;
-    std::copy(sums->values.begin(), sums->values.end(), sums->place);
+    std::copy(sums->values.begin(), sums->values.end(), sums->registers);
     mine.sums.erase(sums);
 }
 
@@ -181,15 +177,15 @@ using namespace emulator;
 
 extern "C" {
 
-void emulator_copy(void* to, const void* from, size_t size, bool zeros, const void* place,
+void emulator_copy(void* to, const void* from, size_t size, bool zeros, const void* instruction,
                    Site site) {
     for (const void* address : {static_cast<const void*>(to), from}) {
         if (reinterpret_cast<uintptr_t>(address) % size) emulator_misaligned(address, size, site);
     }
     emulator_check_shared(to, size, "cp.async", site);
-    if (!zeros) emulator_read(from, size, place);
+    if (!zeros) emulator_read(from, size, instruction);
     // An access of its own for those who count.
-    begin_copy(to, size, static_cast<const char*>(place) + 1);
+    begin_copy(to, size, static_cast<const char*>(instruction) + 1);
     Copy copy = {static_cast<unsigned char*>(to), size, {}};
     if (!zeros) std::memcpy(copy.bytes, from, size);
     copies[current].open.push_back(copy);
@@ -221,7 +217,7 @@ void emulator_fence_warpgroup(Site site) {
     multiplications[current].fenced = true;
 }
 
-void emulator_begin_multiplication(int32_t* place, uint32_t columns, uint64_t a, uint64_t b,
+void emulator_begin_multiplication(int32_t* registers, uint32_t columns, uint64_t a, uint64_t b,
                                    Site site) {
     emulator_together("wgmma.mma_async", nothing, nullptr, site);
     Multiplications& mine = multiplications[current];
@@ -229,20 +225,21 @@ void emulator_begin_multiplication(int32_t* place, uint32_t columns, uint64_t a,
         fail_thread("begins wgmma (" + describe(site) +
                     ") with no wgmma.fence behind what may have touched its sums");
     }
-    const Multiplication one = {Matrix(a), Matrix(b), place, columns};
-    check_matrix(a, one.a, 64, site);
-    check_matrix(b, one.b, columns, site);
-    const auto is_place = [place](const Sums& sums) { return sums.place == place; };
-    auto sums = std::find_if(mine.sums.begin(), mine.sums.end(), is_place);
+    const Multiplication product = {Matrix(a), Matrix(b), registers, columns};
+    check_matrix(a, product.a, 64, site);
+    check_matrix(b, product.b, columns, site);
+    const auto of_it = [registers](const Sums& sums) { return sums.registers == registers; };
+    auto sums = std::find_if(mine.sums.begin(), mine.sums.end(), of_it);
     if (sums == mine.sums.end()) {
-        mine.sums.push_back({place, std::vector<int32_t>(place, place + columns / 2), 0});
+        mine.sums.push_back(
+            {registers, std::vector<int32_t>(registers, registers + columns / 2), 0});
         sums = mine.sums.end() - 1;
-        std::fill_n(place, columns / 2, RUBBISH);
+        std::fill_n(registers, columns / 2, RUBBISH);
     }
     ++sums->uses;
-    for_chunks(one, [](const unsigned char* chunk) { begin_reading(chunk, CHUNK); });
-    mine.open.push_back(one);
-    for (const uint64_t part : {a - one.a.start / 16, b, uint64_t{columns}}) {
+    for_chunks(product, [](const unsigned char* chunk) { begin_reading(chunk, CHUNK); });
+    mine.open.push_back(product);
+    for (const uint64_t part : {a - product.a.start / 16, b, uint64_t{columns}}) {
         mine.history = mine.history * 1000003 + part + 1;
     }
 }
@@ -258,7 +255,7 @@ void emulator_wait_multiplications(size_t groups, Site site) {
     emulator_together("wgmma.wait_group", nothing, nullptr, site);
     Multiplications& mine = multiplications[current];
     for (; mine.under_way.size() > groups; mine.under_way.pop_front()) {
-        for (const Multiplication& one : mine.under_way.front()) finish(mine, one);
+        for (const Multiplication& product : mine.under_way.front()) finish(mine, product);
     }
     if (mine.sums.empty()) mine.fenced = false;
 }

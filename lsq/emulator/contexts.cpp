@@ -1,4 +1,4 @@
-// The functions of libcuda about results, devices and contexts. There are two devices.
+// libcuda's functions of results, devices and contexts. There are two devices.
 #include "contexts.h"
 
 #include <vector>
@@ -48,7 +48,7 @@ DRIVER cuGetErrorName(int result, const char** name) {
     return *name ? SUCCESS : INVALID_VALUE;
 }
 
-// The message of this thread's last failure if that had `result`, else the name of the result.
+// The message of this thread's last failure if it had `result`, else the name of the result.
 DRIVER cuGetErrorString(int result, const char** message) {
     const int known = cuGetErrorName(result, message);
     if (result == last.result && result != SUCCESS) *message = last.message.c_str();

@@ -40,7 +40,7 @@ enum Result : int {
 #undef EMULATOR_ENUMERATOR
 };
 
-// Ends the function of the driver that runs; cuGetErrorString returns the message in this thread.
+// Ends the running function of the driver; cuGetErrorString returns the message in this thread.
 struct Failure {
     Result result;
     std::string message;
@@ -73,7 +73,7 @@ struct Context {
     std::shared_ptr<Stream> null_stream;  // made when it is first wanted
 };
 
-// The context that is current in this thread; fails where there is none, as in every new thread.
+// The context that is current in this thread; fails if there is none.
 Context& current_context();
 
 }  // namespace emulator

@@ -9,8 +9,6 @@
 #include <unordered_map>
 #include <vector>
 
-#include "crashes.h"
-
 namespace emulator {
 
 bool profiling = false, counting = false;
@@ -18,7 +16,7 @@ bool profiling = false, counting = false;
 namespace {
 
 constexpr uintptr_t SECTOR = 32;  // bytes that a GPU moves between its caches at a time
-constexpr size_t DEEPEST = 64;  // calls within calls that a path tells apart
+constexpr size_t DEEPEST = 64;    // calls within calls that a path tells apart
 constexpr unsigned BANKS = 32, WORD = 4;
 
 struct Traffic {
@@ -31,8 +29,8 @@ struct Region {
     Traffic traffic[3];  // by Access
 };
 
-// Accesses to shared memory. A pass serves each bank once, with all lanes that want the same word
-// of it.
+// Accesses to shared memory. A pass serves each bank once, and all lanes that want the same word of
+// it.
 struct Shared {
     int64_t requests = 0, passes = 0, least = 0;
 };
@@ -57,9 +55,8 @@ struct Request {
     uintptr_t address[WARP];
 };
 
-// One instruction, and what the lanes of the warp that runs have accessed there since they
-// met.
-struct Place {
+// An instruction, and its accesses by the running warp's lanes since they met.
+struct Instruction {
     size_t size = 0;
     Access access = Access::read;
     uint32_t seen[WARP] = {};
@@ -68,8 +65,8 @@ struct Place {
 
 std::vector<Region> named;
 std::vector<Record> records;
-std::unordered_map<uint64_t, Place> sites;
-std::vector<Place*> active_sites;
+std::unordered_map<uint64_t, Instruction> sites;
+std::vector<Instruction*> active_sites;
 std::vector<uint32_t> block_at;  // by offset: index in the record's blocks, and one
 std::vector<uint32_t> active_blocks;
 uintptr_t module_begin;
@@ -136,8 +133,8 @@ size_t different(std::vector<Value>& values) {
     return values.size();
 }
 
-// Lanes are served together as long as they want at most a word of each bank's: 32 of 4 bytes, 16
-// of 8, 8 of 16.
+// Lanes are served together while they want at most a word of each bank: 32 of 4 bytes, 16 of 8, 8
+// of 16.
 void settle_shared(const Request& request, size_t size) {
     Shared& shared = records.back().shared;
     const unsigned together = std::max<size_t>(WARP * WORD / std::max<size_t>(size, WORD), 1);
@@ -185,7 +182,7 @@ void settle_global(const Request& request, size_t size, Access access) {
 
 void count_access(const void* address, size_t size, Access access, const void* site) {
     if (on_stack(address)) return;
-    Place& here = sites[path() * 1000003 + reinterpret_cast<uintptr_t>(site)];
+    Instruction& here = sites[path() * 1000003 + reinterpret_cast<uintptr_t>(site)];
     if (here.requests.empty()) active_sites.push_back(&here);
     here.size = size;
     here.access = access;
@@ -213,7 +210,7 @@ CountedLaunch::CountedLaunch(const Launch& launch) {
 void begin_counted_block() { std::memset(paths, 0, sizeof paths); }
 
 void settle_warp() {
-    for (Place* site : active_sites) {
+    for (Instruction* site : active_sites) {
         for (const Request& request : site->requests) {
             const unsigned lane = __builtin_ctz(request.lanes);
             if (in_shared(reinterpret_cast<const void*>(request.address[lane]))) {
@@ -257,8 +254,7 @@ using namespace emulator;
 
 extern "C" {
 
-// Until emulator_profile_end, counts what launches do. Memory is told apart by `count` regions
-// [begin, end).
+// Counts launches until emulator_profile_end, memory by `count` regions [begin, end).
 EMULATOR_VISIBLE void emulator_profile_begin(const uint64_t* begins, const uint64_t* ends,
                                              int64_t count) {
     named.assign(count + 1, {});
@@ -273,12 +269,12 @@ EMULATOR_VISIBLE void emulator_profile_begin(const uint64_t* begins, const uint6
     profiling = true;
 }
 
-// Returns what was counted since emulator_profile_begin, valid until the next call.
+// Returns the counts since emulator_profile_begin, valid until the next call.
 //
 // A JSON list with an object for each launch: `kernel`, `module` (path of its library), `regions`,
 // the last one for all other memory: [reads, writes, atomics], each [requests, bytes, sectors,
-// sectors each counted once]; `shared`: [requests, passes, passes without conflicts]; `blocks`:
-// [address in the module after the call of the hook, executions by warps, by lanes].
+// different sectors]; `shared`: [requests, passes, passes without conflicts]; `blocks`: [address in
+// the module after the call of the hook, executions by warps, by lanes].
 EMULATOR_VISIBLE const char* emulator_profile_end() {
     profiling = false;
     text = joined(records, [](const Record& record) { return written(record); });
@@ -290,8 +286,7 @@ EMULATOR_VISIBLE const char* emulator_profile_end() {
 
 // Kernels that are compiled for a profile call this at the beginning of each basic block.
 EMULATOR_VISIBLE void __sanitizer_cov_trace_pc() {
-    // What lanes do together runs outside of their fibers (emulator_together) and stands for one
-    // instruction.
+    // Collective work runs outside of fibers (emulator_together) and stands for one instruction.
     if (counting && in_kernel) count_block(__builtin_return_address(0));
 }
 

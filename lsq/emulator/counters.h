@@ -1,18 +1,16 @@
-// What the launches of a profile do, counted: accesses to memory as warps make them, and executions
-// of code.
+// Counts of a profile's launches: memory accesses as warps make them, and executions of code.
 //
-// A GPU serves the lanes of a warp that execute one instruction together as one request. Here a
-// request is what the lanes of a warp access at one instruction, reached on one path of
-// calls, for the n-th time since all of them last met at a barrier or a collective. Lanes that go
-// round a loop different numbers of times are paired from its beginning, as they are on a GPU.
+// A GPU serves lanes of a warp at one instruction together, as one request. Here a request is the
+// lanes' accesses at one instruction, on one path of calls, for the n-th time since all lanes last
+// met at a barrier or a collective. Lanes that loop unequally often are paired from the first turn,
+// as on a GPU.
 #pragma once
 
 #include "threads.h"
 
 namespace emulator {
 
-// Whether a profile is being made, and whether one of its launches runs; nothing below is called
-// elsewhere.
+// Whether a profile is made, and one of its launches runs; else nothing below is called.
 extern bool profiling, counting;
 
 enum class Access { read, write, atomic };
@@ -20,7 +18,7 @@ enum class Access { read, write, atomic };
 // By the thread that runs. `site`: of the instruction.
 void count_access(const void* address, size_t size, Access access, const void* site);
 
-// While it lives, what happens belongs to this launch, if a profile is being made.
+// Assigns counts to this launch as long as it lives, if a profile is made.
 class CountedLaunch {
 public:
     explicit CountedLaunch(const Launch& launch);
@@ -31,7 +29,7 @@ public:
 
 void begin_counted_block();
 
-// The lanes of the warp that runs have met, or have come to their end.
+// The running warp's lanes have met or finished.
 void settle_warp();
 
 }  // namespace emulator

@@ -1,6 +1,5 @@
-// The functions of libcuda about modules and launches, for kernels that run in the emulator: a
-// launch has finished when cuLaunchKernel returns. A module's image is MAGIC and the path of a
-// shared library.
+// libcuda's functions of modules and launches: a launch has finished when cuLaunchKernel returns. A
+// module's image is MAGIC and the path of a shared library.
 #include <dlfcn.h>
 
 #include <algorithm>
@@ -10,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "scheduler.h"
+#include "threads.h"
 #include "streams.h"
 
 using namespace emulator;
@@ -50,7 +49,7 @@ std::string words(Index size) {
     return std::to_string(size.x) + " x " + std::to_string(size.y) + " x " + std::to_string(size.z);
 }
 
-// What a GPU would refuse about a launch's shape; empty if nothing.
+// A GPU's refusal of a launch's shape, or empty.
 std::string refusal(const Function& function, const Launch& launch) {
     if (too_large(launch.grid, 0x7fffffff, 65535, 65535)) {
         return "a grid of " + words(launch.grid) +
@@ -71,7 +70,7 @@ std::string refusal(const Function& function, const Launch& launch) {
     return "";
 }
 
-// Runs a launch with copies of its arguments: again and again, from a graph.
+// Copies a launch's arguments, for runs from a graph.
 Work repeatable(const Function& function, const Launch& launch) {
     std::vector<std::vector<unsigned char>> values;
     for (const size_t* bytes = function.parameters; *bytes; ++bytes) {

@@ -1,10 +1,8 @@
-// The part of CUDA C++ that kernels use, for a C++17 compiler: keywords, built-in variables and
-// functions.
+// The part of CUDA C++ that kernels use, for a C++17 compiler.
 //
 // Blocks run one at a time, the threads of a block as fibers that switch only at barriers and warp
-// collectives. __shared__ is no macro: emulator.py turns the declarations of shared memory into C++
-// after preprocessing. A file may hold no other writable global variable: before each block, all of
-// them are filled with 0xFF bytes.
+// collectives. build.py turns declarations of shared memory into C++ after preprocessing. A file
+// may hold no other writable global variable: before each block, all are filled with 0xFF bytes.
 #pragma once
 
 #include "services.h"
@@ -19,7 +17,7 @@
 #define __grid_constant__
 #define __align__(bytes) alignas(bytes)
 
-// Where a built-in function was called.
+// The caller's line.
 #define EMULATOR_SITE emulator::Site site = {__builtin_FILE(), __builtin_LINE()}
 
 struct uint3 { unsigned x, y, z; };
@@ -37,7 +35,7 @@ inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
-// One instruction of a GPU: called, so that counts see it as one (lsq/emulator/profile.py).
+// A GPU instruction: called, so that profiles count one.
 #define EMULATOR_INSTRUCTION inline __attribute__((noinline))
 
 // Constant as long as one thread runs.
@@ -101,8 +99,7 @@ EMULATOR_INSTRUCTION float __fadd_rd(float a, float b) {
     return lost < 0.0f ? nextafterf(sum, -__builtin_inff()) : sum;
 }
 
-// Four of the eight bytes of a (0 to 3) and b (4 to 7), the lowest digit of `choice` being the
-// lowest byte.
+// Four of the bytes of a (0 to 3) and b (4 to 7), by the digits of `choice`, the lowest first.
 EMULATOR_INSTRUCTION unsigned __byte_perm(unsigned a, unsigned b, unsigned choice) {
     const uint64_t bytes = static_cast<uint64_t>(b) << 32 | a;
     unsigned chosen = 0;
@@ -128,7 +125,7 @@ EMULATOR_INSTRUCTION float emulator_larger_magnitude(float a, float b) {
 
 inline void __threadfence() {}
 
-// No other thread runs between the load and the store; two of them are no race.
+// No thread switches between load and store.
 #define EMULATOR_ATOMIC inline __attribute__((no_sanitize_thread))
 
 EMULATOR_ATOMIC unsigned atomicAdd(unsigned* address, unsigned value) {
@@ -173,8 +170,7 @@ inline int __all_sync(unsigned mask, int predicate, EMULATOR_SITE) {
                                site) == mask;
 }
 
-// Shuffles act within groups of `width` lanes, a power of two; a source beyond the group is the
-// lane itself.
+// Shuffles act within groups of `width` lanes, a power of two; sources beyond are the lane itself.
 template <typename T>
 inline T __shfl_sync(unsigned mask, T value, int source, int width = 32, EMULATOR_SITE) {
     const unsigned group = emulator_lane() & ~(width - 1u);
@@ -203,8 +199,7 @@ inline T __shfl_xor_sync(unsigned mask, T value, int bits, int width = 32, EMULA
                              site);
 }
 
-// Loads and stores of vectors, each one access, which on a GPU must be aligned. Compilers would
-// take them apart.
+// Vector loads and stores: one access, aligned on a GPU, which compilers would split.
 #define EMULATOR_VECTOR __attribute__((noinline, no_sanitize_thread))
 
 template <typename Word>
@@ -236,7 +231,7 @@ namespace emulator {
 struct Arguments {
     void** next;
 
-    // What the driver has copied at the launch is nobody's memory.
+    // Copies of the driver are nobody's memory.
     template <typename T>
     EMULATOR_VECTOR T read() { return *static_cast<T*>(*next++); }
 };
@@ -263,8 +258,7 @@ inline const size_t* parameters(void (*)(T...)) {
 
 }  // namespace emulator
 
-// Stands after each kernel: what the driver looks up, one thread's run of it and the sizes of its
-// parameters.
+// Follows each kernel: its symbols for the driver, one thread's run and the sizes of parameters.
 #define LSQ_EXPORT(kernel)                                                \
     extern "C" EMULATOR_VISIBLE void kernel##__launch(void** arguments) { \
         emulator::call(kernel, arguments);                                \

@@ -22,13 +22,13 @@ constexpr size_t STACK = 64 * 1024;
 
 size_t page_size() { return static_cast<size_t>(sysconf(_SC_PAGESIZE)); }
 
-// A stack that can be written, above a page that cannot; null where no memory is left.
+// A stack above a protected page; null: no memory is left.
 unsigned char* new_stack() {
     constexpr int FLAGS = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
-    void* found = mmap(nullptr, STACK + page_size(), PROT_READ | PROT_WRITE, FLAGS, -1, 0);
-    if (found == MAP_FAILED) return nullptr;
-    mprotect(found, page_size(), PROT_NONE);
-    return static_cast<unsigned char*>(found) + page_size();
+    void* memory = mmap(nullptr, STACK + page_size(), PROT_READ | PROT_WRITE, FLAGS, -1, 0);
+    if (memory == MAP_FAILED) return nullptr;
+    mprotect(memory, page_size(), PROT_NONE);
+    return static_cast<unsigned char*>(memory) + page_size();
 }
 
 Fiber* running = nullptr;
@@ -38,7 +38,7 @@ const void* caller_stack = nullptr;
 size_t caller_size = 0;
 #endif
 
-// AddressSanitizer keeps track of stacks: it is told of a switch before and after.
+// AddressSanitizer follows stacks: it must hear of switches.
 inline void before_switch([[maybe_unused]] void** kept, [[maybe_unused]] const void* stack,
                           [[maybe_unused]] size_t size) {
 #ifdef LSQ_SANITIZE
@@ -57,8 +57,7 @@ inline void after_switch([[maybe_unused]] void* kept, [[maybe_unused]] bool in_f
 
 #ifndef EMULATOR_UCONTEXT
 
-// Saves the registers that a function must preserve and the stack pointer, and loads those of
-// another stack.
+// Saves the callee-saved registers and the stack pointer, and loads those of another stack.
 extern "C" void emulator_switch(void** save, void* load);
 asm(R"(
 .text
@@ -100,8 +99,8 @@ bool Fiber::start(void (*entry)()) {
 #endif
     entry_ = entry;
 #ifndef EMULATOR_UCONTEXT
-    // Six saved registers, where emulator_switch returns to, and a return address that is never
-    // used.
+    // Six saved registers, the address that emulator_switch returns to, and an unused return
+    // address.
     void** top = reinterpret_cast<void**>(stack_ + STACK) - 8;
     for (int i = 0; i < 8; ++i) top[i] = nullptr;
     top[6] = reinterpret_cast<void*>(&Fiber::enter);

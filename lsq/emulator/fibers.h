@@ -15,9 +15,8 @@ namespace emulator {
 
 class Fiber {
 public:
-    // The next resume() calls `entry` on an empty stack; what the fiber did before is abandoned.
-    // `entry` ends with a yield after which the fiber is not resumed. False where no memory is left
-    // for the stack.
+    // The next resume() calls `entry` on an empty stack, abandoning earlier work. `entry` ends with
+    // a yield. False: no memory is left for the stack.
     bool start(void (*entry)());
 
     // Runs the fiber until it yields. Not from within a fiber.
@@ -26,10 +25,9 @@ public:
     // From within the fiber: back to resume().
     void yield();
 
-    // Whether an address lies on its stack.
     bool holds(const void* address) const;
 
-    // Whether an address lies where the stack would go on if it were larger.
+    // Whether an address lies just beyond the stack.
     bool overflown(const void* address) const;
 
 private:

@@ -1,6 +1,5 @@
-// The functions of libcuda about memory, and those by which other owners of memory say when it
-// begins and ends. What is allocated here is host memory, which never goes back to the host, and
-// holds NaN.
+// libcuda's functions of memory, and those by which other owners of memory say when it begins and
+// ends. Allocations are host memory that is never returned, and hold NaN.
 #include <cstdlib>
 #include <cstring>
 #include <map>
@@ -44,7 +43,6 @@ void refuse_allocation(Stream& stream) {
     refuse_in_capture(stream, NOT_SUPPORTED, "the emulator captures no allocation");
 }
 
-// Finds the lane of a stream, or of the host.
 Lane& find_lane(const void* handle) {
     if (handle == HOST_HANDLE) return host();
     Stream& stream = find_stream(handle);
@@ -115,15 +113,14 @@ const char* emulator_use(const void* address, size_t bytes, int writes) {
     return fault.empty() ? nullptr : fault.c_str();
 }
 
-// Begins or ends to find uses of memory that nothing orders; forgets what has happened so far.
+// Begins or ends to watch for unordered uses of memory; forgets earlier uses.
 DRIVER lsq_emulator_watch(int on) {
     return guarded([&] {
         if (!watch(on)) fail(NOT_SUPPORTED, "nothing is watched under the sanitizers");
     });
 }
 
-// Code that is no kernel touches memory: on a stream, or on the host, which waits for nothing by
-// that.
+// Code other than kernels uses memory, on a stream or the host, which does not wait.
 DRIVER lsq_emulator_use(const void* handle, const char* what, const void* address, size_t bytes,
                         int writes) {
     return guarded([&] {
@@ -136,15 +133,15 @@ DRIVER lsq_emulator_use(const void* handle, const char* what, const void* addres
     });
 }
 
-// Memory that others allocate begins to be used in the order of a stream, or of the host, whose
-// memory all devices use.
+// Memory of other allocators begins in the order of a stream, or of the host, whose memory all
+// devices use.
 DRIVER lsq_emulator_memory_begin(const void* handle, const char* name, const void* address,
                                  size_t bytes) {
     return guarded([&] { begin_memory(find_lane(handle), name, address, bytes); });
 }
 
 // It ends in the order of a stream or the host, and of `count` streams that its allocator waits for
-// as well (record_stream).
+// (record_stream).
 DRIVER lsq_emulator_memory_end(const void* handle, const void* address, const void* const* others,
                                size_t count) {
     return guarded([&] {

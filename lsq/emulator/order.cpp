@@ -79,7 +79,7 @@ bool over(const Piece& piece, const Clock& clock) {
            clock[piece.lane] >= piece.tick;
 }
 
-// One of the pieces that `number` stands for that is not over by `clock`, or NOBODY.
+// A piece of `number` that is not over by `clock`, or NOBODY.
 uint32_t unordered(uint32_t number, const Clock& clock) {
     if (!(number & CROWD)) return number == NOBODY || over(pieces[number], clock) ? NOBODY : number;
     const Crowd& crowd = crowds[number & ~CROWD];
@@ -88,7 +88,7 @@ uint32_t unordered(uint32_t number, const Clock& clock) {
     return found == crowd.end() ? NOBODY : *found;
 }
 
-// The readers of a granule with the current piece among them, without those that are over for it.
+// The unfinished readers of a granule, and the current piece.
 uint32_t with_reader(uint32_t readers) {
     if (readers == current_piece || unordered(readers, current_lane->clock) == NOBODY)
         return current_piece;
@@ -110,7 +110,7 @@ std::map<uintptr_t, Region>::iterator region_of(uintptr_t address) {
 }
 
 // "4 bytes at 0x7f00 (byte 16 of 1024 of the memory x)"
-std::string place(uintptr_t address, size_t bytes) {
+std::string located(uintptr_t address, size_t bytes) {
     std::string text = std::to_string(bytes) + " bytes at " + hexadecimal(address);
     const auto region = region_of(address);
     if (region == regions.end()) return text;
@@ -120,14 +120,14 @@ std::string place(uintptr_t address, size_t bytes) {
            ")";
 }
 
-// What the current piece did, and why it should not have.
+// The current piece's deed and its fault.
 std::string explain(const std::string& done, const Piece& piece, const char* did) {
     if (piece.kind == Kind::ended) return done + ", which ended on " + piece.where;
     const std::string before = piece.kind == Kind::begun ? "begins" : piece.what + did;
     return done + ", which " + before + " on " + piece.where + "; nothing orders the two";
 }
 
-// Whether memory that `writer` touched before lies on another device than the current piece.
+// Whether memory of `writer` lies on another device than the current piece.
 bool foreign(uint32_t writer, uintptr_t address) {
     const int here = current_lane->device;
     if (writer == NOBODY || here == HOST || pieces[writer].device == here) return false;
@@ -182,8 +182,8 @@ std::string use(const void* pointer, size_t bytes, bool writes) {
             writer || !writes ? NOBODY : unordered(granule.reader, current_lane->clock);
         const bool is_foreign = foreign(granule.writer, begin);
         if (writer || reader || is_foreign) {
-            const std::string done =
-                (writes ? "writes " : "reads ") + place(begin, bytes) + " on " + current_lane->name;
+            const std::string done = (writes ? "writes " : "reads ") + located(begin, bytes) +
+                                     " on " + current_lane->name;
             if (fault.empty()) {
                 fault = is_foreign ? done + ", which lies on another device"
                                    : explain(done, pieces[writer ? writer : reader],

@@ -1,4 +1,4 @@
-// The arithmetic of the emulated libcublasLt, column-major: exact int8 sums, double sums of floats,
+// Arithmetic of the emulated libcublasLt, column-major: exact int8 sums, double sums of floats,
 // rounded once.
 #pragma once
 
@@ -44,7 +44,7 @@ inline float widened(uint16_t bits) {
 
 // A sum rounded once, half to even, to bfloat16.
 inline uint16_t narrowed(double sum) {
-    // Of the fraction, and the least exponent of a normal number.
+    // Bits of the fraction, and the least exponent of a normal number.
     constexpr int bits = 7, smallest = -126;
     constexpr uint16_t infinity = 0x7F80;
     const uint16_t sign = std::signbit(sum) ? 0x8000 : 0;
@@ -110,8 +110,7 @@ inline void multiply_integers(const Job& job, const int8_t* a, const int8_t* b, 
     }
 }
 
-// The lines over which sums run, one after another: row or column `line` of the operand at [line *
-// k].
+// Copies the rows or columns that sums run along: line `line` at [line * k].
 inline std::vector<double> lines(const char* operand, const Layout& layout, int64_t count,
                                  int64_t k, bool contiguous) {
     std::vector<double> values(static_cast<size_t>(count * k));

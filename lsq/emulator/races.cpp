@@ -1,9 +1,9 @@
-// Finds warps that touch the same byte of shared memory between two barriers, where at least one of
-// them writes, and tells order.h of all other memory.
+// Finds warps that use the same byte of shared memory between two barriers, one of them writing;
+// other memory goes to order.h.
 //
-// Kernels are compiled with -fsanitize=thread, which calls a function before each access to memory;
-// these stand in for those of ThreadSanitizer's library. Within a warp nothing is reported: the
-// order of its lanes shows there.
+// Kernels are compiled with -fsanitize=thread, which calls a function before each access; these
+// replace ThreadSanitizer's library. Nothing is reported within a warp: the order of its lanes
+// shows there.
 #include "races.h"
 
 #include <algorithm>
@@ -23,19 +23,19 @@ namespace emulator {
 namespace {
 
 constexpr uint64_t WARPS = 64, SEVERAL = WARPS - 1;  // of a block there are at most 32
-// And the thread whose copy will write this byte.
+// Or-ed with the thread whose copy will write this byte.
 constexpr uint64_t COPYING = uint64_t{1} << 63;
 
-// Of one byte: WARPS * epoch + the warp that did it last, or SEVERAL; or COPYING. THREADS * fences
-// + the thread that wrote.
+// Last accesses of a byte: WARPS * epoch + warp, or SEVERAL, or COPYING; writer: THREADS * fences +
+// thread.
 struct Accesses {
     uint64_t write, read, writer;
 };
 constexpr uint64_t THREADS = 1024;
 
-uint64_t epoch = 1;  // barriers and blocks so far, in all launches
+uint64_t epoch = 1;                // barriers and blocks so far, in all launches
 std::vector<Accesses> shadows[2];  // of shared memory, static and dynamic
-uint64_t fences[THREADS];  // of each thread so far, in all launches
+uint64_t fences[THREADS];          // of each thread so far, in all launches
 // Multiplications that read a chunk of dynamic shared memory.
 uint32_t readers[LARGEST_SHARED / 16];
 uint64_t all_readers = 0;
@@ -84,14 +84,14 @@ void check_readers(const void* address, size_t size) {
                 waited());
 }
 
-// The accesses to each byte of shared memory in [address, address + size).
+// Calls change(accesses) for each byte of shared memory in [address, address + size).
 template <typename Change>
 void for_shared(const void* address, size_t size, const Change& change) {
-    for (int place = 0; place < 2; ++place) {
+    for (int dynamically = 0; dynamically < 2; ++dynamically) {
         const Memory dynamic = {emulator_dynamic_shared,
                                 emulator_dynamic_shared + launched->shared};
-        const Memory memory = place ? dynamic : launched->static_shared;
-        std::vector<Accesses>& shadow = shadows[place];
+        const Memory memory = dynamically ? dynamic : launched->static_shared;
+        std::vector<Accesses>& shadow = shadows[dynamically];
         const size_t bytes = memory.end - memory.begin;
         const size_t offset = static_cast<const unsigned char*>(address) - memory.begin;
         if (offset >= bytes) continue;
@@ -174,7 +174,7 @@ HOOK emulator_fence_shared() { ++fences[current]; }
 HOOK __tsan_init() {}
 HOOK __tsan_read_range(const void* address, size_t size) { touch(address, size, false, SITE); }
 HOOK __tsan_write_range(const void* address, size_t size) { touch(address, size, true, SITE); }
-// Of whole vectors, which kernels load and store by functions without such calls.
+// Whole vectors, by functions without such calls.
 HOOK emulator_read(const void* address, size_t size, const void* site) {
     touch(address, size, false, site);
 }
@@ -182,8 +182,8 @@ HOOK emulator_write(const void* address, size_t size, const void* site) {
     touch(address, size, true, site);
 }
 
-#define ACCESSES(bytes)                                                                            \
-    HOOK __tsan_read##bytes(const void* address) { touch(address, bytes, false, SITE); }           \
+#define ACCESSES(bytes)                                                                  \
+    HOOK __tsan_read##bytes(const void* address) { touch(address, bytes, false, SITE); } \
     HOOK __tsan_write##bytes(const void* address) { touch(address, bytes, true, SITE); }
 #define UNALIGNED(bytes)                                                                           \
     HOOK __tsan_unaligned_read##bytes(const void* address) { touch(address, bytes, false, SITE); } \

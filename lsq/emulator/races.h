@@ -1,28 +1,32 @@
-// Accesses to shared memory that no barrier orders.
+// Unordered accesses to shared memory, and copies (cp.async) and multiplications (wgmma) under way.
 #pragma once
+
+#include <string>
 
 #include "services.h"
 
 namespace emulator {
 
-// All threads of the block have met at a barrier, or the next block begins: what they do from now
-// on comes after.
+// All threads have met at a barrier, or the next block begins.
 void order_accesses();
 
-// The thread that runs begins a copy to shared memory, by an instruction that stands before `site`:
-// until it ends, nobody may touch that memory. What was copied counts as written by the warp of
-// that thread when the copy ends.
+// The running thread begins a copy to shared memory, by an instruction before `site`: nobody may
+// touch that memory until it ends; then the thread's warp counts as its writer.
 void begin_copy(const void* to, size_t size, const void* site);
 void end_copy(const void* to, size_t size);
 
-// A multiplication of the thread that runs begins to read chunks of 16 bytes of shared memory:
-// until it ends, nobody may write there, and who wrote before has let it see that
-// (emulator_fence_shared). They count as read by the thread's warp in the end.
+// A multiplication of the running thread begins to read 16-byte chunks of shared memory: until it
+// ends nobody may write there, and earlier writers must have called emulator_fence_shared.
 void begin_reading(const void* from, size_t size);
 void end_reading(const void* from, size_t size);
 
-// The block has come to its end: nobody reads, and what it has written the next one finds by
-// mistake.
+// The block ends: nobody reads any more.
 void end_readers();
+
+// Abandons what is under way at the end of a block.
+void abandon_asynchronous();
+
+// Names a warpgroup whose threads have begun different multiplications, or is empty.
+std::string different_multiplications();
 
 }  // namespace emulator

@@ -1,15 +1,17 @@
-#include "scheduler.h"
+#include "threads.h"
+
+#include <pthread.h>
 
 #include <algorithm>
+#include <csignal>
 #include <cstring>
+#include <iterator>
 #include <mutex>
 #include <numeric>
 #include <random>
 #include <vector>
 
-#include "asynchronous.h"
 #include "counters.h"
-#include "crashes.h"
 #include "races.h"
 #include "report.h"
 
@@ -23,13 +25,101 @@ EMULATOR_VISIBLE emulator::Index threadIdx, blockIdx, blockDim, gridDim;
 
 namespace emulator {
 
+volatile std::sig_atomic_t in_kernel = 0;
+
 namespace {
+
+struct Crash {
+    int signal = 0;  // 0: none
+    void* address = nullptr;
+};
+
+// Calls `leave`, which must not return, on a stack of its own for a crash of this thread in a
+// kernel, as long as it lives. Under the sanitizers it does nothing: they report and end the
+// process.
+class CrashGuard {
+public:
+    explicit CrashGuard(void (*leave)(Crash));
+    ~CrashGuard();
+    CrashGuard(const CrashGuard&) = delete;
+    CrashGuard& operator=(const CrashGuard&) = delete;
+};
+
+struct Kind {
+    int signal;
+    const char* words;
+    bool at_address;
+};
+constexpr Kind KINDS[] = {
+    {SIGSEGV, "reads or writes what is not its memory (SIGSEGV)", true},
+    {SIGBUS, "reads or writes what is not its memory (SIGBUS)", true},
+    {SIGFPE, "divides by zero (SIGFPE)", false},
+    {SIGILL, "runs into an illegal instruction, such as __builtin_trap (SIGILL)", false},
+    {SIGTRAP, "runs into a trap (SIGTRAP)", false},
+    {SIGABRT, "calls abort, by an assertion or an exception (SIGABRT)", false},
+};
+
+// "calls abort (SIGABRT)"
+std::string describe(const Crash& crash) {
+    for (const Kind& kind : KINDS) {
+        if (kind.signal != crash.signal) continue;
+        const std::string where = ", at " + hexadecimal(crash.address);
+        return kind.words + (kind.at_address ? where : "");
+    }
+    return "ends by signal " + std::to_string(crash.signal);
+}
+
+#ifdef LSQ_SANITIZE
+
+CrashGuard::CrashGuard(void (*)(Crash)) {}
+CrashGuard::~CrashGuard() = default;
+
+#else
+
+// Only one launch runs at a time, so that there is one of each.
+alignas(64) unsigned char signal_stack[64 * 1024];
+stack_t stack_before;
+struct sigaction before[std::size(KINDS)];
+pthread_t guarded;
+void (*leave_kernel)(Crash);
+
+void handle(int signal, siginfo_t* information, void*) {
+    if (in_kernel && pthread_equal(pthread_self(), guarded)) {
+        in_kernel = 0;
+        leave_kernel({signal, information->si_addr});
+    }
+    for (size_t i = 0; i < std::size(KINDS); ++i) {
+        if (KINDS[i].signal == signal) sigaction(signal, &before[i], nullptr);
+    }
+    raise(signal);
+}
+
+CrashGuard::CrashGuard(void (*leave)(Crash)) {
+    leave_kernel = leave;
+    guarded = pthread_self();
+    stack_t stack = {};
+    stack.ss_sp = signal_stack;
+    stack.ss_size = sizeof signal_stack;
+    sigaltstack(&stack, &stack_before);
+    struct sigaction action = {};
+    action.sa_sigaction = handle;
+    // The handler is left without returning.
+    action.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER;
+    for (size_t i = 0; i < std::size(KINDS); ++i) sigaction(KINDS[i].signal, &action, &before[i]);
+}
+
+CrashGuard::~CrashGuard() {
+    for (size_t i = 0; i < std::size(KINDS); ++i) sigaction(KINDS[i].signal, &before[i], nullptr);
+    sigaltstack(&stack_before, nullptr);
+}
+
+#endif
 
 int chosen_order = 0;
 std::mutex one_launch;
 Crash crash;
 
-// Arranges positions in the chosen order, anew by each call where that is random.
+// Arranges positions in the chosen order; a random one is new in each call.
 class Order {
 public:
     explicit Order(int order) : order_(order), generator_(static_cast<unsigned>(order)) {}
@@ -53,14 +143,14 @@ void thread_main() {
     fibers[current].yield();
 }
 
-// In a signal's handler: ends the launch. Allocates nothing, for what a kernel has overwritten is
-// unknown.
+// Ends the launch, in a signal's handler. Allocates nothing: a kernel may have overwritten
+// anything.
 void leave_crashed(Crash found) {
     crash = found;
     fibers[current].yield();
 }
 
-// Gives the lanes of a collective their results once all of them have arrived.
+// Finishes a collective once all of its lanes have arrived.
 void try_collective(unsigned arrived) {
     const unsigned warp = arrived / WARP * WARP;
     const uint32_t mask = threads[arrived].mask;
@@ -120,7 +210,7 @@ std::string describe_waits() {
     return text;
 }
 
-// Runs the threads of a warp until all of them wait or have finished. False after a fault.
+// Runs a warp until all threads wait or have finished. False after a fault.
 bool run_warp(unsigned warp, Order& order, std::vector<unsigned>& lanes) {
     const unsigned first = warp * WARP;
     const size_t count = std::min<size_t>(WARP, threads.size() - first);
@@ -150,8 +240,7 @@ bool run_warp(unsigned warp, Order& order, std::vector<unsigned>& lanes) {
     return true;
 }
 
-// All threads wait or have finished: lets them pass a barrier that all have reached. False after a
-// fault.
+// Lets all threads pass the barrier that they have reached. False after a fault.
 bool pass_barrier() {
     const Site site = threads.front().site;
     for (const Thread& thread : threads) {
@@ -173,12 +262,11 @@ bool pass_barrier() {
     return true;
 }
 
-// Fills shared memory with bytes that are NaN as floats, so that reads of what nobody wrote show.
+// Fills shared memory with NaN, so that reads of unwritten memory show.
 void clear_shared() {
     std::memset(emulator_dynamic_shared, 0xff, launched->shared);
 #ifdef LSQ_SANITIZE
-    // Red zones lie between the variables: a plain memset would be reported. volatile keeps this
-    // from becoming one.
+    // Red zones lie between variables: memset would be reported; volatile avoids one.
     const Memory memory = launched->static_shared;
     [memory]() __attribute__((no_sanitize("address", "undefined"))) {
         for (volatile unsigned char* byte = memory.begin; byte != memory.end; ++byte) *byte = 0xff;

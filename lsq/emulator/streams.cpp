@@ -20,7 +20,7 @@ struct Graph {
     size_t branches = 1;
 };
 
-// Records what is submitted to its streams as a graph.
+// Records work of its streams as a graph.
 struct Capture {
     Stream* origin;
     int mode;
@@ -42,7 +42,7 @@ struct Event {
     bool recorded = false;
     Clock clock;
 
-    // Recorded in a captured stream: the capture, and the nodes that it stands behind.
+    // The capture of its stream, and the nodes before it.
     std::shared_ptr<Capture> capture;
     std::vector<size_t> last;
 };
@@ -89,7 +89,7 @@ Stream& null_stream(Context& context) {
     return *context.null_stream;
 }
 
-// The streams of a context, its null stream among them.
+// All streams of a context.
 std::vector<Stream*> streams_of(Context& context) {
     std::vector<Stream*> found = {&null_stream(context)};
     for (const auto& [handle, stream] : streams) {
@@ -98,7 +98,6 @@ std::vector<Stream*> streams_of(Context& context) {
     return found;
 }
 
-// Ends a capture, of which nothing can come any more.
 [[noreturn]] void invalidate(Capture& capture, Result result, const std::string& message) {
     capture.fault = message;
     fail(result, message);
@@ -120,7 +119,7 @@ void refuse_captured(Stream& stream, const std::string& call) {
                       call + " is not allowed for " + stream.lane.name + ", which is captured");
 }
 
-// The host learns that the work of a stream is over.
+// The host waits for a stream.
 void wait_for(Stream& stream, const char* call) {
     refuse_captured(stream, call);
     order_behind_others(stream);
@@ -140,7 +139,7 @@ void record(Stream& stream, const std::string& what, const Work& work) {
     stream.last = {capture.graph.nodes.size() - 1};
 }
 
-// Lets a stream wait for an event, one of which is captured.
+// A stream waits for an event; one of both is captured.
 void wait_in_capture(Stream& stream, const Event& event) {
     if (!event.capture) {
         if (!event.recorded) return;
@@ -168,7 +167,7 @@ void wait_in_capture(Stream& stream, const Event& event) {
     stream.last.assign(last.begin(), last.end());
 }
 
-// A stream of the capture whose work the origin has not waited for; null: none.
+// A stream of the capture that the origin has not waited for, or null.
 const Stream* unjoined(const Capture& capture) {
     std::set<size_t> joined(capture.origin->last.begin(), capture.origin->last.end());
     for (size_t i = capture.graph.nodes.size(); i-- > 0;) {
@@ -192,7 +191,7 @@ void leave(const std::shared_ptr<Capture>& capture) {
     captures.erase(std::remove(captures.begin(), captures.end(), capture), captures.end());
 }
 
-// Runs the nodes in the order of their capture. All come after `clock`, which then comes after all.
+// Runs the nodes in the order of their capture, between the old and the new `clock`.
 void run(Executable& executable, Clock& clock) {
     std::vector<Clock> ends;
     join(clock, executable.clock);

@@ -1,5 +1,4 @@
-// Streams, events, captures and graphs. Submitted work has finished when submit() returns; order.h
-// keeps what streams and events order.
+// Streams, events, captures and graphs. submit() returns after the work; order.h keeps its order.
 #pragma once
 
 #include <functional>
@@ -24,34 +23,32 @@ struct Stream {
     bool blocking;  // waits for the null stream, and the null stream for it
     Lane lane;
 
-    // While it is captured: the capture, its branch of the graph, and the nodes that its next node
-    // comes after.
+    // While captured: the capture, its branch of the graph, and the last nodes.
     std::shared_ptr<Capture> capture;
     size_t branch = 0;
     std::vector<size_t> last;
 };
 
-// Finds a stream by its handle; 0 and 1 are the null stream of the current context. Fails where the
-// stream belongs to another context.
+// Finds a stream of the current context; 0 and 1 are its null stream.
 Stream& find_stream(const void* handle);
 
-// Does the work, or records it where the stream is captured.
+// Does the work, or records it if the stream is captured.
 void submit(Stream& stream, const std::string& what, const Work& work);
 
 // Does the work in a lane, never in a graph.
 void perform(Lane& lane, const std::string& what, const Work& work);
 
-// Orders a stream's next work behind what the host knows, and behind the null stream or the
-// blocking ones.
+// Orders a stream's next work behind the host's knowledge, and the null stream or the blocking
+// ones.
 void order_behind_others(Stream& stream);
 
 // The host waits for all streams of a context.
 void synchronize(Context& context);
 
-// Fails where the stream is captured, and ends that capture.
+// Fails if the stream is captured, and ends that capture.
 void refuse_in_capture(Stream& stream, Result result, const std::string& message);
 
-// Fails where a capture forbids calls that may wait for the device, and ends that capture.
+// Fails and ends the capture if one forbids calls that may wait for the device.
 void refuse_unsafe(const char* call);
 
 }  // namespace emulator

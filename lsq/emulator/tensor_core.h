@@ -1,8 +1,7 @@
-// The instructions of tensor cores, and those that bring their operands, as functions;
-// kernels/tensor_core.cuh names them.
+// Instructions of tensor cores and of their operands' loads, as functions for tensor_core.cuh.
 //
-// Layouts are those of "Warp Level Matrix Multiply-Accumulate Instructions" in NVIDIA's PTX ISA. A
-// lane's position in a fragment: group = lane / 4, part = lane % 4.
+// Layouts are those of "Warp Level Matrix Multiply-Accumulate Instructions" in NVIDIA's PTX ISA,
+// with group = lane / 4, part = lane % 4.
 #pragma once
 
 #include <cstdint>
@@ -59,7 +58,7 @@ struct SparseMultiplication {
     int32_t sums[4];
 };
 
-// Of stored byte k of a row, group k / 2 of four columns has the place; the smaller one of a group
+// Stored byte k of a row has its index in group k / 2 of four columns; a group's smaller index
 // comes first.
 EMULATOR_TOGETHER inline void multiply_sparse_bytes(void* const* operands) {
     const auto of = [operands](int lane) {
@@ -70,9 +69,9 @@ EMULATOR_TOGETHER inline void multiply_sparse_bytes(void* const* operands) {
             int64_t sum = 0;
             for (int k = 0; k < 32; ++k) {
                 const uint32_t kept = of(row % 8 * 4 + row / 8 + k / 16 * 2)->kept;
-                const int place = k / 2 * 4 + (kept >> k % 16 * 2 & 3);
+                const int index = k / 2 * 4 + (kept >> k % 16 * 2 & 3);
                 sum += byte_of(of(row % 8 * 4 + k / 4 % 4)->a + row / 8, 2, k) *
-                       byte_of(of(column * 4 + place / 4 % 4)->b, 1, place);
+                       byte_of(of(column * 4 + index / 4 % 4)->b, 1, index);
             }
             int32_t& found = of(row % 8 * 4 + column / 2)->sums[row / 8 * 2 + column % 2];
             found = static_cast<int32_t>(static_cast<uint32_t>(found) + static_cast<uint32_t>(sum));
@@ -152,14 +151,13 @@ EMULATOR_TOGETHER inline void emulator_multiply(
 }
 
 // mma.sp::ordered_metadata.sync.aligned.m16n8k64.row.col.s32.s8.s8.s32: sums [16, 8] += a [16, 64],
-// of which 32 columns are stored, times b [8, 64] transposed. An order of places that the
-// instruction does not take ends the launch.
+// of which 32 columns are stored, times b [8, 64] transposed. Unordered indices end the launch.
 EMULATOR_TOGETHER inline void emulator_multiply_sparse(
     int32_t (&sums)[4], const uint32_t (&a)[4], const uint32_t (&b)[4], uint32_t kept,
     emulator::Site site = {__builtin_FILE(), __builtin_LINE()}) {
     for (int group = 0; group < 8; ++group) {
-        const uint32_t places = kept >> 4 * group;
-        if ((places & 3) >= (places >> 2 & 3)) emulator_unordered(places & 15, site);
+        const uint32_t indices = kept >> 4 * group;
+        if ((indices & 3) >= (indices >> 2 & 3)) emulator_unordered(indices & 15, site);
     }
     emulator::SparseMultiplication operands = {{a[0], a[1], a[2], a[3]},
                                                {b[0], b[1], b[2], b[3]},

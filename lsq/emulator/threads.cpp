@@ -2,7 +2,6 @@
 
 #include <algorithm>
 
-#include "crashes.h"
 #include "report.h"
 
 alignas(1024) unsigned char emulator_dynamic_shared[emulator::LARGEST_SHARED];
@@ -108,9 +107,9 @@ void emulator_misaligned(const void* address, size_t alignment, Site site) {
                 "), which is not aligned to " + std::to_string(alignment) + " bytes");
 }
 
-void emulator_unordered(uint32_t places, Site site) {
-    fail_thread("gives mma.sp (" + describe(site) + ") the places " + std::to_string(places & 3) +
-                " and " + std::to_string(places >> 2) +
+void emulator_unordered(uint32_t indices, Site site) {
+    fail_thread("gives mma.sp (" + describe(site) + ") the places " + std::to_string(indices & 3) +
+                " and " + std::to_string(indices >> 2) +
                 " of a group, of which the first must be the smaller");
 }
 

@@ -1,7 +1,7 @@
-// The threads of the block that runs: fibers, of which one runs at a time, and what a kernel's
-// thread can do: wait, meet others, fail.
+// Threads of the running block: fibers, one at a time, that wait, meet others and fail.
 #pragma once
 
+#include <csignal>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -33,27 +33,30 @@ struct Thread {
     Index index;
     State state;
 
-    // What it waits for, and where.
+    // Its wait.
     const char* operation;
     Site site;
 
-    // In a collective: what it brings and what it gets.
+    // Its collective's operands and result.
     Collective kind;
     uint32_t mask, value, source, result;
     void (*together)(void* const* operands);
     void* operands;
 };
 
-// The launch that runs, of which there is one at a time; the scheduler sets all this.
+// The only running launch, as the scheduler sets it.
 extern const Launch* launched;
 extern std::vector<Thread> threads;
 extern Fiber fibers[1024];  // of the threads; their stacks are kept from launch to launch
 extern unsigned current;    // the number in its block of the thread that runs
 extern std::string fault;   // that ended the launch
 
+// Whether the thread that launches is in a kernel now.
+extern volatile std::sig_atomic_t in_kernel;
+
 inline unsigned running_warp() { return current / WARP; }
 
-// Whether an address lies in the block's shared memory, static or dynamic.
+// Whether an address lies in the block's shared memory.
 inline bool in_shared(const void* address) {
     const uintptr_t at = reinterpret_cast<uintptr_t>(address);
     const Memory fixed = launched->static_shared;
@@ -62,17 +65,24 @@ inline bool in_shared(const void* address) {
            at - reinterpret_cast<uintptr_t>(emulator_dynamic_shared) < launched->shared;
 }
 
-// Whether an address lies on the stack of the thread that runs.
+// Whether an address lies on the running thread's stack.
 inline bool on_stack(const void* address) { return fibers[current].holds(address); }
 
 // "thread (3, 0, 0)"
 std::string describe(const Thread& thread);
 std::string describe(Index index);
 
-// Within a thread of a kernel: ends the launch.
+// Ends the launch, from a thread of a kernel.
 [[noreturn]] void fail_thread(const std::string& message);
 
-// Within such a thread: where it waited last, in words; empty if nowhere.
+// The running thread's last wait in words, or empty.
 std::string waited();
+
+// Sets the order of blocks, warps and lanes. 0: forward, 1: backward, others: random with that
+// seed. A warp runs until all its threads wait or have finished, so that a missing barrier shows.
+void set_order(int order);
+
+// Runs a launch: blocks of 1 to 1024 threads, at least one block. -> its fault, or empty
+std::string run(const Launch& launch);
 
 }  // namespace emulator

@@ -222,11 +222,8 @@ def place(buffers: Sequence[Buffer], order: Sequence[int], fixed: Mapping[int, i
     if not loader.available():
         return reference(buffers, order, fixed)
     numbers = {"dtype": torch.int64, "device": "cpu"}  # whatever torch.set_default_device says
-    indices, limit = torch.tensor(order, **numbers), torch.tensor([LARGEST], **numbers)
-    offsets, segments = torch.zeros(2, len(buffers), **numbers)
-    rows, used = table(buffers, fixed), torch.zeros(1, **numbers)
-    # lsq/csrc/cpu/planner.cpp can fill several segments: here one, rounded to 1 byte
-    loader.call("lsq_place", rows, indices, len(order), limit, 1, 1, offsets, segments, used)
+    indices, offsets = torch.tensor(order, **numbers), torch.zeros(len(buffers), **numbers)
+    loader.call("lsq_best_fit", table(buffers, fixed), indices, len(order), offsets)
     return offsets.tolist()
 
 
@@ -250,7 +247,7 @@ def reference(
 
 
 def table(buffers: Sequence[Buffer], fixed: Mapping[int, int]) -> torch.Tensor:
-    """int64 [n, 5], which C++ reads as struct Buffer of lsq/csrc/cpu/planner.h."""
+    """int64 [n, 5], which C++ reads as struct Buffer of lsq/csrc/cpu/planner.cpp."""
     rows = [
         (each.size, each.first, each.last, each.alignment, fixed.get(i, NO_OFFSET))
         for i, each in enumerate(buffers)

@@ -1,7 +1,7 @@
 """The exact search of `plan`: which capacities to try, in which orders, and for how long.
 
 The search itself, depth first after Moffitt 2023 (MiniMalloc, ASPLOS), is C++:
-lsq/csrc/cpu/planner_search.cpp. Its time depends on the order in which it tries buffers, with a
+lsq/csrc/cpu/planner.cpp. Its time depends on the order in which it tries buffers, with a
 heavy tail; so it restarts with other orders, each time with a larger budget.
 """
 

@@ -9,7 +9,7 @@ error reaches the gradient of z through one inner product of a row alone, and th
 errors of codes reach any weight's.
 
 LayerNorm: Ba et al. 2016, biased variance. RMSNorm: Zhang and Sennrich 2019, without mean and bias.
-M rows, H columns. Loops and kernels do what is said of sums in residual_sum.h and residual_sum.cuh.
+M rows, H columns.
 """
 
 from __future__ import annotations

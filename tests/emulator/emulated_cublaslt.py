@@ -32,5 +32,5 @@ def emulated() -> Emulated:
 
 
 def split_of(algorithm: bytes) -> int:
-    """Parts of K that an algorithm of the emulated library adds up (product_rules.h)."""
+    """Parts of K that an algorithm of the emulated library adds up (products.cpp)."""
     return int.from_bytes(algorithm[12:16], "little")

@@ -19,7 +19,6 @@ struct Step {
         : size(op.numbers[0]), first(op.numbers[1]), second(op.numbers[2]), epsilon(op.numbers[3]),
           decay(op.numbers[4]), factor(op.gradient_factor[0]) {}
 
-    // Elements [begin, end).
     void apply(const Adam& op, int64_t begin, int64_t end) const {
         if (op.limited) {
             const float lowest = op.lowest, highest = op.highest;
@@ -53,7 +52,7 @@ private:
     }
 };
 
-// Codes of row `row` of the new weight. -> whether a value was NaN
+// Rounds row `row` of the new weight -> whether a value was NaN.
 bool round_weight_row(const Adam& op, int64_t row) {
     const int64_t n = op.columns;
     const float* x = op.new_weight + row * n;
@@ -107,12 +106,11 @@ LSQ_OPERATION(Adam, op) {
     }
 }
 
-// The sum of the squares of x [n], by as many sums side by side whatever the processor and the
-// number of threads.
+// Sum of squares of x [n]; neither the processor nor the number of threads changes a bit.
 LSQ_EXPORT void lsq_sum_of_squares(const float* x, int64_t n, double* sum) {
     constexpr int64_t kSums = 64;
     const int64_t runs = (n + kFewValues - 1) / kFewValues;
-    std::vector<double> found(runs);
+    std::vector<double> of_runs(runs);
 #pragma omp parallel for schedule(static) if (runs > 1)
     for (int64_t run = 0; run < runs; ++run) {
         const float* from = x + run * kFewValues;
@@ -124,7 +122,7 @@ LSQ_EXPORT void lsq_sum_of_squares(const float* x, int64_t n, double* sum) {
             for (int64_t j = 0; j < kSums; ++j) sums[j] += from[i + j] * from[i + j];
         }
         for (int64_t i = whole; i < count; ++i) sums[i - whole] += from[i] * from[i];
-        found[run] = std::accumulate(sums, sums + kSums, 0.0);
+        of_runs[run] = std::accumulate(sums, sums + kSums, 0.0);
     }
-    *sum = std::accumulate(found.begin(), found.end(), 0.0);
+    *sum = std::accumulate(of_runs.begin(), of_runs.end(), 0.0);
 }

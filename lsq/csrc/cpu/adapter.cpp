@@ -1,4 +1,4 @@
-// What adapters read of a product's input, and what goes back to it.
+// The input of adapters, and its gradient.
 #include "loops.h"
 
 using namespace lsq;
@@ -9,10 +9,7 @@ LSQ_OPERATION(AdapterInput, op) {
     for_rows(op.rows, n, [&](int64_t row, Scratch& scratch) {
         float* values = op.values + row * n;
         if (coded.codes) {
-            const int8_t* codes = coded.codes + row * n;
-            const float scale = coded.scale[coded.by_row ? row : 0];
-#pragma omp simd
-            for (int64_t i = 0; i < n; ++i) values[i] = static_cast<float>(codes[i]) * scale;
+            decode(coded.codes + row * n, n, coded.scale[coded.by_row ? row : 0], values);
         } else {
             std::memcpy(values, op.x.floats + row * n, n * sizeof(float));
         }
@@ -27,11 +24,7 @@ LSQ_OPERATION(AdapterInputGradient, op) {
         float* dx = op.dx + row * n;
         std::memcpy(dx, op.gradient + row * n, n * sizeof(float));
         apply(op.dropout, row * n, n, dx, scratch.words.data());
-        if (op.added) {
-            const float* added = op.added + row * n;
-#pragma omp simd
-            for (int64_t i = 0; i < n; ++i) dx[i] += added[i];
-        }
+        if (op.added) add_to(op.added + row * n, n, dx);
         return 0;
     });
 }

@@ -1,8 +1,9 @@
-// Vectors of numbers that begin at a cache line, so that no wide register of them is read from two
-// or written to two.
+// Memory that begins at a cache line, so that no wide register is read from two lines.
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
+#include <memory>
 #include <new>
 #include <vector>
 
@@ -27,5 +28,32 @@ struct AlignedAllocator {
 
 template <class T>
 using Aligned = std::vector<T, AlignedAllocator<T>>;
+
+// Grows, and is not cleared. A thread keeps its own from product to product: the system clears
+// pages of fresh memory.
+template <class T>
+class Kept {
+public:
+    T* get() const { return data_.get(); }
+    T* at_least(int64_t count) {
+        if (count > count_) {
+            data_.reset();
+            data_.reset(AlignedAllocator<T>().allocate(count));
+            count_ = count;
+        }
+        return get();
+    }
+
+private:
+    struct Free {
+        void operator()(T* data) const { AlignedAllocator<T>().deallocate(data, 0); }
+    };
+    std::unique_ptr<T, Free> data_;
+    int64_t count_ = 0;
+};
+
+struct AlignedFloats : Kept<float> {
+    explicit AlignedFloats(int64_t n) { at_least(n); }
+};
 
 }  // namespace lsq

@@ -1,11 +1,11 @@
-// Keys and values of one more step behind those of the steps before.
+// Appends the keys and values of a step to those of the steps before.
 #include "rows.h"
 
 using namespace lsq;
 
 namespace {
 
-// `past` values of each sentence and `step` more.
+// Each sentence has `past` values, and gets `step` more.
 template <class T>
 void append(int64_t batch, int64_t past, int64_t step, const T* before, const T* now, T* out) {
 #pragma omp parallel for schedule(static)

@@ -1,5 +1,5 @@
-// Attention over packed rows, with a running maximum and sum (FlashAttention-2, Dao 2023);
-// lsq/ops/attention.py is the reference.
+// Attention over packed sequences (FlashAttention-2, Dao 2023); lsq/ops/attention.py is the
+// reference.
 #include "attention_codes.h"
 
 using namespace lsq;
@@ -8,7 +8,7 @@ namespace {
 
 constexpr int64_t kFew = 4 * kUnit;  // keys whose probabilities stay in the first cache
 
-// By products of floats.
+// Multiplies floats.
 template <class Products>
 class ForwardWorker : Worker<Products> {
     using Base = Worker<Products>;
@@ -36,7 +36,7 @@ public:
     }
 
 private:
-    // Adds what the block's keys make of the context.
+    // Adds the block's keys to the context.
     void add(const Block& block) {
         this->multiply_keys(block);
         for (int64_t i = 0; i < block.queries; ++i) {
@@ -53,8 +53,7 @@ private:
         }
     }
 
-    // The largest score of the block's query `i`. Where it is a new one, what was summed before
-    // shrinks.
+    // Updates the largest score of query `i` of the block; a new one shrinks the context so far.
     void find_largest(const Block& block, int64_t i) {
         const float* x = scores_.get() + i * given_.wide;
         const int64_t query = block.query + i;
@@ -70,14 +69,14 @@ private:
         largest_[query] = largest;
     }
 
-    // Products of the block's query `i` and so many keys of the block -> exp(score - largest) after
-    // dropout, 0 for keys that are not seen.
+    // Products of query `i` and `keys` keys from `first` on -> exp(score - largest) after dropout,
+    // 0 for hidden keys.
     void softmax(const Block& block, int64_t i, int64_t first, int64_t keys) {
         const float* x = scores_.get() + i * given_.wide + first;
         const int64_t n = std::clamp<int64_t>(block.seen(i) - first, 0, keys),
                       query = block.query + i;
         this->draw(block, i, first, n);
-        // Of a query that has seen no key of its window yet.
+        // A query may have seen no key of its window yet.
         const float least = std::numeric_limits<float>::lowest();
         const float largest =
             block.pair.window ? std::max(largest_[query], least) : largest_[query];
@@ -86,7 +85,7 @@ private:
         Lanes sum = to;
         const auto kept = this->kept();
         const auto row = probabilities_.row(i);
-        const auto one = [&](int64_t j) {
+        const auto vector_at = [&](int64_t j) {
             if (j >= n) return Lanes{};
             const Lanes all = bounded_exponential(lanes_at(x + j) * factor - base);
             const Lanes p = j + kLanes <= n ? all : first_lanes(all, n - j, 0.0f);
@@ -94,8 +93,8 @@ private:
             return kept(j, p);
         };
         for (int64_t j = 0; j < whole_units(keys); j += 2 * kLanes) {
-            const Lanes low = one(j);
-            row.put(j, low, one(j + kLanes));
+            const Lanes low = vector_at(j);
+            row.put(j, low, vector_at(j + kLanes));
         }
         to = sum;
     }
@@ -106,7 +105,7 @@ private:
     typename Products::template Right<false> values_;
 };
 
-// Rounds n numbers, whichever rows they make.
+// Rounds n numbers, across rows.
 Magnitude round_all(const Coded& coded, int64_t n, const float* x) {
     constexpr int64_t kChunk = 1024;
     return for_rows((n + kChunk - 1) / kChunk, kChunk, [&](int64_t chunk, Scratch& scratch) {
@@ -150,7 +149,7 @@ Magnitude attend(const Attention& op, float* rows) {
 
 LSQ_OPERATION(Attention, op) {
     const int64_t width = op.heads.width, size = op.heads.rows * op.heads.count * width;
-    // Heads do not begin at bytes of the clipped bits.
+    // If heads do not begin at whole bytes of the clipped bits, rounding waits for whole rows.
     const bool afterwards = op.rounded.codes && width % 8;
     std::vector<float> waiting(afterwards && !op.out ? size : 0);
     float* rows = afterwards && !op.out ? waiting.data() : op.out;
@@ -159,7 +158,7 @@ LSQ_OPERATION(Attention, op) {
     finish(op.rounded, largest);
 }
 
-// Until the next call attention uses none that are faster than those, numbered as in tiles.h.
+// Limits attention to these instructions (numbers of tiles.h) and slower ones, until the next call.
 LSQ_EXPORT void lsq_limit_attention(int64_t instructions) {
     fastest_allowed = static_cast<Instructions>(instructions);
 }

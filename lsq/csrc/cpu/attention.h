@@ -1,9 +1,9 @@
-// What attention's forward and backward loops share: who computes what, and how operands are read.
+// Blocks, operands and dropout of attention's forward and backward loops.
 //
-// A pair of a sentence and a head, or in the backward pass all heads that read the same keys, is
-// one thread's: it takes up to kKeyBlock keys at a time, and of the queries that see them
-// kQueryBlock, so that both fit a core's caches. T queries, S keys, D columns of a head. Matrices
-// in scratch are whole units (see products.h).
+// A thread takes a pair of a sentence and a head (in the backward pass all heads that read the same
+// keys): up to kKeyBlock keys at a time, and kQueryBlock of the queries that see them, so that both
+// fit a core's caches. T queries, S keys, D columns of a head. Matrices in scratch are whole units
+// (products.h).
 #pragma once
 
 #include <atomic>
@@ -15,24 +15,24 @@
 
 namespace lsq {
 
-// Numbers behind the keys of a row, lest all rows share a few lines of the cache.
+// Padding of a row of keys, lest all rows share a few lines of the cache.
 constexpr int64_t kSkew = 16;
 constexpr int64_t kQueryBlock = kUnit, kKeyBlock = 512;  // at a time
-// Keys of a sentence that are one block going backward: with more blocks than one, all
-// probabilities are made twice.
+// The backward pass takes up to so many keys as one block: more blocks compute all probabilities
+// twice.
 constexpr int64_t kBackwardKeys = 1024;
 
-// One of q, k and v: codes, or floats where there are no codes.
+// q, k or v: codes, or floats.
 struct Operand : Projected {
     bool coded() const { return rows.coded.codes; }
     float scale() const { return coded() ? rows.coded.scale[0] : 1.0f; }
 
-    // Rows [first, first + count) of columns [at, at + width), of codes.
+    // Rows [first, first + count) of columns [at, at + width) of the codes.
     Window<int8_t> codes(int64_t first, int64_t count, int64_t at, int64_t width) const {
         return {rows.coded.codes + first * columns + column + at, columns, count, width};
     }
 
-    // The same -> body(Window), of either.
+    // Calls body(Window) with those rows of codes or floats.
     template <class Body>
     void window(int64_t first, int64_t count, int64_t at, int64_t width, const Body& body) const {
         if (coded()) {
@@ -43,14 +43,13 @@ struct Operand : Projected {
     }
 };
 
-// A pair of a sentence and a head, with those behind it. Rows behind all sentences are one sentence
-// more, without keys.
+// A sentence and a head. Rows behind all sentences are one more sentence, without keys.
 struct Pair {
     int64_t head, first, queries, first_key, keys;
     bool causal;
     int64_t window, block;  // keys that a query sees, 0 for all; keys at a time
 
-    // Up to `together` keys are one block.
+    // Up to `together` keys form one block.
     Pair(const Heads& heads, int64_t sentence, int64_t head, int64_t together)
         : head(head), causal(heads.causal), window(heads.window) {
         const bool behind = sentence == heads.sentences;
@@ -61,16 +60,15 @@ struct Pair {
         block = window ? std::min(kKeyBlock, whole_units(window)) : most;
     }
 
-    // Keys of a block that begins with `key`.
     int64_t keys_from(int64_t key) const { return std::min(block, keys - key); }
 
-    // Of the keys, how many stand before those that a query sees.
+    // Number of keys before the window of a query.
     int64_t before(int64_t query) const {
         return window ? std::max<int64_t>(query + 1 + keys - queries - window, 0) : 0;
     }
 };
 
-// Some queries of a pair, and some keys of which the last of these queries sees all.
+// Some queries of a pair, and keys up to the last one that the last of these queries sees.
 struct Block {
     const Pair& pair;
     int64_t query, queries, key, keys;  // first of each, within the sentence, and how many
@@ -83,33 +81,33 @@ struct Block {
     }
 
     bool opens() const { return key == opening; }
-    // The first keys meet their queries even if there are none.
+    // The first block counts even without keys.
     bool meets() const { return opens() || (key > opening && keys); }
 
-    // Of these keys, how many its query `i` sees.
+    // Number of these keys that query `i` sees, from the first on.
     int64_t seen(int64_t i) const {
         if (!pair.causal) return keys;
         return std::clamp<int64_t>(query + i + 1 + pair.keys - pair.queries - key, 0, keys);
     }
-    // Of those, how many stand before the ones that it sees.
+    // Number of these keys before the window of query `i`.
     int64_t hidden(int64_t i) const {
         return std::clamp<int64_t>(pair.before(query + i) - key, 0, keys);
     }
     int64_t row() const { return pair.first + query; }  // of the first query
 };
 
-// What both passes make of the heads that they read.
+// Sizes and order of work of both passes.
 struct Case {
     const Heads& heads;
     int64_t each, together;  // heads of queries that a pair has; keys that are one block
     Operand q, k, v;
-    float share, factor;  // what a score has of a product; the same of a product of codes
-    std::vector<float> biases;   // [N, distances]
-    int64_t stride;       // of rows of a head in scratch
-    int64_t queries;      // of the longest sentence
-    int64_t keys;         // of the longest block of keys
-    int64_t wide;         // of rows of scores
-    Blocks groups;        // of sentences, with the rows behind all of them as the last sentence
+    float share, factor;        // from products to scores: of values, of codes
+    std::vector<float> biases;  // [N, distances]
+    int64_t stride;             // of rows of a head in scratch
+    int64_t queries;            // of the longest sentence
+    int64_t keys;               // of the longest block of keys
+    int64_t wide;               // of rows of scores
+    Blocks groups;  // of sentences, with the rows behind all of them as the last sentence
     std::vector<int64_t> order;  // pairs, group after group, those with the most work first
 
     explicit Case(const Heads& heads, int64_t each = 1, int64_t together = kKeyBlock)
@@ -143,7 +141,7 @@ struct Case {
     }
 
     bool coded() const { return q.coded() && k.coded() && v.coded(); }
-    // What products are multiplied by once biases are added.
+    // The factor of scores that is left after add_bias.
     float left_factor() const { return biases.empty() ? factor : 1.0f; }
     Pair pair(int64_t number) const {
         const int64_t of_sentence = heads.count / each;
@@ -154,24 +152,22 @@ struct Case {
     }
     int64_t group_of(int64_t number) const { return number * each / heads.count / groups.size; }
 
-    // The same for the keys from the block's first on.
     int64_t wide_of(const Block& block) const {
         return whole_units(block.pair.keys_from(block.key)) + kSkew;
     }
 };
 
-// What one thread has, whatever it multiplies by.
+// Reads operands and draws dropout on one thread.
 class PairWorker {
 protected:
     explicit PairWorker(const Case& given)
         : given_(given), heads_(given.heads), words_(given.keys + kPhiloxWords) {}
 
-    // Where a head's columns begin: of queries, and of the keys and values that they read.
+    // First column of a head: of queries, and of the keys and values that they read.
     int64_t column(const Pair& pair) const { return pair.head * heads_.width; }
     int64_t key_column(const Pair& pair) const { return pair.head / heads_.group * heads_.width; }
 
-    // Rows of an operand -> body(Window): the block's queries, and all keys or values from the
-    // block's first on.
+    // Calls body(Window): the block's queries, or all keys or values from the block's first on.
     template <class Body>
     void queries(const Operand& from, const Block& block, const Body& body) const {
         from.window(block.row(), block.queries, column(block.pair), heads_.width, body);
@@ -183,15 +179,15 @@ protected:
                     heads_.width, body);
     }
 
-    // Calls body(block) for all that there are to see, keys after keys, and for each of the pair's
-    // heads. Before, begin(block) for each block of keys, and end(block) after it.
+    // Calls begin(block) for each block of keys, body(block) for the queries of all heads that see
+    // some of them, and end(block).
     template <class Begin, class Body, class End>
     void for_blocks(const Pair& pair, const Begin& begin, const Body& body, const End& end) const {
         for (int64_t key = 0; key == 0 || key < pair.keys; key += pair.block) {
             begin(Block(pair, 0, key));
-            for (Pair one = pair; one.head < pair.head + given_.each; ++one.head) {
-                for (int64_t query = 0; query < one.queries; query += kQueryBlock) {
-                    const Block block(one, query, key);
+            for (Pair of_head = pair; of_head.head < pair.head + given_.each; ++of_head.head) {
+                for (int64_t query = 0; query < pair.queries; query += kQueryBlock) {
+                    const Block block(of_head, query, key);
                     if (block.meets()) body(block);
                 }
             }
@@ -199,8 +195,8 @@ protected:
         }
     }
 
-    // Calls work(j, place) for each key j of the block's query `i`: the index of its bias among
-    // those of a head.
+    // Calls work(j, index) for each key j of query `i`, with the index of its bias among those of a
+    // head.
     template <class Work>
     void distances(const Block& block, int64_t i, const Work& work) const {
         const int64_t limit = heads_.bias.distances / 2;
@@ -209,24 +205,22 @@ protected:
             work(j, std::clamp(first + j, -limit, limit) + limit);
     }
 
-    // Products of the block's query `i` and its keys -> scores, where there are biases.
+    // Turns products of query `i` into scores, if there are biases.
     void add_bias(const Block& block, int64_t i, float* row) const {
         if (given_.biases.empty()) return;
         const float* bias = given_.biases.data() + block.pair.head * heads_.bias.distances;
         const float factor = given_.factor;
         distances(block, i,
-                  [=](int64_t j, int64_t place) { row[j] = row[j] * factor + bias[place]; });
+                  [=](int64_t j, int64_t index) { row[j] = row[j] * factor + bias[index]; });
     }
 
-    // Where a row of scores has keys that stand before a window, puts a number there that no
-    // softmax sees.
+    // Overwrites the scores of keys before the window.
     static void hide(const Block& block, int64_t i, float* row, float number) {
         if (block.pair.window) std::fill_n(row, block.hidden(i), number);
     }
 
-    // Draws random words for the block's query `i` and n keys of the block from `first` on. Of few
-    // keys the words of two queries are drawn together, for an even `i`; all queries are asked for,
-    // in order.
+    // Draws random words for query `i` and n keys from `first` on. For few keys an even `i` draws
+    // those of i + 1, too; queries come in order.
     void draw(const Block& block, int64_t i, int64_t first, int64_t n) {
         constexpr int64_t kHalf = kPhiloxWords / 2;
         const Dropout& dropout = heads_.dropout;
@@ -247,8 +241,7 @@ protected:
         }
     }
 
-    // Dropout by the words that were drawn last, from `j` on; what is kept is still to be
-    // multiplied by keep().
+    // Applies the words that were drawn last, from `j` on; the caller still multiplies by keep().
     struct Kept {
         const uint32_t* drawn;
         uint32_t threshold;
@@ -266,7 +259,7 @@ protected:
     const uint32_t* drawn_ = nullptr;
 };
 
-// What one thread has that multiplies floats. Products: FloatProducts or what has its interface.
+// Multiplies queries with keys on one thread. Products: FloatProducts or its like.
 template <class Products>
 class Worker : public PairWorker {
 public:
@@ -280,7 +273,6 @@ protected:
         keys(given_.k, block, [&](auto k) { key_columns_.take(k, k.rows, heads_.width); });
     }
 
-    // The block's queries times its keys.
     void multiply_keys(const Block& block) {
         queries(given_.q, block, [&](auto q) { query_rows_.take(q, q.rows, heads_.width); });
         Products::multiply(query_rows_, key_columns_, block.queries, block.keys, heads_.width,
@@ -301,7 +293,7 @@ inline bool allowed(Instructions instructions) {
     return instructions <= fastest_allowed && usable(instructions);
 }
 
-// Calls body with the products of floats that this processor does best.
+// Calls body with the fastest products of floats.
 template <class Body>
 void with_products(const Body& body) {
 #ifdef LSQ_AMX

@@ -1,10 +1,8 @@
-// Attention's forward pass where queries, keys and values are codes, on processors that multiply
-// bytes.
+// Attention's forward pass on codes, for processors that multiply bytes.
 //
-// Scores are sums of products of codes, exactly, and so is the largest of them. A probability is an
-// integer of 24 bits, its three bytes are multiplied with the values' codes, and those sums are
-// exact, too: a context is as near as its probabilities, which are off by up to 2^-24 of the row's
-// largest.
+// Scores are exact sums of products of codes. A probability is an integer of 24 bits, whose three
+// bytes are multiplied with the values' codes, exactly again: probabilities are off by up to 2^-24
+// of the row's largest.
 #pragma once
 
 #include "attention_context.h"
@@ -30,17 +28,17 @@ public:
         const __m512 bounded = _mm512_max_ps(least_, difference),
                      shifted = _mm512_fmadd_ps(bounded, octaves_, magic);
         const __m512 k = _mm512_sub_ps(shifted, magic), r = _mm512_fmsub_ps(bounded, octaves_, k);
-        const __m512i place = _mm512_castps_si512(shifted);
-        const __m512i fraction = _mm512_permutex2var_epi32(low_, place, high_);
+        const __m512i index = _mm512_castps_si512(shifted);
+        const __m512i fraction = _mm512_permutex2var_epi32(low_, index, high_);
         const __m512 whole =
-            _mm512_castsi512_ps(_mm512_add_epi32(fraction, _mm512_slli_epi32(place, 18)));
+            _mm512_castsi512_ps(_mm512_add_epi32(fraction, _mm512_slli_epi32(index, 18)));
         const __m512 slope =
             _mm512_fmadd_ps(r, _mm512_set1_ps(0.24022651f), _mm512_set1_ps(0.69315734f));
         return _mm512_fmadd_ps(whole, _mm512_mul_ps(r, slope), whole);
     }
 
 private:
-    // The bits of 2^(23 + i / 32) for i from `first` on, less what shifting `place` adds.
+    // Bits of 2^(23 + i / 32) for i from `first` on, less the shifted index.
     static __m512i powers(int first) {
         alignas(64) uint32_t bits[16];
         for (int i = 0; i < 16; ++i) {
@@ -54,7 +52,7 @@ private:
     __m512i low_, high_;
 };
 
-// What one thread has. Bytes: AmxBytes or what has its interface.
+// Runs pairs on one thread. Bytes: AmxBytes or VnniBytes.
 template <class Bytes>
 class CodedForward : PairWorker {
 public:
@@ -68,12 +66,11 @@ public:
           probabilities_(kByteBlock * kByteParts * groups_), largest_(given.queries),
           shrink_(kQueryBlock) {}
 
-    // -> the largest magnitude of what was rounded
     Magnitude run(const Pair& pair) {
         std::fill_n(largest_.begin(), pair.queries, std::numeric_limits<int32_t>::min());
         contexts_.start(pair);
         const auto begin = [&](const Block& block) {
-            pack_turned<Bytes::kBiased>(codes(given_.k, block), keys_.data(), key_sums_.data());
+            pack_transposed<Bytes::kBiased>(codes(given_.k, block), keys_.data(), key_sums_.data());
             pack_along(codes(given_.v, block), values_.data(), groups_ * kTileBytes);
         };
         for_blocks(pair, begin, [&](const Block& block) { add(block); }, [](const Block&) {});
@@ -91,7 +88,7 @@ private:
                           heads_.width);
     }
 
-    // Adds what the block's keys make of the context.
+    // Adds the block's keys to the context.
     void add(const Block& block) {
         const Window<int8_t> queries =
             given_.q.codes(block.row(), block.queries, column(block.pair), heads_.width);
@@ -108,9 +105,8 @@ private:
             multiply_values(block, column);
     }
 
-    // Products of the block's query `i` and its keys -> bytes of exp(score - largest) after
-    // dropout, 0 for keys that are not seen. Where there is a new largest score, what was summed
-    // before is to shrink.
+    // Products of query `i` -> bytes of exp(score - largest) after dropout, 0 for hidden keys. A
+    // new largest score shrinks the context so far.
     void softmax(const Block& block, int64_t i) {
         const int64_t n = block.seen(i), query = block.query + i;
         const int32_t* x = scores_.data() + i * wide_;
@@ -148,18 +144,17 @@ private:
         contexts_.sum(query) = (sum[0] + sum[1]) + (sum[2] + sum[3]);
     }
 
-    // Of 16 keys, those that are seen where the first `hidden` are not, nor any after the first n.
+    // Mask of keys [hidden, n) of 16.
     static __mmask16 seen(int64_t hidden, int64_t n) { return first_bits(n) & ~first_bits(hidden); }
 
-    // Of the block's keys `seen` from `at` on, those that dropout keeps.
+    // Mask of the keys `seen` from `at` on that dropout keeps.
     __mmask16 kept(int64_t at, __mmask16 seen) const {
         if (!heads_.dropout.threshold) return seen;
         const __m512i limit = _mm512_set1_epi32(static_cast<int32_t>(heads_.dropout.threshold));
         return _mm512_mask_cmpge_epu32_mask(seen, _mm512_loadu_si512(drawn_ + at), limit);
     }
 
-    // 32 columns of the context, from `column` on: what was there shrinks, and the block's keys add
-    // theirs.
+    // Shrinks 32 columns of the context, from `column` on, and adds the block's keys.
     void multiply_values(const Block& block, int64_t column) {
         const int64_t distance = groups_ * kTileBytes;
         const ByteColumns values{values_.data() + column / kTileSide * distance, distance, nullptr};

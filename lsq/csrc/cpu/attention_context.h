@@ -1,4 +1,4 @@
-// The context of a pair so far, and where it goes.
+// Contexts of a pair's queries, and where they are written.
 #pragma once
 
 #include "attention.h"
@@ -7,10 +7,9 @@ namespace lsq {
 
 class Contexts {
 public:
-    // `rows`: where the context goes as floats, if anywhere. What is summed is `one` times as
-    // large.
-    Contexts(const Attention& op, const Case& given, float* rows, float one)
-        : op_(op), heads_(given.heads), rows_(rows), one_(one), factor_(given.v.scale()),
+    // `rows`: the context as floats, or null. All sums are `unit` times as large.
+    Contexts(const Attention& op, const Case& given, float* rows, float unit)
+        : op_(op), heads_(given.heads), rows_(rows), unit_(unit), factor_(given.v.scale()),
           stride_(given.stride), context_(given.queries * stride_), sums_(given.queries * kLanes),
           flags_(heads_.width + 8) {
         if (heads_.dropout.threshold) factor_ *= heads_.dropout.keep;
@@ -18,8 +17,7 @@ public:
 
     void start(const Pair& pair) { std::fill_n(sums_.get(), pair.queries * kLanes, 0.0f); }
 
-    // Of the pair's query: its context, times exp(largest score), and the sum of its probabilities,
-    // in so many lanes.
+    // A query's context, times exp(largest score), and the sum of its probabilities in lanes.
     float* row(int64_t query) const { return context_.get() + query * stride_; }
     Lanes& sum(int64_t query) const { return lanes_at(sums_.get() + query * kLanes); }
 
@@ -28,19 +26,19 @@ public:
         sum(query) *= factor;
     }
 
-    // -> the largest magnitude of what was rounded
+    // -> the largest magnitude
     Magnitude write(const Pair& pair, int64_t query, float largest) {
         const int64_t width = heads_.width, row = pair.first + query,
-                      place = row * heads_.count + pair.head;
+                      index = row * heads_.count + pair.head;
         const bool blind = Block(pair, query, 0).seen(0) == 0;
         const float total = sum_of_lanes(sum(query));
         float* x = this->row(query);
         scale(query, blind ? 0.0f : factor_ / total);
         if (op_.log_sum)
-            op_.log_sum[place] = blind ? -infinity() : largest + std::log(total / one_);
-        if (rows_) std::memcpy(rows_ + place * width, x, width * sizeof(float));
+            op_.log_sum[index] = blind ? -infinity() : largest + std::log(total / unit_);
+        if (rows_) std::memcpy(rows_ + index * width, x, width * sizeof(float));
         if (!op_.rounded.codes || width % 8) return 0;
-        return round_row(op_.rounded, place * width, width, x, flags_.data());
+        return round_row(op_.rounded, index * width, width, x, flags_.data());
     }
 
 private:
@@ -54,7 +52,7 @@ private:
     const Attention& op_;
     const Heads& heads_;
     float* rows_;
-    float one_, factor_;
+    float unit_, factor_;
     int64_t stride_;
     AlignedFloats context_, sums_;
     std::vector<uint8_t> flags_;

@@ -24,8 +24,7 @@ public:
           key_rows_(stride_, given.keys, given.k.coded()),
           pair_rows_(given.keys, kQueryBlock, false) {}
 
-    // dbias: [heads of the pair, distances], where what its scores add to them goes; null without
-    // biases.
+    // dbias [heads of the pair, distances]: gets the sums of score gradients; null without biases.
     void run(const Pair& pair, double* dbias) {
         dbias_ = dbias;
         const bool several = pair.keys > pair.block;
@@ -40,10 +39,10 @@ public:
         const auto end = [&](const Block& block) {
             const Operand& k = given_.k;
             const int64_t first = (pair.first_key + block.key) * k.columns + this->key_column(pair);
-            write_turned(dk_, given_.q.scale() * given_.share, pair.keys_from(block.key),
-                         dkv_to_ + first + k.column);
-            write_turned(dv_, this->keep(), pair.keys_from(block.key),
-                         dkv_to_ + first + given_.v.column);
+            write_transposed(dk_, given_.q.scale() * given_.share, pair.keys_from(block.key),
+                             dkv_to_ + first + k.column);
+            write_transposed(dv_, this->keep(), pair.keys_from(block.key),
+                             dkv_to_ + first + given_.v.column);
         };
         this->for_blocks(pair, begin, [&](const Block& block) { add(block, several); }, end);
     }
@@ -54,7 +53,7 @@ private:
         this->keys(given_.v, block, [&](auto v) { value_columns_.take(v, v.rows, heads_.width); });
     }
 
-    // scores_: the block's queries times its keys; slopes_: their gradients times its values.
+    // scores_: queries times keys; slopes_: gradients of contexts times values.
     void multiply(const Block& block) {
         this->multiply_keys(block);
         this->queries(upstream_, block,
@@ -63,7 +62,7 @@ private:
                            false, slopes_.get(), given_.wide);
     }
 
-    // The sums of each query's probabilities times their gradients, over all blocks of keys.
+    // Sums each query's probabilities times their gradients over all blocks of keys.
     void sum(const Pair& pair) {
         std::fill(sums_.begin(), sums_.end(), 0.0f);
         const auto body = [&](const Block& block) {
@@ -79,14 +78,14 @@ private:
     void add_bias_gradient(const Block& block, int64_t i) const {
         double* to = dbias_ + block.pair.head % given_.each * heads_.bias.distances;
         const float* slopes = slopes_row(i);
-        this->distances(block, i, [=](int64_t j, int64_t place) { to[place] += slopes[j]; });
+        this->distances(block, i, [=](int64_t j, int64_t index) { to[index] += slopes[j]; });
     }
 
     float& sum_of(const Block& block, int64_t i) {
         return sums_[block.pair.head % given_.each * given_.queries + block.query + i];
     }
 
-    // Adds what the block makes of all gradients; `summed`: sums_ is known.
+    // Adds the block's part of all gradients; `summed`: sums_ is known.
     void add(const Block& block, bool summed) {
         multiply(block);
         dscores_.start(block.keys);
@@ -119,8 +118,8 @@ private:
     float* scores_row(int64_t i) const { return scores_.get() + i * given_.wide; }
     float* slopes_row(int64_t i) const { return slopes_.get() + i * given_.wide; }
 
-    // Of the block's query `i`: products x of it and the keys -> probabilities; products g of its
-    // gradient and the values -> the gradients of the probabilities; -> the sum of their products.
+    // Query `i`: products x with keys -> probabilities; products g of its gradient with values ->
+    // the gradients of probabilities. -> the sum of their products
     float probabilities(const Block& block, int64_t i, float* x, float* g) {
         const int64_t n = block.seen(i);
         const float log_sum = op_.log_sum[(block.row() + i) * heads_.count + block.pair.head];
@@ -141,8 +140,8 @@ private:
         return sum_of_lanes(sum);
     }
 
-    // scores_ -> probabilities after dropout, slopes_ and dscores_ -> the gradient of the scores; 0
-    // for keys that are not seen.
+    // scores_ -> probabilities after dropout, slopes_ and dscores_ -> gradients of scores; 0 for
+    // hidden keys.
     void softmax_gradient(const Block& block, int64_t i, bool summed) {
         const int64_t n = block.seen(i);
         float *x = scores_row(i), *g = slopes_row(i);
@@ -150,15 +149,15 @@ private:
         const Lanes sum = all_lanes(summed ? sum_of(block, i) : here);
         const auto kept = this->kept();
         const auto row = dscores_.row(i);
-        const auto one = [&](int64_t j) {
+        const auto slope_at = [&](int64_t j) {
             Lanes &p = lanes_at(x + j), &slope = lanes_at(g + j);
             slope = j < n ? p * (slope - sum) : Lanes{};
             p = j < n ? kept(j, p) : Lanes{};
             return slope;
         };
         for (int64_t j = 0; j < whole_units(block.keys); j += 2 * kLanes) {
-            const Lanes low = one(j);
-            row.put(j, low, one(j + kLanes));
+            const Lanes low = slope_at(j);
+            row.put(j, low, slope_at(j + kLanes));
         }
     }
 
@@ -174,9 +173,8 @@ private:
         }
     }
 
-    // from [D, keys] * factor -> [keys, D], rows of the tensor of keys, each of which lies in a
-    // page of its own.
-    void write_turned(const AlignedFloats& from, float factor, int64_t keys, float* to) {
+    // from [D, keys] * factor -> rows [keys, D] of the tensor of keys.
+    void write_transposed(const AlignedFloats& from, float factor, int64_t keys, float* to) {
         for (int64_t key = 0; key < keys; key += kLanes) {
             for (int64_t column = 0; column < heads_.width; column += kLanes) {
                 Lanes block[kLanes];
@@ -204,7 +202,7 @@ private:
     typename Products::template Right<false> key_rows_, pair_rows_;
 };
 
-// What sentences make of the gradient of biases, and the sums of that in their order.
+// Gradients of biases by pair, added up in the order of sentences.
 class BiasGradient {
 public:
     BiasGradient(const AttentionGradient& op, const Case& given)
@@ -235,9 +233,8 @@ private:
     std::vector<double> partial_;
 };
 
-// What becomes of the gradient [rows, columns] of a tensor: straight through its rounding, then to
-// where it is wanted. Changes it. One group of rows after the other is run, by any thread; their
-// sums are added up in order at the end.
+// Straight-through gradient of a tensor [rows, columns], in place, then its sinks. Any thread runs
+// any group of rows; sums are added in order at the end.
 class GradientEpilogue {
 public:
     GradientEpilogue(const Projected& heads, const SummedGradient& to, const Blocks& groups,
@@ -274,9 +271,9 @@ private:
 
 }  // namespace
 
-// dq and dkv: float32, where gradients stand before their epilogues; dkv is null where dq holds
-// all. The thread that makes the last pair of a group of sentences applies the epilogue to the
-// group's rows while they are in its caches.
+// dq and dkv: float32 gradients before their epilogues; dkv is null where dq holds all. The thread
+// that makes the last pair of a group of sentences applies the epilogue while the group's rows are
+// in its caches.
 LSQ_EXPORT void lsq_AttentionGradient(const AttentionGradient& op, float* dq, float* dkv) {
     const Heads& heads = op.heads;
     const Case given(heads, heads.group, kBackwardKeys);

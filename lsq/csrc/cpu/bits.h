@@ -56,24 +56,23 @@ inline void keep_where(const uint8_t* bits, int64_t n, float* x) {
     for (; i < n; ++i) x[i] = bits[i / 8] >> (i % 8) & 1 ? x[i] : 0.0f;
 }
 
-// The same of bits [first, first + n).
+// x [n] becomes 0 where one of the bits [first, first + n) is not set.
 inline void keep_where(const uint8_t* bits, int64_t first, int64_t n, float* x) {
     if (first % 8 == 0) return keep_where(bits + first / 8, n, x);
     for (int64_t i = 0; i < n; ++i)
         x[i] = bits[(first + i) / 8] >> ((first + i) % 8) & 1 ? x[i] : 0.0f;
 }
 
-// Calls found(i) for each bit that is set among bits [first, first + n), in order, with i from 0;
-// few are.
-template <class Found>
-void each_bit(const uint8_t* bits, int64_t first, int64_t n, const Found& found) {
+// Calls work(i) for each bit that is set among bits [first, first + n), in order; few are.
+template <class Work>
+void each_bit(const uint8_t* bits, int64_t first, int64_t n, const Work& work) {
     for (int64_t i = -(first % 8); i < n; i += 8) {
         const uint8_t* at = bits + (first + i) / 8;
         uint64_t eight;
         while (i + 64 <= n && (std::memcpy(&eight, at, 8), eight == 0)) i += 64, at += 8;
         if (i >= n || !*at) continue;
         for (int64_t j = i < 0 ? 0 : i; j < i + 8 && j < n; ++j) {
-            if (*at >> (j - i) & 1) found(j);
+            if (*at >> (j - i) & 1) work(j);
         }
     }
 }

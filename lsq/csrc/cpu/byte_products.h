@@ -1,5 +1,4 @@
-// Products of bytes that lie in a core's caches, and how their factors are packed: what attention
-// multiplies where queries, keys and values are codes. Sums are exact.
+// Exact products of bytes in a core's caches, and how their factors are packed.
 //
 // A left factor has blocks of 32 rows by 64 inner bytes, one behind the other. A right factor has
 // tiles of 16 columns by 64 inner bytes, four of which lie together: [64 / 4][16][4].
@@ -17,28 +16,27 @@ namespace lsq {
 
 constexpr int64_t kByteBlock = kTilePair * kTileInner;  // bytes of a block of rows
 
-// Two tiles of columns, `distance` bytes apart, and behind them those along the inner dimension;
-// `sums`: what each of the 32 columns begins with, negated, or null.
+// Two tiles of columns, `distance` bytes apart, each followed by the next ones along the inner
+// dimension. `sums`: negated initial values of the 32 columns, or null.
 struct ByteColumns {
     const int8_t* tiles;
     int64_t distance;
     const int32_t* sums;
 };
 
-// By AMX, which takes signed codes as they are.
+// AMX takes signed codes as they are.
 struct AmxBytes {
     using Session = WholeTiles;
     static constexpr bool kBiased = false;
 
-    // out [rows, 32], rows `stride` apart, of blocks `step` bytes apart times tiles. UNSIGNED: the
-    // left factor is.
+    // out [rows, 32], rows `stride` apart = blocks, `step` bytes apart, times tiles. UNSIGNED: of
+    // the left factor.
     template <bool UNSIGNED>
     static void multiply(const uint8_t* blocks, int64_t step, const ByteColumns& b, int64_t depth,
                          int64_t rows, int32_t* out, int64_t stride) {
         constexpr int64_t kRows = 16, kLower = kRows * kTileInner;
-        const int64_t bytes = stride * 4;
         const bool both = rows > kRows;
-        zero_tile<0>(), zero_tile<1>(), zero_tile<2>(), zero_tile<3>();
+        zero_sums();
         const int8_t *left = b.tiles, *right = left + b.distance;
         for (int64_t i = 0; i < depth;
              ++i, blocks += step, left += kTileBytes, right += kTileBytes) {
@@ -48,10 +46,7 @@ struct AmxBytes {
             load_tile<5>(blocks + kLower, kTileInner);
             add<UNSIGNED, 2, 5, 6>(), add<UNSIGNED, 3, 5, 7>();
         }
-        store_tile<0>(out, bytes), store_tile<1>(out + kTileSide, bytes);
-        if (!both) return;
-        store_tile<2>(out + kRows * stride, bytes),
-            store_tile<3>(out + kRows * stride + kTileSide, bytes);
+        store_sums(out, stride * sizeof(int32_t), both);
     }
 
 private:
@@ -65,13 +60,13 @@ private:
     }
 };
 
-// By AVX-512 VNNI, whose left factors are unsigned: codes come with 128 added, and columns begin
-// with -128 times their sum.
+// AVX-512 VNNI takes unsigned left factors: codes come with 128 added, and columns begin with -128
+// times their sum.
 struct VnniBytes {
     struct Session {};
     static constexpr bool kBiased = true;
 
-    // A function of its own, whose sums stay in registers.
+    // noinline keeps the sums in registers.
     template <bool UNSIGNED>
     __attribute__((noinline)) static void multiply(const uint8_t* blocks, int64_t step,
                                                    const ByteColumns& b, int64_t depth,
@@ -100,8 +95,8 @@ struct VnniBytes {
                         int32_t bytes;
                         std::memcpy(&bytes, line + i * kTileInner + four, 4);
                         const __m512i factor = _mm512_set1_epi32(bytes);
-                        add(low[i], factor, first);
-                        add(high[i], factor, second);
+                        add_products(low[i], factor, first);
+                        add_products(high[i], factor, second);
                     }
                 }
             }
@@ -111,12 +106,6 @@ struct VnniBytes {
                 _mm512_storeu_si512(out + i * stride + kTileSide, high[i]);
             }
         }
-    }
-
-private:
-    // By hand: from its intrinsic the compiler (GCC 12) copies every sum before and after it.
-    static void add(__m512i& sum, __m512i bytes, __m512i codes) {
-        asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(bytes), "v"(codes));
     }
 };
 
@@ -139,11 +128,11 @@ void pack_rows(const Window<int8_t>& from, uint8_t* to) {
     }
 }
 
-// Rows of codes -> a right factor whose columns they are, tile after tile along them; if BIASED,
-// also 128 times the sum of each.
+// Rows of codes -> a right factor with them as columns, tile after tile; if BIASED, also 128 times
+// the sum of each.
 template <bool BIASED>
-__attribute__((target("avx512vnni"))) void pack_turned(const Window<int8_t>& from, int8_t* to,
-                                                       int32_t* sums) {
+__attribute__((target("avx512vnni"))) void pack_transposed(const Window<int8_t>& from, int8_t* to,
+                                                           int32_t* sums) {
     for (int64_t row = 0; row < whole_units(from.rows); row += kTileSide) {
         __m512i sum = {};
         for (int64_t at = 0; at < from.columns; at += kTileInner, to += kTileBytes) {
@@ -162,8 +151,7 @@ __attribute__((target("avx512vnni"))) void pack_turned(const Window<int8_t>& fro
 }
 
 // Rows of codes -> a right factor of as many inner indices; tiles of other columns are `distance`
-// bytes apart. Of 64 rows 0, 32, 16 and 48 lie together, and so on: the order in which
-// pack_integers writes.
+// bytes apart. Of 64 rows 0, 32, 16 and 48 lie together, and so on, as pack_integers writes them.
 inline void pack_along(const Window<int8_t>& from, int8_t* to, int64_t distance) {
     for (int64_t group = 0; group < from.rows; group += kTileInner, to += kTileBytes) {
         for (int64_t i = 0; i < 16; ++i) {
@@ -199,8 +187,8 @@ inline void pack_along(const Window<int8_t>& from, int8_t* to, int64_t distance)
 
 constexpr int kByteParts = 3;
 
-// 64 integers of 24 bits -> their three bytes, the lowest first, 64 of each in the order of
-// pack_along, `step` bytes apart.
+// 64 integers of 24 bits -> their bytes, the lowest first, 64 of each in the order of pack_along,
+// `step` bytes apart.
 inline void pack_integers(__m512i a, __m512i b, __m512i c, __m512i d, uint8_t* to, int64_t step) {
     const __m512i halves = _mm512_set1_epi32(0xFFFF), bytes = _mm512_set1_epi16(0xFF);
     constexpr int kSelect = 0xCA;  // first operand ? second : third

@@ -1,4 +1,4 @@
-// Attention of one query a row to keys and values that lie anywhere in a cache of codes;
+// Attention of one query per row to keys and values anywhere in a cache of codes;
 // lsq/ops/cached_attention.py is the reference. Scores are exact sums of products of codes;
 // probabilities and contexts are floats.
 #include "aligned.h"
@@ -42,16 +42,16 @@ void dot_four(const int16_t* query, const int8_t* const* keys, int64_t n, int32_
             _mm512_add_epi32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
         const __m256i half =
             _mm256_add_epi32(_mm512_castsi512_si256(all), _mm512_extracti64x4_epi64(all, 1));
-        const __m128i found =
+        const __m128i sums =
             _mm_add_epi32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
-        _mm_storeu_si128(reinterpret_cast<__m128i*>(scores), found);
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(scores), sums);
         return;
     }
 #endif
     for (int64_t j = 0; j < kFour; ++j) scores[j] = dot(query, keys[j], n);
 }
 
-// A head of a row at a time, on one thread.
+// Reads the cache for one head of a row at a time, on one thread.
 class Reader {
 public:
     explicit Reader(const CachedAttention& op)
@@ -61,39 +61,39 @@ public:
           query_(op.width + 32), scores_(op.capacity), probabilities_(op.capacity + kLanes),
           context_(op.width + kColumns), flags_(op.width) {}
 
-    // -> the largest magnitude of what was rounded
+    // -> the largest magnitude
     Magnitude operator()(int64_t row, int64_t head) {
         const int64_t list = op_.owned[row], n = op_.lengths[list], width = op_.width,
                       column = head * width;
-        const int64_t* places = op_.lists + list * op_.capacity;
+        const int64_t* slots = op_.lists + list * op_.capacity;
         const int8_t* query = op_.queries.codes + row * op_.query_columns + column;
         std::fill(context_.begin(), context_.end(), 0.0f);
         if (n > 0) {
             if (op_.appends) {
-                int8_t* own = op_.cache + places[n - 1] * stride_ + column;
+                int8_t* own = op_.cache + slots[n - 1] * stride_ + column;
                 std::memcpy(own, query + op_.columns, width);
                 std::memcpy(own + op_.columns, query + 2 * op_.columns, width);
             }
-            attend(query, places, n, op_.cache + column);
+            attend(query, slots, n, op_.cache + column);
         }
         return round_row(op_.context, row * op_.columns + column, width, context_.data(),
                          flags_.data());
     }
 
 private:
-    void attend(const int8_t* query, const int64_t* places, int64_t n, const int8_t* cache) {
+    void attend(const int8_t* query, const int64_t* slots, int64_t n, const int8_t* cache) {
         const int64_t width = op_.width;
         std::copy_n(query, width, query_.data());
         int64_t j = 0;
         for (; j + kFour <= n; j += kFour) {
             const int8_t* keys[kFour];
             for (int64_t i = 0; i < kFour; ++i) {
-                keys[i] = cache + places[j + i] * stride_;
+                keys[i] = cache + slots[j + i] * stride_;
                 __builtin_prefetch(keys[i] + op_.columns);  // the value
             }
             dot_four(query_.data(), keys, width, scores_.data() + j);
         }
-        for (; j < n; ++j) scores_[j] = dot(query_.data(), cache + places[j] * stride_, width);
+        for (; j < n; ++j) scores_[j] = dot(query_.data(), cache + slots[j] * stride_, width);
         const int32_t largest = *std::max_element(scores_.begin(), scores_.begin() + n);
         float* p = probabilities_.data();
         for (int64_t j = 0; j < n; ++j) p[j] = static_cast<float>(scores_[j] - largest) * factor_;
@@ -104,17 +104,17 @@ private:
         });
         const float share = op_.cache_scale[0] / sum_of_lanes(sum);
         for (int64_t column = 0; column < width; column += kColumns) {
-            add_values(places, n, cache + op_.columns + column, width - column, share,
+            add_values(slots, n, cache + op_.columns + column, width - column, share,
                        context_.data() + column);
         }
     }
 
-    // The first columns of the context, at most kColumns, of values that have `wide` of them.
-    void add_values(const int64_t* places, int64_t n, const int8_t* values, int64_t wide,
+    // Makes up to kColumns columns of the context; `wide`: columns from there on.
+    void add_values(const int64_t* slots, int64_t n, const int8_t* values, int64_t wide,
                     float share, float* to) const {
         Lanes sums[4] = {};
         for (int64_t j = 0; j < n; ++j) {
-            const int8_t* value = values + places[j] * stride_;
+            const int8_t* value = values + slots[j] * stride_;
             __builtin_prefetch(value - op_.columns + op_.width);  // the next head's key
             const Lanes p = all_lanes(probabilities_[j]);
             if (wide >= kColumns) {

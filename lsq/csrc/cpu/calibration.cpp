@@ -29,7 +29,7 @@ float joined_lanes(Lanes (&parts)[kParts]) {
     return lane[0];
 }
 
-// The magnitudes of a row, and sums over them, by all threads if it is searched `alone`.
+// Magnitudes of a row and sums over them, by all threads if it is searched `alone`.
 class Sample {
 public:
     Sample(int64_t count, bool alone)
@@ -39,17 +39,16 @@ public:
     float* values() { return values_.data(); }
     int64_t count() const { return count_; }
 
-    // Takes a row of x, values `stride` apart.
+    // Takes values of x `stride` apart.
     void take(const float* x, int64_t stride) {
         for (int64_t i = 0; i < count_; ++i) values_[i] = usable_magnitude(x[i * stride]);
     }
 
-    // At least `smallest`.
     float largest(float smallest) const {
-        float found = smallest;
-#pragma omp simd reduction(max : found)
-        for (int64_t i = 0; i < count_; ++i) found = values_[i] > found ? values_[i] : found;
-        return found;
+        float most = smallest;
+#pragma omp simd reduction(max : most)
+        for (int64_t i = 0; i < count_; ++i) most = values_[i] > most ? values_[i] : most;
+        return most;
     }
 
     void divide_by(float largest) {
@@ -57,17 +56,13 @@ public:
         for (int64_t i = 0; i < count_; ++i) values_[i] /= largest;
     }
 
-    // totals[k], for k < K: the sum of term(values, k), which is 0 of values that are 0.
+    // totals[k] = the sum of term(values, k), which is 0 for values of 0.
     template <int K, class Term>
     void sum(const Term& term, double (&totals)[K]) {
         static_assert(K <= kTogether);
         const int64_t blocks = (count_ + kBlock - 1) / kBlock;
-        if (alone_ && blocks > 1) {
-#pragma omp parallel for schedule(static)
-            for (int64_t block = 0; block < blocks; ++block) sum_block<K>(block, term);
-        } else {
-            for (int64_t block = 0; block < blocks; ++block) sum_block<K>(block, term);
-        }
+#pragma omp parallel for schedule(static) if (alone_ && blocks > 1)
+        for (int64_t block = 0; block < blocks; ++block) sum_block<K>(block, term);
         for (int k = 0; k < K; ++k) totals[k] = 0.0;
         for (int64_t block = 0; block < blocks; ++block) {
             for (int k = 0; k < K; ++k) totals[k] += totals_[block * kTogether + k];
@@ -120,7 +115,6 @@ void try_clips(Sample& sample, int search, BestClip& best) {
     }
 }
 
-// The clip of magnitudes within [0, 1].
 float search_anew(Sample& sample, float q) {
     double sums[2];  // of the magnitudes above a clip, and how many they are
     const auto sum_above = [&](float clip) {
@@ -139,7 +133,7 @@ float search_anew(Sample& sample, float q) {
     return best.clip;
 }
 
-// Whether the least error lies near the clip that was found before; `best` then has its clip.
+// Whether the least error lies near the earlier clip; `best` then has its clip.
 bool search_near(Sample& sample, float before, float largest, BestClip& best) {
     try_clips(sample, kAgain, best);
     if (!best.near(before, largest)) return false;
@@ -159,9 +153,9 @@ void fill_empty(float* clip, int64_t rows, float smallest) {
     for (int64_t row = 0; row < rows; ++row) clip[row] = clip[row] > smallest ? clip[row] : mean;
 }
 
-// How many of x [n] are NaN or infinite.
+// Number of NaN and infinities in x [n].
 int64_t count_unusable(const float* x, int64_t n, bool alone) {
-    int64_t found = 0;
+    int64_t unusable = 0;
     const auto count = [=](int64_t first) {
         const int64_t end = std::min(first + kBlock, n);
         int32_t here = 0;
@@ -169,16 +163,11 @@ int64_t count_unusable(const float* x, int64_t n, bool alone) {
         for (int64_t i = first; i < end; ++i) here += std::fabs(x[i]) < infinity() ? 0 : 1;
         return here;
     };
-    if (alone) {
-#pragma omp parallel for reduction(+ : found) schedule(static)
-        for (int64_t first = 0; first < n; first += kBlock) found += count(first);
-    } else {
-        for (int64_t first = 0; first < n; first += kBlock) found += count(first);
-    }
-    return found;
+#pragma omp parallel for reduction(+ : unusable) schedule(static) if (alone)
+    for (int64_t first = 0; first < n; first += kBlock) unusable += count(first);
+    return unusable;
 }
 
-// `sample` has the row.
 void find_clip(const LeastErrorClip& op, int64_t row, Sample& sample) {
     const float q = op.largest, before = op.before ? op.before[row] : 0.0f,
                 largest = sample.largest(op.smallest);
@@ -197,8 +186,8 @@ void search_row(const LeastErrorClip& op, int64_t row, Sample& sample, bool alon
     find_clip(op, row, sample);
 }
 
-// Rows [first, first + kLanes) or fewer that are columns of x: `samples`, one for each, take them a
-// transposed block at a time.
+// Searches rows [first, first + kLanes), which are columns of x, for one sample each, by transposed
+// blocks.
 void search_columns(const LeastErrorClip& op, int64_t first, std::vector<Sample>& samples) {
     const int64_t width = std::min(kLanes, op.rows - first);
     LaneWords unusable = {};

@@ -1,9 +1,8 @@
-// Products whose sums are read a block of columns at a time, on all threads: their rows are too
-// long for a cache.
+// Products whose sums are read by blocks of columns, on all threads, because rows are too long for
+// a cache.
 //
-// A thread makes its own reader by make(), and calls it as reader(block), with every row and column
-// once. A block's columns begin at a multiple of `width`, so that what a reader adds up over them
-// does not depend on threads or strips.
+// A thread makes a reader by make() and calls reader(block), with every row and column once. Blocks
+// begin at multiples of `width`, so that sums over them depend on neither threads nor strips.
 #pragma once
 
 #include "strips.h"
@@ -11,7 +10,7 @@
 
 namespace lsq {
 
-// Rows [row, row + rows) of columns [column, column + columns): sums int32, or floats, `stride`
+// Rows [row, row + rows) of columns [column, column + columns): int32 sums or floats, `stride`
 // elements apart.
 template <class T>
 struct SumsBlock {
@@ -20,12 +19,11 @@ struct SumsBlock {
     int64_t stride;
 };
 
-constexpr int64_t kBlockRows = 1024;   // for which a thread packs a block of columns
-// Of these that it multiplies at a time, where nothing is tuned.
+constexpr int64_t kBlockRows = 1024;  // for which a thread packs a block of columns
+// Rows that it multiplies at a time, unless the product says how many.
 constexpr int64_t kBlockStrip = 64;
 
-// Multiplies. A thread packs the columns that it multiplies: they are read once, and nobody waits
-// for others.
+// A thread packs the columns that it multiplies: they are read once, and nobody waits.
 template <class Make>
 void multiply_columns(const TileProduct& product, int64_t width, const Make& make) {
     const int64_t strip = product.strip ? product.strip : kBlockStrip;
@@ -56,10 +54,10 @@ void multiply_columns(const TileProduct& product, int64_t width, const Make& mak
     }
 }
 
-// Reads rows [first, first + rows) of float logits [rows, columns] that PyTorch has made.
+// Reads rows [first, first + rows) of float logits [rows, columns].
 template <class Make>
-void read_columns(
-    const float* logits, int64_t first, int64_t rows, const Prediction& given, const Make& make) {
+void read_columns(const float* logits, int64_t first, int64_t rows, const Prediction& given,
+                  const Make& make) {
     const int64_t columns = given.columns, width = given.block_columns;
 #pragma omp parallel
     {

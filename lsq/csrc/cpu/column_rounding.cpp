@@ -10,25 +10,23 @@ namespace {
 
 constexpr int64_t kGroup = 64;  // columns whose tiles are made together: a cache line of x
 
-// As bits, which order like magnitudes.
 inline uint32_t magnitude(int8_t code, float scale) {
     return bits_of(static_cast<float>(code) * scale) & 0x7FFFFFFFu;
 }
 
-// What the codes of a row of x are multiplied by.
 float factor_of(const ProjectWeightGradient& op, int64_t row) {
     return op.gradient.scale[row] * row_scale(op.x.coded, row);
 }
 
-// largest [K]: magnitudes of columns over all rows, on all threads -> whether a row scale is not
-// finite. A maximum does not depend on how rows are dealt out.
+// largest [K]: magnitudes of columns over all rows, on all threads -> whether a row's scale is not
+// finite.
 bool find_largest(const ProjectWeightGradient& op, uint32_t* largest) {
     const int64_t n = op.columns;
     int missing = 0;
 #pragma omp parallel reduction(| : missing)
     {
         Aligned<uint32_t> mine(n, 0);
-        uint32_t* found = mine.data();
+        uint32_t* of_thread = mine.data();
 #pragma omp for schedule(static) nowait
         for (int64_t row = 0; row < op.rows; row += 4) {
             const int8_t* line[4];
@@ -47,24 +45,23 @@ bool find_largest(const ProjectWeightGradient& op, uint32_t* largest) {
                 const uint32_t c = magnitude(three[i], third), d = magnitude(last[i], fourth);
                 const uint32_t lower = a > b ? a : b, upper = c > d ? c : d,
                                most = lower > upper ? lower : upper;
-                found[i] = most > found[i] ? most : found[i];
+                of_thread[i] = most > of_thread[i] ? most : of_thread[i];
             }
         }
 #pragma omp critical
-        for (int64_t i = 0; i < n; ++i) largest[i] = std::max(largest[i], found[i]);
+        for (int64_t i = 0; i < n; ++i) largest[i] = std::max(largest[i], of_thread[i]);
     }
     return missing;
 }
 
-// Four rows of x, whose codes lie together in tiles, from one of their columns on.
+// Four rows of x from a column on, whose codes lie together in tiles.
 struct Four {
     const int8_t* codes[4];
     float scale[4];
     uint32_t word[4];
 };
 
-// Rounds 16 columns for each of the tiles, `distance` bytes apart: a unit of four codes for each
-// column.
+// Rounds 16 columns for each tile, `distance` bytes apart: units of four codes.
 void round_units(const Four& four, int64_t tiles, const float* reciprocal, float q, int8_t* to,
                  int64_t distance) {
 #if defined(LSQ_WIDE)
@@ -77,8 +74,8 @@ void round_units(const Four& four, int64_t tiles, const float* reciprocal, float
         for (int i = 0; i < 4; ++i) {
             const __m128i codes =
                 _mm_loadu_si128(reinterpret_cast<const __m128i*>(four.codes[i] + column));
-            const __m512 scaled = _mm512_mul_ps(
-                _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(codes)), _mm512_set1_ps(four.scale[i]));
+            const __m512 scaled = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(codes)),
+                                                _mm512_set1_ps(four.scale[i]));
             const __m512i code =
                 _mm512_slli_epi32(rounding[i].next(_mm512_mul_ps(scaled, factor)), 8 * i);
             const __m512i upper = _mm512_set1_epi32(static_cast<int32_t>(0xFFFFFFFFu << 8 * i));
@@ -164,10 +161,9 @@ void ColumnRounding::to_tiles(const TileProduct& product) const {
     }
 }
 
-// Rows [first, first + 64), or fewer at the end, of at most 64 columns: tiles `distance` bytes
-// apart.
-void ColumnRounding::round_tiles(
-    int64_t first, int64_t column, const uint32_t* words, int8_t* to, int64_t distance) const {
+// Rows [first, first + 64) of at most 64 columns; tiles are `distance` bytes apart.
+void ColumnRounding::round_tiles(int64_t first, int64_t column, const uint32_t* words, int8_t* to,
+                                 int64_t distance) const {
     const int64_t count = std::min(kGroup, op_.columns - column),
                   tiles = rounded_up(count, kTilePair) / kTileSide;
     alignas(64) int8_t edge[4][kGroup] = {};

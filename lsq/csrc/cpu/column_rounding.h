@@ -1,6 +1,5 @@
-// The second operand of the product for the gradient of a weight: x [M, K] times the scales of
-// rows, its own and those of the gradient, rounded per column at random. lsq/ops/weight_gradient.py
-// has the formulas.
+// Second operand of the product for the gradient of a weight: x [M, K] times the scales of rows,
+// rounded per column at random; see lsq/ops/weight_gradient.py.
 #pragma once
 
 #include "aligned.h"
@@ -11,13 +10,13 @@ namespace lsq {
 
 class ColumnRounding {
 public:
-    // Finds the scales of all columns: column_scale [K], with the scale of x in it.
+    // column_scale [K]: gets the scales of all columns, with the scale of x in it.
     ColumnRounding(const ProjectWeightGradient& op, float* column_scale);
 
     // Codes [M, K].
     void to_rows(int8_t* rounded) const;
 
-    // The same as b of this product, in the tiles that its kernels read.
+    // Codes as b of this product, packed.
     void to_tiles(const TileProduct& product) const;
 
 private:

@@ -1,4 +1,4 @@
-// Rows of words plus rows of positions, and the scatter of their gradient.
+// Embeds words and positions, and scatters the gradient.
 #include "loops.h"
 
 using namespace lsq;
@@ -7,7 +7,7 @@ LSQ_OPERATION(Embed, op) {
     const int64_t n = op.columns;
     for_rows(op.rows, n, [&](int64_t row, Scratch& scratch) {
         const int64_t token = op.tokens[row];
-        const float *word = op.weight + token * n, *place = op.table + op.positions[row] * n;
+        const float *word = op.weight + token * n, *position = op.table + op.positions[row] * n;
         const float scale = op.scale;
         float* x = op.x + row * n;
         if (token == op.padding) {
@@ -15,14 +15,13 @@ LSQ_OPERATION(Embed, op) {
             return 0;
         }
 #pragma omp simd
-        for (int64_t i = 0; i < n; ++i) x[i] = word[i] * scale + place[i];
+        for (int64_t i = 0; i < n; ++i) x[i] = word[i] * scale + position[i];
         apply(op.dropout, row * n, n, x, scratch.words.data());
         return 0;
     });
 }
 
-// Each thread owns a strip of columns: no atomics, and the order of the additions is that of the
-// rows.
+// Each thread owns a strip of columns and adds rows in order.
 LSQ_OPERATION(EmbedGradient, op) {
     constexpr int64_t kStrip = 64;
     const int64_t n = op.columns, strips = (n + kStrip - 1) / kStrip;
@@ -46,9 +45,9 @@ LSQ_OPERATION(EmbedGradient, op) {
 #pragma omp simd
             for (int64_t i = 0; i < width; ++i) word[i] += g[i] * scale;
             if (!op.dtable) continue;
-            float* place = op.dtable + op.positions[row] * n + begin;
+            float* position = op.dtable + op.positions[row] * n + begin;
 #pragma omp simd
-            for (int64_t i = 0; i < width; ++i) place[i] += g[i];
+            for (int64_t i = 0; i < width; ++i) position[i] += g[i];
         }
     }
 }

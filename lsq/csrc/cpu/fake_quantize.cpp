@@ -1,4 +1,4 @@
-// Values of a number format instead of floats; lsq/ops/fake_quantize.py has the formulas.
+// Rounds to the values of a number format; lsq/ops/fake_quantize.py has the formulas.
 #include "fake_quantize.h"
 #include "loops.h"
 #include "nonlinearity.h"
@@ -9,7 +9,7 @@ namespace {
 
 constexpr int64_t kFlat = 2048;  // values whose clipped bits are found at a time
 
-// The scales of all blocks, [down, across], as they are stored.
+// Stored scales of all blocks [down, across].
 class Scales {
 public:
     explicit Scales(const FakeQuantize& op)
@@ -46,7 +46,7 @@ private:
         std::fill_n(scales_.data() + strip * across_, across_, op_.clip[op_.clips > 1 ? strip : 0]);
     }
 
-    // The largest magnitudes within the clip; NaN for what is not finite.
+    // Largest magnitudes within the clip; NaN for what is not finite.
     void measure(int64_t strip) {
         float* line = scales_.data() + strip * across_;
         const int64_t begin = strip * block_, end = std::min(begin + block_, op_.rows);
@@ -71,7 +71,7 @@ private:
             line[i] = poisoned(line[i], missing || !(line[i] < infinity()));
     }
 
-    // NaN where one is not finite.
+    // NaN unless all are finite.
     static float largest_of(const float* scales, int64_t n) {
         uint32_t largest = 0;
         for (int64_t i = 0; i < n; ++i)
@@ -79,7 +79,7 @@ private:
         return poisoned(float_of(largest), !(float_of(largest) < infinity()));
     }
 
-    // Scales become multiples of that of which `most` is the largest multiple.
+    // Rounds scales to multiples of most / largest_multiplier.
     void multiply(float* scales, int64_t n, float most) const {
         const Levels levels(op_.multipliers);
         const float unit = most / op_.largest_multiplier;
@@ -154,11 +154,7 @@ LSQ_OPERATION(FakeQuantizeGradient, op) {
         });
         clips[block] += clip;
         undo(op.nonlinearity, row, n, g, scratch.words.data());
-        if (op.added) {
-            const float* added = op.added + first;
-#pragma omp simd
-            for (int64_t i = 0; i < n; ++i) g[i] += added[i];
-        }
+        if (op.added) add_to(op.added + first, n, g);
         sums.add(block, g);
     });
     sums.write(op.sum);
@@ -170,13 +166,7 @@ LSQ_OPERATION(RoundAtRandom, op) {
     for_rows(op.rows, n, [&](int64_t row, Scratch& scratch) -> int {
         const float* x = op.x + row * n;
         float* out = op.out + row * n;
-        uint32_t largest = 0;
-#pragma omp simd reduction(max : largest)
-        for (int64_t i = 0; i < n; ++i) {
-            const uint32_t bits = bits_of(x[i]) & 0x7FFFFFFFu;
-            largest = bits > largest ? bits : largest;
-        }
-        const GradientScale s = gradient_scale(float_of(largest), op.largest);
+        const GradientScale s = gradient_scale(largest_magnitude(x, n), op.largest);
         int8_t* codes = reinterpret_cast<int8_t*>(scratch.flags.data());
         if (s.reciprocal == 0.0f) {  // vanishing, or not finite
             std::memset(codes, 0, n);
@@ -184,8 +174,7 @@ LSQ_OPERATION(RoundAtRandom, op) {
             round_at_random(x, n, s.reciprocal, philox_word(op.key[0], op.subsequence, row),
                             op.largest, codes);
         }
-#pragma omp simd
-        for (int64_t i = 0; i < n; ++i) out[i] = static_cast<float>(codes[i]) * s.scale;
+        decode(codes, n, s.scale, out);
         return 0;
     });
 }

@@ -1,5 +1,4 @@
-// The nearest values of a number format, found as lsq/quant/numbers/lookup.py says, and how scales
-// are stored.
+// Nearest values of a number format (lsq/quant/numbers/lookup.py), and stored scales.
 #pragma once
 
 #include <cmath>
@@ -8,10 +7,10 @@
 
 namespace lsq {
 
-// Lsq.ops.fake_quantize.STORED.
+// Numbers of lsq.ops.fake_quantize.STORED.
 enum : int64_t { kFloat32 = 0, kBfloat16 = 1, kPower = 2, kMultiplied = 3 };
 
-// A number format, at an address.
+// A number format in memory.
 class Levels {
 public:
     explicit Levels(int64_t address)
@@ -19,7 +18,6 @@ public:
           boundaries_(reinterpret_cast<const float*>(ranks_ + kRanks)),
           values_(boundaries_ + kLevels) {}
 
-    // Of x, not NaN.
     float nearest(float x) const {
         const uint32_t rank = ranks_[bits_of(x) >> 16];
         return values_[rank + (x > boundaries_[rank])];
@@ -58,7 +56,7 @@ inline Clip clip_of(const FakeQuantize& op, int64_t row) {
     return {op.clip ? op.clip[op.clips > 1 ? row : 0] : infinity()};
 }
 
-// What comes back of a scale.
+// A scale as it is read back.
 inline float stored_scale(float scale, int64_t stored) {
     if (stored == kFloat32) return scale;
     if (!(scale < infinity())) return not_a_number();
@@ -71,8 +69,8 @@ inline float stored_scale(float scale, int64_t stored) {
     return std::ldexp(1.0f, std::min(std::max(exponent - power, -127), 127));
 }
 
-// x [n] of one block -> values; NaN stays NaN. And, if CODED, values over the scale, times `whole`;
-// of NaN any code.
+// x [n] of a block -> values; NaN stays. If CODED, also values / scale * `whole` as codes, any code
+// for NaN.
 template <bool CODED>
 void decoded(const Levels& levels, const Clip& clip, float scale, int64_t n, const float* x,
              float* out, int8_t* codes, float whole) {

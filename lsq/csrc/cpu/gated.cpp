@@ -1,5 +1,5 @@
-// The middle of a gated feed-forward block and its gradient; lsq/ops/gated.py has the formulas.
-#include "activation_kinds.h"
+// Gated activation of a feed-forward block and its gradient; lsq/ops/gated.py has the formulas.
+#include "nonlinearity.h"
 #include "floats.h"
 #include "loops.h"
 
@@ -7,17 +7,14 @@ using namespace lsq;
 
 namespace {
 
-// Row `row` of n values, which may stand in `scratch`.
+// Row `row` of n values, perhaps in `scratch`.
 const float* values_of(const Rows& rows, int64_t row, int64_t n, float* scratch) {
     if (!rows.coded.codes) return rows.floats + row * n;
-    const int8_t* codes = rows.coded.codes + row * n;
-    const float scale = rows.coded.scale[0];
-#pragma omp simd
-    for (int64_t i = 0; i < n; ++i) scratch[i] = static_cast<float>(codes[i]) * scale;
+    decode(rows.coded.codes + row * n, n, rows.coded.scale[0], scratch);
     return scratch;
 }
 
-// x [n] -> its activations and, where that is not null, their slopes.
+// x [n] -> activations and, unless null, their slopes.
 void activate(Activation kind, int64_t n, const float* x, float* value, float* slope) {
     with_activation(kind, [=](auto kind) {
 #pragma omp simd
@@ -36,13 +33,13 @@ void look_up(const float* table, const int8_t* codes, int64_t n, float* found) {
     __m512 part[kCodes / 16];  // in registers: gathering takes twice as long
     for (int i = 0; i < kCodes / 16; ++i) part[i] = _mm512_loadu_ps(table + 16 * i);
     each_sixteen(n, [&](int64_t i, __mmask16 there) {
-        const __m512i place = _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(there, codes + i));
+        const __m512i index = _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(there, codes + i));
         // The last five bits choose within 32 entries, one bit after the other between those.
         __m512 among[8];
         for (int j = 0; j < 8; ++j)
-            among[j] = _mm512_permutex2var_ps(part[2 * j], place, part[2 * j + 1]);
+            among[j] = _mm512_permutex2var_ps(part[2 * j], index, part[2 * j + 1]);
         for (int left = 4, bit = 32; left > 0; left /= 2, bit *= 2) {
-            const __mmask16 upper = _mm512_test_epi32_mask(place, _mm512_set1_epi32(bit));
+            const __mmask16 upper = _mm512_test_epi32_mask(index, _mm512_set1_epi32(bit));
             for (int j = 0; j < left; ++j)
                 among[j] = _mm512_mask_mov_ps(among[2 * j], upper, among[2 * j + 1]);
         }
@@ -55,8 +52,7 @@ void look_up(const float* table, const int8_t* codes, int64_t n, float* found) {
 }
 #endif
 
-// The activations of a gate. Codes have few values, so that a table is quicker than arithmetic; its
-// bits are the same.
+// Activations of a gate. Codes have few values: a table of the same bits is faster than arithmetic.
 class Gate {
 public:
     Gate(const Rows& rows, Activation kind) : rows_(rows), kind_(kind) {
@@ -68,7 +64,7 @@ public:
         activate(kind, kCodes, x, values_, slopes_);
     }
 
-    // Those of row `row` of n values and, where that is not null, their slopes.
+    // Activations of row `row` of n values and, unless null, their slopes.
     void read(int64_t row, int64_t n, float* value, float* slope) const {
         if (!rows_.coded.codes) return activate(kind_, n, rows_.floats + row * n, value, slope);
         const int8_t* codes = rows_.coded.codes + row * n;
@@ -82,14 +78,14 @@ private:
     float values_[kCodes], slopes_[kCodes];
 };
 
-// One of the two gradients, with the sums that blocks of rows leave.
+// Gradient of the gate or of the up projection, with sums of blocks of rows.
 class Side {
 public:
     Side(const Rows& of, const SummedGradient& end, const Blocks& blocks, int64_t n)
         : of_(of.coded), end_(end), n_(n), clips_(blocks.count, 0.0),
           sink_(blocks, n, end.floats, end.rounded, end.sum) {}
 
-    // Row `row` of the gradient before the mask is the product of a and b [n]; changes a.
+    // Row `row` of the gradient is a * b [n] before the mask; changes a.
     void add(int64_t block, int64_t row, float* a, const float* b) {
 #if defined(LSQ_WIDE)
         if (n_ % 8 == 0 && !of_.error) {

@@ -1,9 +1,9 @@
-// Gradients as messages of int8 codes, sums of messages, and back; see
+// Packs gradients into messages of int8 codes, sums and unpacks these; see
 // lsq/ops/gradient_messages.py.
 //
-// A block of at most 1,024 values is worked on at a time, in the L1 cache; blocks are spread over
-// the threads. v values, S shards, L values of a shard, M bytes of a message, N messages, R rows or
-// copies that are added up.
+// A block of at most 1,024 values is worked on at a time, in the L1 cache; threads share blocks. v
+// values, S shards, L values of a shard, M bytes of a message, N messages, R rows or copies that
+// are added up.
 #include "floats.h"
 #include "rows.h"
 
@@ -14,10 +14,10 @@ namespace {
 constexpr int64_t kLargestBlock = 1024;
 constexpr int64_t kScaleBytes = sizeof(bfloat16);
 constexpr float kLargestCode = 127.0f;
-// Bytes: where a block ends, loads would wait for memory before the next one's begin.
+// Bytes that loads run ahead, so that the next block need not wait for memory.
 constexpr int64_t kAhead = 8192;
 
-// Begins to load what lies kAhead bytes behind x [n].
+// Prefetches kAhead bytes behind x [n].
 template <class T>
 void load_ahead(const T* x, int64_t n) {
     const char* from = reinterpret_cast<const char*>(x) + kAhead;
@@ -25,7 +25,7 @@ void load_ahead(const T* x, int64_t n) {
         __builtin_prefetch(from + byte);
 }
 
-// How a shard lies in its message; the arithmetic of MessageLayout in lsq/ops/gradient_messages.py.
+// Layout of a shard in its message: MessageLayout of lsq/ops/gradient_messages.py.
 struct Shard {
     int64_t length, block;
 
@@ -39,9 +39,9 @@ struct Shard {
         return reinterpret_cast<const int8_t*>(message + number * block);
     }
     float scale(const uint8_t* message, int64_t number) const {
-        bfloat16 found;
-        std::memcpy(&found, message + scale_offset(number), kScaleBytes);
-        return widen(found);
+        bfloat16 scale;
+        std::memcpy(&scale, message + scale_offset(number), kScaleBytes);
+        return widen(scale);
     }
 };
 
@@ -66,7 +66,6 @@ void encode(const Shard& shard, int64_t number, const T* x, uint8_t* message) {
 
 constexpr int kAtOnce = 4;  // messages that one pass over a sum adds
 
-// Block `number` of some messages.
 struct Terms {
     const int8_t* codes[kAtOnce];
     float scale[kAtOnce];

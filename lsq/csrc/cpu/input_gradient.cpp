@@ -1,27 +1,25 @@
-// What follows the product for the gradient of an input; lsq/ops/input_gradient.py has the
-// formulas.
+// Epilogue of the product for the gradient of an input; lsq/ops/input_gradient.py has the formulas.
 #include "floats.h"
 #include "loops.h"
 #include "nonlinearity.h"
 #include "strips.h"
-#include "wide_floats.h"
 
 using namespace lsq;
 
 namespace {
 
-constexpr int64_t kStripe = 256;   // columns that a thread adds up at a time
+constexpr int64_t kStripe = 256;  // columns that a thread adds up at a time
 
-// Applies the epilogue to rows of a product on one thread: dx or its codes, clip_sums [M], and
-// partial [ceil(M / part_rows), K] where the sum over rows is wanted. Rows come in order, and those
-// of a part on one thread or one after the other.
+// Applies the epilogue to rows on one thread: dx or its codes, clip_sums [M], and partial [ceil(M /
+// part_rows), K] if the sum over rows is wanted. Rows of a part come in order, on one thread after
+// the other.
 class Epilogue {
 public:
     Epilogue(const ProjectInputGradient& op, float* partial, float* clip_sums)
         : op_(op), dx_(op.dx, op.dx_dtype), n_(op.columns), partial_(partial),
           clip_sums_(clip_sums), scratch_(n_) {}
 
-    // Of codes: sums int32.
+    // Sums of codes.
     int operator()(int64_t first, int64_t rows, const int32_t* sums, int64_t stride) {
 #if defined(LSQ_WIDE)
         if (straight()) {
@@ -36,7 +34,7 @@ public:
         return scale(first, rows, sums, stride);
     }
 
-    // Of floats, which may lie where dx is.
+    // Floats, perhaps in dx.
     int operator()(int64_t first, int64_t rows, const float* product, int64_t stride) {
         return end(first, rows, [&](int64_t row, float* g) {
             const float* line = product + row * stride;
@@ -56,7 +54,7 @@ private:
     }
 
 #if defined(LSQ_WIDE)
-    // Whether everything but the rounding of a row can be done in one pass.
+    // Whether one pass does everything but the rounding of a row.
     bool straight() const {
         return n_ % 8 == 0 && !op_.x.error && is_cut(op_.nonlinearity.activation);
     }
@@ -77,7 +75,7 @@ private:
         const __m512 scale = _mm512_set1_ps(op_.gradient.scale[row]),
                      keep = _mm512_set1_ps(dropout.keep);
         __m512 clip_sum = _mm512_setzero_ps();
-        // Magnitudes order like their bits, and NaN is larger than infinity.
+        // Magnitudes order like their bits; NaN is the largest.
         __m512i largest = _mm512_setzero_si512();
         each_sixteen(n_, [&](int64_t i, __mmask16 there) {
             const auto load = [&](const float* from) {
@@ -113,7 +111,7 @@ private:
     }
 
 #endif
-    // read(i, g) makes g of row first + i.
+    // read(i, g) sets g to row first + i.
     template <class Read>
     int end(int64_t first, int64_t rows, const Read& read) {
         for (int64_t i = 0; i < rows; ++i) {
@@ -121,9 +119,10 @@ private:
             float* dx = op_.dx && !dx_.is_narrow() ? dx_.wide(row * n_) : nullptr;
             float* g = dx && op_.accumulated != op_.dx ? dx : scratch_.a.data();
             read(i, g);
-            if (op_.accumulated) add(op_.accumulated + row * n_, g);
+            if (op_.accumulated) add_to(op_.accumulated + row * n_, n_, g);
             clip_sums_[row] = straight_through(op_.x, row * n_, n_, g);
-            undo(row, g);
+            undo(op_.nonlinearity, row, n_, g, scratch_.words.data());
+            if (op_.added) add_to(op_.added + row * n_, n_, g);
             if (op_.sum) add_up(row, g);
             if (dx && dx != g) std::memcpy(dx, g, n_ * sizeof(float));
             if (dx_.is_narrow()) narrow_row(g, n_, dx_.narrow(row * n_));
@@ -132,24 +131,13 @@ private:
         return 0;
     }
 
-    void undo(int64_t row, float* g) {
-        lsq::undo(op_.nonlinearity, row, n_, g, scratch_.words.data());
-        if (op_.added) add(op_.added + row * n_, g);
-    }
-
-    void add(const float* other, float* g) const {
-#pragma omp simd
-        for (int64_t i = 0; i < n_; ++i) g[i] += other[i];
-    }
-
     void add_up(int64_t row, const float* g) {
         float* sum = partial_ + row / op_.part_rows * n_;
         if (row % op_.part_rows == 0) {
             std::memcpy(sum, g, n_ * sizeof(float));
-            return;
+        } else {
+            add_to(g, n_, sum);
         }
-#pragma omp simd
-        for (int64_t i = 0; i < n_; ++i) sum[i] += g[i];
     }
 
     const ProjectInputGradient& op_;
@@ -161,8 +149,9 @@ private:
 
 }  // namespace
 
-LSQ_EXPORT void lsq_multiply_project_input_gradient(
-    const ProjectInputGradient& op, const TileProduct& product, float* partial, float* clip_sums) {
+LSQ_EXPORT void lsq_multiply_project_input_gradient(const ProjectInputGradient& op,
+                                                    const TileProduct& product, float* partial,
+                                                    float* clip_sums) {
     multiply_rows(product, [&] { return Epilogue(op, partial, clip_sums); });
 }
 
@@ -174,24 +163,22 @@ LSQ_EXPORT void lsq_end_long_project_input_gradient(const ProjectInputGradient& 
     read_rows(sums, first, rows, op.columns, [&] { return Epilogue(op, partial, clip_sums); });
 }
 
-LSQ_EXPORT void lsq_end_float_input_gradient(
-    const ProjectInputGradient& op, const float* product, float* partial, float* clip_sums) {
+LSQ_EXPORT void lsq_end_float_input_gradient(const ProjectInputGradient& op, const float* product,
+                                             float* partial, float* clip_sums) {
     read_rows(product, 0, op.rows, op.columns, [&] { return Epilogue(op, partial, clip_sums); });
 }
 
-// Adds up what the blocks have left.
-LSQ_EXPORT void lsq_finish_input_gradient(
-    const ProjectInputGradient& op, const float* partial, const float* clip_sums) {
+// Adds up the partial sums.
+LSQ_EXPORT void lsq_finish_input_gradient(const ProjectInputGradient& op, const float* partial,
+                                          const float* clip_sums) {
     const int64_t n = op.columns, parts = (op.rows + op.part_rows - 1) / op.part_rows;
     if (op.sum) {
 #pragma omp parallel for schedule(static)
         for (int64_t begin = 0; begin < n; begin += kStripe) {
             const int64_t end = std::min(begin + kStripe, n);
             std::fill(op.sum + begin, op.sum + end, 0.0f);
-            for (int64_t part = 0; part < parts; ++part) {
-#pragma omp simd
-                for (int64_t i = begin; i < end; ++i) op.sum[i] += partial[part * n + i];
-            }
+            for (int64_t part = 0; part < parts; ++part)
+                add_to(partial + part * n + begin, end - begin, op.sum + begin);
         }
     }
     if (op.dclip) {

@@ -17,8 +17,8 @@ int32_t squared_error(const float* x, float multiplier) {
     return error;
 }
 
-// The multiplier of least squared error for x [kGroup], in steps: the largest value gets code -8,
-// or is clipped a little.
+// Multiplier of least squared error for x [kGroup], in steps: the largest value gets code -8 or is
+// clipped a little.
 float best_multiplier(const float* x) {
     float high = 0.0f, low = 0.0f;
 #pragma omp simd reduction(max : high) reduction(min : low)

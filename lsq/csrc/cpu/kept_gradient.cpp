@@ -1,5 +1,5 @@
-// What the kept words add to both gradients of a vocabulary's loss; lsq/ops/vocabulary_loss.py has
-// the formulas.
+// Adds the kept words to both gradients of a vocabulary's loss; lsq/ops/vocabulary_loss.py has the
+// formulas.
 #include <numeric>
 
 #include "floats.h"
@@ -32,14 +32,14 @@ LSQ_OPERATION(KeptInputGradient, op) {
 
 namespace {
 
-// The word of an occurrence: the targets of all rows come first, then their likeliest other words.
+// Word of an occurrence: targets of all rows come first, then their likeliest other words.
 int64_t word_of(const KeptWeightGradient& op, int64_t occurrence) {
     const Prediction& given = op.prediction;
     return occurrence < given.rows ? given.target[occurrence]
                                    : op.kept.likeliest[occurrence - given.rows];
 }
 
-// Adds the occurrences of one word, those of `first` to `last`, to its row of the gradient.
+// Adds a word's occurrences [first, last) to its row of the gradient.
 template <class T>
 void add_word(const KeptWeightGradient& op, const int64_t* first, const int64_t* last, float factor,
               float* sum, T*) {
@@ -64,7 +64,7 @@ void add_word(const KeptWeightGradient& op, const int64_t* first, const int64_t*
 
 }  // namespace
 
-// A word's occurrences are added by one thread, in order.
+// One thread adds a word's occurrences, in order.
 LSQ_OPERATION(KeptWeightGradient, op) {
     const Prediction& given = op.prediction;
     const int64_t size = given.vocabulary * op.columns * (op.dweight_dtype ? 2 : 4);

@@ -1,4 +1,4 @@
-// Loops over rows on all threads, what they sum up, and where their results go.
+// Loops over rows on all threads, and sinks of their sums and gradients.
 //
 // Results do not depend on the number of threads: rows are summed in a fixed partition, partial
 // sums in order.
@@ -11,7 +11,7 @@ namespace lsq {
 
 constexpr int kMaxBlocks = 64;  // partial sums per column
 
-// Splits M rows into at most kMaxBlocks blocks that do not depend on the number of threads.
+// At most kMaxBlocks blocks of M rows, whatever the number of threads.
 struct Blocks {
     int64_t rows, count, size;
 
@@ -21,27 +21,24 @@ struct Blocks {
     int64_t end(int64_t block) const { return std::min((block + 1) * size, rows); }
 };
 
-// Sums per column, one partial row a block, added up in order at the end.
+// Sums of columns, one partial row per block, added up in order at the end.
 class ColumnSums {
 public:
     ColumnSums(int64_t blocks, int64_t n, bool wanted)
         : blocks_(wanted ? blocks : 0), n_(n), partial_(blocks_ * n, 0.0f) {}
 
     void add(int64_t block, const float* x) {
-        if (partial_.empty()) return;
-        float* sum = partial_.data() + block * n_;
-#pragma omp simd
-        for (int64_t i = 0; i < n_; ++i) sum[i] += x[i];
+        if (float* sum = of_block(block)) add_to(x, n_, sum);
     }
 
     void add_product(int64_t block, const float* x, const float* y) {
-        if (partial_.empty()) return;
-        float* sum = partial_.data() + block * n_;
+        float* sum = of_block(block);
+        if (!sum) return;
 #pragma omp simd
         for (int64_t i = 0; i < n_; ++i) sum[i] += x[i] * y[i];
     }
 
-    // The partial row of a block; null where nothing is wanted.
+    // Partial row of a block, or null.
     float* of_block(int64_t block) {
         return partial_.empty() ? nullptr : partial_.data() + block * n_;
     }
@@ -50,10 +47,7 @@ public:
         if (!out) return;
         std::fill(out, out + n_, 0.0f);
         if (partial_.empty()) return;
-        for (int64_t b = 0; b < blocks_; ++b) {
-#pragma omp simd
-            for (int64_t i = 0; i < n_; ++i) out[i] += partial_[b * n_ + i];
-        }
+        for (int64_t b = 0; b < blocks_; ++b) add_to(partial_.data() + b * n_, n_, out);
     }
 
 private:
@@ -61,7 +55,7 @@ private:
     Aligned<float> partial_;
 };
 
-// One number a block, added up in order in double precision.
+// Adds up one number per block in order, in double precision.
 inline void write_sum(const std::vector<double>& partial, float factor, float* out) {
     if (!out) return;
     double sum = 0.0;
@@ -73,7 +67,6 @@ inline bool any(const std::vector<uint8_t>& flags) {
     return std::any_of(flags.begin(), flags.end(), [](uint8_t flag) { return flag != 0; });
 }
 
-// Scratch of one thread for rows of n columns.
 struct Scratch {
     Aligned<float> a, b;
     Aligned<uint32_t> words;
@@ -84,21 +77,21 @@ struct Scratch {
 
 constexpr int64_t kLittle = 4096;  // elements, up to which other threads are not worth waking
 
-// Calls body(row, scratch) -> a magnitude for all rows, in parallel; the largest of all rows.
+// Calls body(row, scratch) -> a magnitude for all rows, in parallel. -> the largest
 template <class Body>
 Magnitude for_rows(int64_t rows, int64_t n, const Body& body) {
-    Magnitude found = 0;
-#pragma omp parallel reduction(max : found) if (rows * n > kLittle)
+    Magnitude largest = 0;
+#pragma omp parallel reduction(max : largest) if (rows * n > kLittle)
     {
         Scratch scratch(n);
 #pragma omp for schedule(static)
         for (int64_t row = 0; row < rows; ++row)
-            found = std::max<Magnitude>(found, body(row, scratch));
+            largest = std::max<Magnitude>(largest, body(row, scratch));
     }
-    return found;
+    return largest;
 }
 
-// Calls body(block, row, scratch) for all rows, blocks in parallel, the rows of a block in order.
+// Calls body(block, row, scratch) for all rows: blocks in parallel, rows of a block in order.
 template <class Body>
 void for_blocks(const Blocks& blocks, int64_t n, const Body& body) {
 #pragma omp parallel
@@ -112,8 +105,8 @@ void for_blocks(const Blocks& blocks, int64_t n, const Body& body) {
     }
 }
 
-// The end of every backward loop that makes the gradient of a product [M, N]: sums for its bias,
-// then the gradient as it is (`floats`) or rounded (`rounded`); null what is not wanted.
+// Takes the gradient of a product [M, N]: sums it for the bias, copies it to `floats`, rounds it to
+// `rounded`; each may be null.
 class GradientSink {
 public:
     GradientSink(const Blocks& blocks, int64_t n, float* floats, const RoundedGradient& rounded,
@@ -123,7 +116,7 @@ public:
 
     bool wanted() const { return floats_ || rounded_.codes || bias_; }
 
-    // g [n] is row `row` of the gradient; `scratch` [n] may be the same.
+    // Takes row `row` of the gradient; `scratch` [n] may be g.
     void add(int64_t block, int64_t row, const float* g, float* scratch) {
         bias_sums_.add(block, g);
         if (floats_) std::memcpy(floats_ + row * n_, g, n_ * sizeof(float));
@@ -131,8 +124,8 @@ public:
     }
 
 #if defined(LSQ_WIDE)
-    // The same of a row that goes straight through its rounding first -> what its clip gets. Rows
-    // start at a byte of `clipped`; read(i, mask of the lanes that are there) makes 16 values.
+    // Takes a row that first goes straight through its rounding -> its part of the clip's gradient.
+    // Rows start at a byte of `clipped`; read(i, lanes) makes 16 values.
     template <class Read>
     float add_straight_through(int64_t block, int64_t row, const Coded& of, const Read& read,
                                float* scratch) {
@@ -141,7 +134,7 @@ public:
         float* sum = bias_sums_.of_block(block);
         const __m512i magnitude = _mm512_set1_epi32(0x7FFFFFFF);
         __m512 clip = _mm512_setzero_ps();
-        // Magnitudes order like their bits, and NaN is larger than infinity.
+        // Magnitudes order like their bits; NaN is the largest.
         __m512i largest = _mm512_setzero_si512();
         each_sixteen(n_, [&](int64_t i, __mmask16 there) {
             __m512 x = read(i, there);

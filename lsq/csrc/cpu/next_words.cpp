@@ -1,8 +1,7 @@
-// The projection onto a vocabulary whose end keeps the best words of each row;
-// lsq/ops/next_words.py is the reference.
+// Projection onto a vocabulary that keeps the best words of each row; lsq/ops/next_words.py is the
+// reference.
 //
-// Threads share blocks of words. What blocks add up is joined in their order, so results do not
-// depend on threads.
+// Threads share blocks of words; partial results are joined in order.
 #include <omp.h>
 
 #include "aligned.h"
@@ -25,7 +24,7 @@ struct Candidate {
     }
 };
 
-// Whether a lane is that large; NaN is not.
+// Whether a lane is >= least.
 bool any_at_least(Lanes x, float least) {
 #if defined(__AVX512F__)
     return _mm512_cmp_ps_mask(x, _mm512_set1_ps(least), _CMP_GE_OQ) != 0;
@@ -34,7 +33,7 @@ bool any_at_least(Lanes x, float least) {
 #endif
 }
 
-// What all threads leave for the end.
+// Partial results of all threads.
 struct Shared {
     int64_t rows, best, blocks, threads;
     std::vector<float> largest, sum;    // [R, blocks] of exp(logit - largest)
@@ -59,13 +58,12 @@ struct Shared {
     }
 };
 
-// Reads sums of blocks of words on one thread.
 class Block {
 public:
     Block(const NextWords& op, Shared& shared, int64_t thread)
         : op_(op), shared_(shared), thread_(thread), alpha_(kBlock), logits_(kBlock) {}
 
-    // Words [begin, begin + words) of rows [first, first + rows).
+    // Takes words [begin, begin + words) of rows [first, first + rows).
     void operator()(int64_t begin, int64_t words, int64_t first, int64_t rows, const int32_t* sums,
                     int64_t stride) {
         const float input = op_.x.scale[0], *scale = op_.packed_weight.scale + begin;
@@ -83,7 +81,7 @@ public:
     }
 
 private:
-    // Makes the logits, -infinity behind the last one; -> the largest.
+    // Makes the logits, -infinity behind the last one. -> the largest
     float add_up(int64_t row, int64_t block, int64_t words, const int32_t* sums) {
         const int64_t whole = rounded_up(words, kLanes);
         float* y = logits_.data();
@@ -101,7 +99,7 @@ private:
         return largest;
     }
 
-    // Keeps those that are better than the worst one that is kept.
+    // Inserts words that are better than the worst kept one.
     void choose(int64_t row, int64_t begin, int64_t words, float most) {
         Candidate* kept = shared_.of(thread_, row);
         Candidate& last = kept[op_.best - 1];
@@ -111,12 +109,11 @@ private:
             const int64_t past = std::min(first + kLanes, words);
             if (!any_at_least(lanes_at(y + first), last.logit)) continue;
             for (int64_t i = first; i < past; ++i) {
-                const Candidate found{y[i], begin + i};
-                if (!found.before(last)) continue;
-                int64_t place = op_.best - 1;
-                for (; place > 0 && found.before(kept[place - 1]); --place)
-                    kept[place] = kept[place - 1];
-                kept[place] = found;
+                const Candidate word{y[i], begin + i};
+                if (!word.before(last)) continue;
+                int64_t rank = op_.best - 1;
+                for (; rank > 0 && word.before(kept[rank - 1]); --rank) kept[rank] = kept[rank - 1];
+                kept[rank] = word;
             }
         }
     }
@@ -127,7 +124,7 @@ private:
     Aligned<float> alpha_, logits_;
 };
 
-// From logits to log-probabilities: row `row`.
+// Turns the logits of row `row` into log-probabilities.
 void finish_row(const NextWords& op, Shared& shared, int64_t row, std::vector<int64_t>& heads) {
     const float normaliser = shared.normaliser(row);
     std::fill(heads.begin(), heads.end(), 0);

@@ -19,7 +19,7 @@ inline TileProduct packed_product(const Coded& x, const PackedWeight& weight, in
             reinterpret_cast<int8_t*>(weight.tiles)};
 }
 
-// Calls use(multiplier) with what goes through the rows of such a product on this thread.
+// Calls use(multiplier) with this thread's multiplier of the weight's format.
 template <class Use>
 void with_multiplier(const TileProduct& product, const PackedWeight& weight, const Use& use) {
     if (weight.bits == 4) {

@@ -1,8 +1,7 @@
-// A product with a packed weight and its epilogue: threads share the weight's outputs, and each
-// applies the epilogue to its sums.
+// A product with a packed weight and its epilogue; threads share the weight's outputs.
 #include <omp.h>
 
-#include "activation_kinds.h"
+#include "nonlinearity.h"
 #include "aligned.h"
 #include "packed.h"
 
@@ -10,19 +9,18 @@ using namespace lsq;
 
 namespace {
 
-constexpr int64_t kChunk = 256;  // outputs that a thread makes at a time
-constexpr int64_t kStrip = 32;   // rows, whose sums stay in the first cache
+constexpr int64_t kChunk = 256;        // outputs that a thread makes at a time
+constexpr int64_t kStrip = 32;         // rows, whose sums stay in the first cache
 constexpr int64_t kSparseStrip = 256;  // rows for which a sparse weight is expanded
 constexpr int64_t kInt4Strip = 128;    // rows for which a weight of 4 bits is unpacked
 
-// Applies the epilogue to blocks of sums on one thread.
 class PackedEpilogue {
 public:
     explicit PackedEpilogue(const PackedProject& op)
         : op_(op), y_(kChunk), alpha_(kChunk), flags_(kChunk) {}
 
-    // Rows [first, first + rows) of outputs [begin, begin + n), `stride` apart. -> the largest
-    // magnitude of what was rounded
+    // Takes rows [first, first + rows) of outputs [begin, begin + n), `stride` apart. -> the
+    // largest magnitude
     Magnitude operator()(int64_t first, int64_t rows, int64_t begin, int64_t n, const int32_t* sums,
                          int64_t stride) {
         const float* bias = op_.bias ? op_.bias + begin : nullptr;
@@ -32,21 +30,13 @@ public:
 #endif
         Magnitude largest = 0;
         for (int64_t row = 0; row < rows; ++row, sums += stride) {
-            const int64_t place = (first + row) * op_.weight.columns + begin;
-            float* y = op_.out ? op_.out + place : y_.data();
+            const int64_t element = (first + row) * op_.weight.columns + begin;
+            float* y = op_.out ? op_.out + element : y_.data();
             if (op_.x.by_row) set_factors(op_.x.scale[first + row], begin, n);
-            const float* alpha = alpha_.data();
-            if (bias) {
-#pragma omp simd
-                for (int64_t i = 0; i < n; ++i)
-                    y[i] = static_cast<float>(sums[i]) * alpha[i] + bias[i];
-            } else {
-#pragma omp simd
-                for (int64_t i = 0; i < n; ++i) y[i] = static_cast<float>(sums[i]) * alpha[i];
-            }
+            scale_sums(sums, n, alpha_.data(), bias, y);
             activate(y, n);
             if (op_.rounded.codes)
-                largest = std::max(largest, round_row(op_.rounded, place, n, y, flags_.data()));
+                largest = std::max(largest, round_row(op_.rounded, element, n, y, flags_.data()));
         }
         return largest;
     }
@@ -81,7 +71,7 @@ private:
     }
 
 #endif
-    // What the sums of outputs [begin, begin + n) are multiplied by.
+    // Sets the factors of outputs [begin, begin + n).
     void set_factors(float input, int64_t begin, int64_t n) {
         const float* scale = op_.weight.scale + begin;
         float* alpha = alpha_.data();

@@ -18,9 +18,8 @@ constexpr int64_t kPhiloxWords = 64;  // words that one call of philox_batch mak
 
 #if defined(__AVX512F__)
 
-// Counters group .. group + 7 and other .. other + 7. The 32-bit words stand in 64-bit lanes, whose
-// upper halves may hold anything: the multiplication reads the lower ones alone. What eight
-// counters have alike in the first two rounds is scalar.
+// Counters group .. group + 7 and other .. other + 7, as 32-bit words in 64-bit lanes, whose upper
+// halves the multiplication ignores. The first two rounds compute common parts once, as scalars.
 inline void philox_batch(uint32_t key0, uint32_t key1, uint32_t subsequence, uint64_t group,
                          uint64_t other, uint32_t* out) {
     const uint64_t begins[2] = {group, other};

@@ -1,15 +1,13 @@
-// Products of small float matrices that lie in a core's caches: out [M, N] (+)= a [M, K] b [K, N].
+// Products of small float matrices in a core's caches: out [M, N] (+)= a [M, K] b [K, N].
 //
-// All matrices are whole units of rows and columns, zero beyond those that count (rows of `out` may
-// be anything there), and rows are aligned to 64 bytes. Every element is summed in the order of k,
-// whatever the other sizes are.
+// Matrices have whole units of rows and columns, zero beyond the given sizes (rows of `out` may be
+// anything there), and rows aligned to 64 bytes. Sums run in the order of k.
 #pragma once
 
 #include <cstdint>
-#include <memory>
-#include <new>
 #include <type_traits>
 
+#include "aligned.h"
 #include "lanes.h"
 
 namespace lsq {
@@ -26,22 +24,8 @@ constexpr int64_t kDepth = 256;         // rows of a panel that stay in the firs
 inline int64_t whole_units(int64_t n) { return (n + kUnit - 1) / kUnit * kUnit; }
 inline int64_t panels(int64_t columns) { return (columns + kPanel - 1) / kPanel; }
 
-// Memory that is aligned to 64 bytes and not cleared.
-class AlignedFloats {
-public:
-    explicit AlignedFloats(int64_t n)
-        : data_(static_cast<float*>(::operator new[](4 * n, std::align_val_t{64}))) {}
-    float* get() const { return data_.get(); }
-
-private:
-    struct Free {
-        void operator()(float* data) const { ::operator delete[](data, std::align_val_t{64}); }
-    };
-    std::unique_ptr<float, Free> data_;
-};
-
-// Where a factor is read: rows of numbers `stride` apart, of which at(row, column) are the kLanes
-// from there on. Scratch is whole units, aligned, and read where it stands.
+// Source of a factor: at(row, column) reads kLanes numbers. Whole: scratch of whole units, read in
+// place.
 struct Whole {
     const float* first;
     int64_t stride;
@@ -51,7 +35,7 @@ struct Whole {
     }
 };
 
-// Rows and columns of a larger matrix, codes or floats; 0 outside of them.
+// Rows and columns of a larger matrix of codes or floats; 0 outside.
 template <class T>
 struct Window {
     const T* first;
@@ -66,9 +50,8 @@ struct Window {
 struct FloatProducts {
     struct Session {};  // what a thread holds while it multiplies
 
-    // The left factor: element (m, k) stands at data[m * stride + k], or at data[k * stride + m] if
-    // TRANSPOSED, and in what is read likewise. All factors are made for at most so many rows or
-    // columns, and inner indices.
+    // Left factor: element (m, k) lies at data[m * stride + k], or at data[k * stride + m] if
+    // TRANSPOSED, like its source. Constructors take the largest sizes.
     template <bool TRANSPOSED>
     class Left {
     public:
@@ -83,8 +66,8 @@ struct FloatProducts {
             data = in_place(x, TRANSPOSED ? inner : outer, stride, copy_.get());
         }
 
-        // Element by element instead of take(): first how many inner indices, then row m, from
-        // inner index k on, two vectors a call.
+        // Fills in rows instead of take(): start(), then put() two vectors of row m from inner
+        // index k on.
         void start(int64_t inner) { data = copy_.get(), stride = whole_units(inner); }
         struct Row {
             float* to;
@@ -95,7 +78,7 @@ struct FloatProducts {
         };
         Row row(int64_t m) const { return {copy_.get() + m * stride}; }
 
-        int64_t place(int64_t m, int64_t k) const {
+        int64_t index(int64_t m, int64_t k) const {
             return TRANSPOSED ? k * stride + m : m * stride + k;
         }
 
@@ -103,8 +86,8 @@ struct FloatProducts {
         AlignedFloats copy_;
     };
 
-    // The right factor: element (k, n) stands at data[n / kPanel * panel + k * stride + n %
-    // kPanel]. It is read from row k, or, TRANSPOSED, from row n.
+    // Right factor: element (k, n) lies at data[n / kPanel * panel + k * stride + n % kPanel]. The
+    // source has it in row k, or in row n if TRANSPOSED.
     template <bool TRANSPOSED>
     class Right {
     public:
@@ -118,7 +101,7 @@ struct FloatProducts {
         void take(const Source& x, int64_t columns, int64_t inner) {
             if constexpr (TRANSPOSED) {
                 data = copy_.get(), stride = kPanel, panel = kPanel * whole_units(inner);
-                turn(x, whole_units(columns), whole_units(inner));
+                transpose_from(x, whole_units(columns), whole_units(inner));
             } else {
                 stride = whole_units(columns), panel = kPanel;
                 data = in_place(x, inner, stride, copy_.get());
@@ -127,7 +110,7 @@ struct FloatProducts {
 
     private:
         template <class Source>
-        void turn(const Source& x, int64_t columns, int64_t inner) {
+        void transpose_from(const Source& x, int64_t columns, int64_t inner) {
             for (int64_t n = 0; n < columns; n += kLanes) {
                 for (int64_t k = 0; k < inner; k += kLanes) {
                     Lanes block[kLanes];
@@ -142,8 +125,8 @@ struct FloatProducts {
         AlignedFloats copy_;
     };
 
-    // out [rows, columns], rows `stride` apart; added to what stands there if `add`. Of `b` inner
-    // indices from `first` on, a whole unit.
+    // out [rows, columns], rows `stride` apart; adds to it if `add`. b starts at inner index
+    // `first`.
     template <class A, class B>
     static void multiply(const A& a, const B& b, int64_t rows, int64_t columns, int64_t inner,
                          bool add, float* out, int64_t stride, int64_t first = 0) {
@@ -167,7 +150,6 @@ struct FloatProducts {
     }
 
 private:
-    // Scratch itself; changes the distance of rows.
     static const float* in_place(const Whole& x, int64_t, int64_t& stride, float*) {
         stride = x.stride;
         return x.first;
@@ -187,7 +169,7 @@ private:
     static void multiply_tile(const A& a, int64_t first, int64_t first_inner, const float* b,
                               int64_t b_stride, int64_t depth, bool add, float* out,
                               int64_t stride) {
-        const float* left = a.data + a.place(first, first_inner);
+        const float* left = a.data + a.index(first, first_inner);
         Lanes sum[ROWS][2];
         for (int m = 0; m < ROWS; ++m) {
             const Lanes* old = reinterpret_cast<const Lanes*>(out + m * stride);
@@ -198,7 +180,7 @@ private:
             const Lanes* row = reinterpret_cast<const Lanes*>(b + k * b_stride);
             const Lanes low = row[0], high = row[1];
             for (int m = 0; m < ROWS; ++m) {
-                const Lanes factor = all_lanes(left[a.place(m, k)]);
+                const Lanes factor = all_lanes(left[a.index(m, k)]);
                 sum[m][0] = multiply_add(factor, low, sum[m][0]);
                 sum[m][1] = multiply_add(factor, high, sum[m][1]);
             }

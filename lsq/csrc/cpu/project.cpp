@@ -1,10 +1,9 @@
 // The epilogue of a product: scale, bias, activation, dropout, rounding, in one pass over each row
 // of it.
-#include "activation_kinds.h"
+#include "nonlinearity.h"
 #include "floats.h"
 #include "loops.h"
 #include "strips.h"
-#include "wide_floats.h"
 
 using namespace lsq;
 
@@ -21,8 +20,8 @@ void activate_with_slope(int64_t n, float* y, int8_t* slope) {
     }
 }
 
-// y -> activation(y), in place, and what the backward pass wants to know of y: row `row` of n
-// values. `flags` is n bytes, y > 0.
+// y -> activation(y), in place, with slopes or signs for the backward pass. `flags`: n bytes, y >
+// 0.
 void activate(const Nonlinearity& end, int64_t row, int64_t n, float* y, uint8_t* flags) {
     if (end.before) std::memcpy(end.before + row * n, y, n * sizeof(float));
     if (end.activation == Activation::relu) {
@@ -53,7 +52,7 @@ public:
         : n_(n), out_(out), scratch_(n), nonlinearity_(nonlinearity), rounded_(rounded),
           flags_(unit() * n) {}
 
-    // read(i, y) makes y of row first + i. -> the largest magnitude of what was rounded
+    // read(i, y) sets y to row first + i. -> the largest magnitude
     template <class Read>
     Magnitude end(int64_t first, int64_t rows, const Read& read) {
         Magnitude largest = 0;
@@ -99,7 +98,7 @@ public:
         if (op.x.coded.codes && !op.x.coded.by_row) set_factors(op.x.coded.scale[0]);
     }
 
-    // Of codes: sums int32. -> the largest magnitude of what was rounded
+    // Sums of codes. -> the largest magnitude
     Magnitude operator()(int64_t first, int64_t rows, const int32_t* sums, int64_t stride) {
 #if defined(LSQ_WIDE)
         if (straight()) {
@@ -112,7 +111,7 @@ public:
         }
         if (plain()) {
             for (int64_t row = 0; row < rows; ++row) {
-                scale_sums((first + row) * n_, sums + row * stride, factors(first + row));
+                store_scaled((first + row) * n_, sums + row * stride, factors(first + row));
             }
             return 0;
         }
@@ -124,12 +123,10 @@ public:
         return end_sums(first, rows, sums, stride);
     }
 
-    // Of floats, which stand where they go.
+    // Floats, in place.
     Magnitude operator()(int64_t first, int64_t rows, const float*, int64_t) {
         return end(first, rows, [&](int64_t, float* y) {
-            if (!op_.bias) return;
-#pragma omp simd
-            for (int64_t i = 0; i < n_; ++i) y[i] += op_.bias[i];
+            if (op_.bias) add_to(op_.bias, n_, y);
         });
     }
 
@@ -140,7 +137,7 @@ private:
         for (int64_t i = 0; i < n_; ++i) alpha_[i] = input * scale[i];
     }
 
-    // What the sums of a row are multiplied by, for each column.
+    // Factors of a row's sums.
     const float* factors(int64_t row) {
         if (op_.x.coded.by_row) set_factors(op_.x.coded.scale[row]);
         return alpha_.data();
@@ -148,23 +145,13 @@ private:
 
     template <class Sum>
     Magnitude end_sums(int64_t first, int64_t rows, const Sum* sums, int64_t stride) {
-        const float* bias = op_.bias;
         return end(first, rows, [&](int64_t row, float* y) {
-            const Sum* sum = sums + row * stride;
-            const float* factor = factors(first + row);
-            if (bias) {
-#pragma omp simd
-                for (int64_t i = 0; i < n_; ++i)
-                    y[i] = static_cast<float>(sum[i]) * factor[i] + bias[i];
-            } else {
-#pragma omp simd
-                for (int64_t i = 0; i < n_; ++i) y[i] = static_cast<float>(sum[i]) * factor[i];
-            }
+            scale_sums(sums + row * stride, n_, factors(first + row), op_.bias, y);
         });
     }
 
 #if defined(LSQ_WIDE)
-    // Whether a row goes from sums to codes in registers.
+    // Whether rows go from sums to codes in registers.
     bool straight() const {
         const Coded& to = op_.rounded;
         const Nonlinearity& end = op_.nonlinearity;
@@ -173,22 +160,21 @@ private:
         return WideClip::fits(to.clip[0]);
     }
 
-    // Whether a row of sums becomes floats, and nothing else is done to it.
+    // Whether sums are only scaled.
     bool plain() const {
         const Nonlinearity& end = op_.nonlinearity;
         return !op_.rounded.codes && !end.before && end.activation == Activation::none &&
                !end.dropout.threshold;
     }
 
-    // sums [n] -> elements [at, at + n).
-    void scale_sums(int64_t at, const int32_t* sums, const float* factor) const {
+    void store_scaled(int64_t at, const int32_t* sums, const float* factor) const {
         const float* bias = op_.bias;
         each_sixteen(n_, [&](int64_t i, __mmask16 there) {
             store_sixteen(out_, at + i, there, scaled(sums, factor, bias, i, there));
         });
     }
 
-    // Sums from column i on, times their factors; with a bias, if there is one.
+    // Scales 16 sums from column i on, with a bias if there is one.
     static __m512 scaled(const int32_t* sums, const float* factor, const float* bias, int64_t i,
                          __mmask16 there) {
         const __m512 sum = _mm512_cvtepi32_ps(_mm512_maskz_loadu_epi32(there, sums + i));
@@ -196,7 +182,7 @@ private:
         return bias ? _mm512_add_ps(y, _mm512_maskz_loadu_ps(there, bias + i)) : y;
     }
 
-    // -> the largest magnitude of what was rounded
+    // -> the largest magnitude
     Magnitude round_sums(int64_t row, const int32_t* sums, const float* factor) {
         const Dropout& dropout = op_.nonlinearity.dropout;
         const int64_t first = row * n_;
@@ -210,21 +196,24 @@ private:
         const WideClip wide(clip, clip / op_.rounded.largest);
         __m512i largest = _mm512_setzero_si512();
         WideBits outside, positive;
-        each_sixty_four(n_, [&](int64_t i, int64_t place, __mmask16 there) {
-            __m512 y = scaled(sums, factor, bias, i, there);
-            if (is_relu) {
-                positive.add(place, _mm512_cmp_ps_mask(y, zero, _CMP_GT_OQ));
-                y = _mm512_max_ps(zero, y);  // NaN stays NaN
-            }
-            if (drops) {
-                const __m512i word = _mm512_maskz_loadu_epi32(there, words + i);
-                y = _mm512_maskz_mul_ps(_mm512_cmpge_epu32_mask(word, limit), y, keep);
-            }
-            outside.add(place, wide.round(y, there, op_.rounded.codes + first + i, largest));
-        }, [&](int64_t column, int64_t count) {
-            outside.store(op_.rounded.clipped, first + column, count);
-            positive.store(op_.nonlinearity.positive, first + column, count);
-        });
+        each_sixty_four(
+            n_,
+            [&](int64_t i, int64_t at, __mmask16 there) {
+                __m512 y = scaled(sums, factor, bias, i, there);
+                if (is_relu) {
+                    positive.add(at, _mm512_cmp_ps_mask(y, zero, _CMP_GT_OQ));
+                    y = _mm512_max_ps(zero, y);  // NaN stays NaN
+                }
+                if (drops) {
+                    const __m512i word = _mm512_maskz_loadu_epi32(there, words + i);
+                    y = _mm512_maskz_mul_ps(_mm512_cmpge_epu32_mask(word, limit), y, keep);
+                }
+                outside.add(at, wide.round(y, there, op_.rounded.codes + first + i, largest));
+            },
+            [&](int64_t column, int64_t count) {
+                outside.store(op_.rounded.clipped, first + column, count);
+                positive.store(op_.nonlinearity.positive, first + column, count);
+            });
         return _mm512_reduce_max_epu32(largest);
     }
 
@@ -248,13 +237,13 @@ LSQ_EXPORT void lsq_multiply_project(const Project& op, const TileProduct& produ
     write_scale(op, 0, multiply_rows(product, [&] { return Epilogue(op); }));
 }
 
-// sums [rows, P]: those of rows [first, first + rows) of codes. Of no rows, the scale alone.
+// sums [rows, P] of rows [first, first + rows) of codes. No rows: the scale alone.
 LSQ_EXPORT void lsq_end_long_project(const Project& op, const LongSum* sums, int64_t first,
                                      int64_t rows) {
     write_scale(op, first, read_rows(sums, first, rows, op.columns, [&] { return Epilogue(op); }));
 }
 
-// The product of floats stands in `out`, where its result goes.
+// The product of floats lies in `out`.
 LSQ_EXPORT void lsq_end_floats(const Project& op) {
     write_scale(op, 0, read_rows(op.out, 0, op.rows, op.columns, [&] { return Epilogue(op); }));
 }

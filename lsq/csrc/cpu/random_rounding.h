@@ -9,8 +9,7 @@ namespace lsq {
 
 #if defined(LSQ_WIDE)
 
-// Rounds the columns of a row 16 at a time, the first of which has the word that is given, to codes
-// within q.
+// Rounds a row 16 columns at a time to codes within q; `word` belongs to the first column.
 class SixteenAtRandom {
 public:
     SixteenAtRandom(uint32_t word, float q) : most_(_mm512_set1_ps(q)), least_(_mm512_set1_ps(-q)) {
@@ -25,10 +24,9 @@ public:
     __m512i next(__m512 scaled) {
         const __m512 uniform = _mm512_cvtepi32_ps(_mm512_srli_epi32(word_, 8));
         word_ = _mm512_add_epi32(word_, _mm512_set1_epi32(static_cast<int32_t>(16 * kWordStep)));
-        // A fused multiply-add rounds as an addition does: the product is exact.
-        // 2^-24.
+        // The product is exact, so that a fused multiply-add rounds like an addition; 2^-24.
         const __m512 sum = _mm512_fmadd_ps(uniform, _mm512_set1_ps(5.9604644775390625e-8f), scaled);
-        // Q is whole: as good as afterwards.
+        // q is whole: bounds may come before rounding.
         const __m512 bounded = _mm512_min_ps(most_, _mm512_max_ps(least_, sum));
         return _mm512_cvt_roundps_epi32(bounded, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
     }
@@ -40,7 +38,7 @@ private:
 
 #endif
 
-// x [n] times a factor -> codes within q; the first has the word that is given. Finite.
+// x [n] * factor, finite -> codes within q; `word` belongs to the first.
 inline void round_at_random(const float* x, int64_t n, float factor, uint32_t word, float q,
                             int8_t* codes) {
 #if defined(LSQ_WIDE)

@@ -1,24 +1,75 @@
 // Dropout, residual, LayerNorm or RMSNorm, and rounding between two blocks, forward and backward.
-#include "residual_sum.h"
+#include "loops.h"
 
 using namespace lsq;
 
 namespace {
 
-// Row `row` as codes for the backward pass: centred [n], of which the largest magnitude has these
-// bits, times rstd.
+float sum_of(const float* x, int64_t n) {
+    float sum = 0.0f;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = 0; i < n; ++i) sum += x[i];
+    return sum;
+}
+
+// Makes row `row` of the sum, in its tensor or in scratch. -> that row [n]
+const float* add_residual(const ResidualSum& sum, int64_t row, int64_t n, Scratch& scratch) {
+    const float* residual = sum.residual + row * n;
+    float* z = sum.z ? sum.z + row * n : scratch.a.data();
+    if (sum.update) {
+        dropped(sum.dropout, row * n, n, sum.update + row * n, scratch.words.data(),
+                [&](int64_t i, float update) { z[i] = update + residual[i]; });
+        return z;
+    }
+    if (!sum.z) return residual;
+    std::memcpy(z, residual, n * sizeof(float));
+    return z;
+}
+
+// Gradients of the residual and the update of a norm.
+class ResidualSink {
+public:
+    ResidualSink(const Blocks& blocks, int64_t n, const ResidualSumGradient& sum)
+        : n_(n), sum_(sum), update_(blocks, n, sum.dupdate, sum.rounded, sum.dupdate_sum) {}
+
+    // through(i): gradient of element i of row `row` through the norm; may use the first floats of
+    // `scratch`.
+    template <class Through>
+    void add(int64_t block, int64_t row, Scratch& scratch, const Through& through) {
+        float *g = scratch.a.data(), *residual = sum_.dresidual ? sum_.dresidual + row * n_ : g;
+        if (sum_.dz) {
+            const float* direct = sum_.dz + row * n_;
+#pragma omp simd
+            for (int64_t i = 0; i < n_; ++i) residual[i] = through(i) + direct[i];
+        } else {
+#pragma omp simd
+            for (int64_t i = 0; i < n_; ++i) residual[i] = through(i);
+        }
+        if (!update_.wanted()) return;
+        dropped(sum_.dropout, row * n_, n_, residual, scratch.words.data(),
+                [g](int64_t i, float y) { g[i] = y; });
+        update_.add(block, row, g, g);
+    }
+
+    void finish() const { update_.finish(); }
+
+private:
+    int64_t n_;
+    const ResidualSumGradient& sum_;
+    GradientSink update_;
+};
+
+// Keeps row `row` for the backward pass as codes: centred [n] times rstd; `largest`: its largest
+// magnitude.
 void keep(const NormalisedRows& to, int64_t row, int64_t n, const float* centred, uint32_t largest,
           float rstd) {
     to.scale[row] = round_nearest(centred, n, largest, to.largest, to.codes + row * n) * rstd;
 }
 
-// Row `row` of what a norm has normalised, as the forward pass has left it.
+// Row `row` of the normalised values.
 void normalise(const ResidualNormGradient& op, int64_t row, int64_t n, float* normalised) {
     if (op.normalised.codes) {
-        const int8_t* codes = op.normalised.codes + row * n;
-        const float scale = op.normalised.scale[row];
-#pragma omp simd
-        for (int64_t i = 0; i < n; ++i) normalised[i] = static_cast<float>(codes[i]) * scale;
+        decode(op.normalised.codes + row * n, n, op.normalised.scale[row], normalised);
         return;
     }
     const float *line = op.z + row * n, mean = op.mean ? op.mean[row] : 0.0f, rstd = op.rstd[row];

@@ -41,14 +41,14 @@ void normalise(const Rotation& rotation, const HeadNorms& norms, int64_t row, fl
     }
 }
 
-// Sums for the weights of norms, and the way back through these.
+// Gradients of the norms' weights and of their input.
 class NormsGradient {
 public:
     NormsGradient(const RotateGradient& op, const Blocks& blocks)
         : op_(op), rotation_(op.rotation), query_(blocks.count, rotation_.width, op.x),
           key_(blocks.count, rotation_.width, op.x) {}
 
-    // g: the gradient of the normed heads of row `row` -> of the heads; scratch: D numbers.
+    // g: gradient of the normed heads of row `row` -> of the heads; scratch: D numbers.
     void run(int64_t block, int64_t row, float* g, float* scratch) {
         const int64_t n = rotation_.width;
         const float* x = op_.x + row * op_.columns;

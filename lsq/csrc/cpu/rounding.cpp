@@ -1,9 +1,7 @@
-// Rounding by itself: of activations, weights and the gradients of products; the sum of two
-// gradients.
+// Rounds activations, weights and gradients; adds two gradients.
 #include "floats.h"
 #include "loops.h"
 #include "weights.h"
-#include "wide_floats.h"
 
 using namespace lsq;
 
@@ -89,8 +87,8 @@ LSQ_OPERATION(Add, op) {
     for (int64_t i = 0; i < op.count; ++i) out[i] = a[i] + b[i];
 }
 
-// A checksum of what lies in memory and of its order, run by run.
-LSQ_EXPORT void lsq_checksum(const uint8_t* data, int64_t bytes, uint64_t* found) {
+// Checksum of bytes and their order, run by run.
+LSQ_EXPORT void lsq_checksum(const uint8_t* data, int64_t bytes, uint64_t* checksum) {
     constexpr int64_t kLanes = 16, kRun = 8 * kLanes * 512;
     constexpr uint64_t kFactor = 0x9E3779B97F4A7C15u;
     const int64_t runs = (bytes + kRun - 1) / kRun;
@@ -113,5 +111,5 @@ LSQ_EXPORT void lsq_checksum(const uint8_t* data, int64_t bytes, uint64_t* found
             mixed = ((mixed ^ sums[j]) * kFactor ^ order[j]) * kFactor;
         total += mixed ^ mixed >> 32;
     }
-    *found = total;
+    *checksum = total;
 }

@@ -1,10 +1,8 @@
-// Building blocks of the fused loops: everything is done a row at a time, on buffers that stay in
-// the L1 cache.
+// Building blocks of the fused loops, a row at a time, on buffers in the L1 cache.
 //
-// M rows, N columns. Codes are int8, packed masks hold element i in bit i % 8 of byte i / 8, all
-// floats are float32. The arithmetic (order of operations, division, rounding half to even) is that
-// of lsq/quant/arithmetic.py, so codes agree. Compiled without floating-point contraction. Loops
-// are written for the auto-vectoriser.
+// M rows, N columns. Codes are int8, packed masks hold element i in bit i % 8 of byte i / 8, floats
+// are float32. The order of operations, division, and rounding half to even are those of
+// lsq/quant/arithmetic.py, so that codes agree; compiled without floating-point contraction.
 #pragma once
 
 #include <algorithm>
@@ -15,6 +13,7 @@
 #include <vector>
 
 #include "bits.h"
+#include "floats.h"
 #include "philox.h"
 #include "random_rounding.h"
 #include "structs.h"
@@ -24,9 +23,8 @@
 
 namespace lsq {
 
-// Calls use(i, y) for each i < n, y being what dropout makes of x[i]: elements [first, first + n)
-// of the tensor stand in x. Masks are drawn again wherever they are needed; `words` is scratch for
-// n + 4 numbers.
+// Calls use(i, y) with y = dropout(x[i]) for each i < n; x has elements [first, first + n) of the
+// tensor. Masks are drawn again where they are needed; `words`: scratch for n + 4 numbers.
 template <class Use>
 inline void dropped(const Dropout& dropout, int64_t first, int64_t n, const float* x,
                     uint32_t* words, const Use& use) {
@@ -44,14 +42,37 @@ inline void dropped(const Dropout& dropout, int64_t first, int64_t n, const floa
     for (int64_t i = 0; i < n; ++i) use(i, drawn[i] >= limit ? x[i] * keep : 0.0f);
 }
 
-// The same in place.
+// Dropout of x [n] in place.
 inline void apply(const Dropout& dropout, int64_t first, int64_t n, float* x, uint32_t* words) {
     if (dropout.threshold)
         dropped(dropout, first, n, x, words, [x](int64_t i, float y) { x[i] = y; });
 }
 
-// Rounds x [n] to the nearest codes; `largest`, its largest magnitude, becomes code q. Returns the
-// scale.
+// codes [n] * scale -> x.
+inline void decode(const int8_t* codes, int64_t n, float scale, float* x) {
+#pragma omp simd
+    for (int64_t i = 0; i < n; ++i) x[i] = static_cast<float>(codes[i]) * scale;
+}
+
+// to [n] += x.
+inline void add_to(const float* x, int64_t n, float* to) {
+#pragma omp simd
+    for (int64_t i = 0; i < n; ++i) to[i] += x[i];
+}
+
+// sums [n] * factor, plus bias unless that is null -> y.
+template <class Sum>
+void scale_sums(const Sum* sums, int64_t n, const float* factor, const float* bias, float* y) {
+    if (bias) {
+#pragma omp simd
+        for (int64_t i = 0; i < n; ++i) y[i] = static_cast<float>(sums[i]) * factor[i] + bias[i];
+    } else {
+#pragma omp simd
+        for (int64_t i = 0; i < n; ++i) y[i] = static_cast<float>(sums[i]) * factor[i];
+    }
+}
+
+// Rounds x [n] to the nearest codes; `largest`, its largest magnitude, becomes code q. -> the scale
 inline float round_nearest(const float* x, int64_t n, Magnitude largest, float q, int8_t* codes) {
     const GradientScale s = gradient_scale(float_of(largest), q);
     if (s.reciprocal == 0.0f) {  // vanishing, or not finite
@@ -63,20 +84,15 @@ inline float round_nearest(const float* x, int64_t n, Magnitude largest, float q
     return s.scale;
 }
 
-// Rounds x [n], elements [first, first + n) of the tensor, under the clip, or as one row under its
-// own largest magnitude; scratch: n bytes. Rows must start at a byte of `clipped`: N is a multiple
-// of 8, or there is one row. Returns the largest magnitude; the code of NaN is 0.
+// Rounds x [n], elements [first, first + n), under the clip, or as one row under its largest
+// magnitude; `outside`: scratch of n bytes. Rows must start at a byte of `clipped`: N is a multiple
+// of 8, or there is one row. -> the largest magnitude; the code of NaN is 0
 inline Magnitude round_row(const Coded& coded, int64_t first, int64_t n, const float* x,
                            uint8_t* outside) {
     const float clip = coded.clip[0], q = coded.largest, scale = clip / q;
     int8_t* out = coded.codes + first;
     if (coded.by_row) {
-        Magnitude most = 0;
-#pragma omp simd reduction(max : most)
-        for (int64_t i = 0; i < n; ++i) {
-            const Magnitude found = magnitude_of(x[i]);
-            most = found > most ? found : most;
-        }
+        const Magnitude most = bits_of(largest_magnitude(x, n));
         coded.scale[first / n] = round_nearest(x, n, most, q, out);
         return most;
     }
@@ -91,8 +107,8 @@ inline Magnitude round_row(const Coded& coded, int64_t first, int64_t n, const f
     for (int64_t i = 0; i < n; ++i) {
         const float ratio = x[i] / scale;
         outside[i] = std::fabs(x[i]) > clip;
-        const Magnitude found = ratio == ratio ? magnitude_of(x[i]) : kMissing;
-        largest = found > largest ? found : largest;
+        const Magnitude bits = ratio == ratio ? magnitude_of(x[i]) : kMissing;
+        largest = bits > largest ? bits : largest;
         out[i] = code_of(ratio, q);
     }
     if (coded.clipped) pack_bits(outside, n, coded.clipped + first / 8);
@@ -107,16 +123,14 @@ inline Magnitude round_row(const Coded& coded, int64_t first, int64_t n, const f
     return largest;
 }
 
-// Writes the scale once all rows are rounded, and the largest magnitude; of no rows, too, whose
-// codes have no address.
+// Writes the scale and the largest magnitude once all rows are rounded; no rows have no codes.
 inline void finish(const Coded& coded, Magnitude largest) {
     if (coded.scale && !coded.by_row)
         coded.scale[0] = poisoned(coded.clip[0] / coded.largest, is_missing(largest));
     if (coded.seen) coded.seen[0] = float_of(std::max(magnitude_of(coded.seen[0]), largest));
 }
 
-// Straight-through: zeroes the gradients of clipped values and returns what they add to the clip's
-// gradient.
+// Zeroes the gradients of clipped values (straight-through). -> their part of the clip's gradient
 inline float straight_through(const Coded& coded, int64_t first, int64_t n, float* gradient) {
     if (!coded.clipped) return 0.0f;
     const int8_t* q = coded.codes + first;
@@ -134,8 +148,8 @@ inline float straight_through(const Coded& coded, int64_t first, int64_t n, floa
     return sum;
 }
 
-// Rounds row `row` of the gradient of a product at random, scaled [n]: the gradient times the
-// scales of its weight, of which the largest magnitude is given, NaN if one is NaN.
+// Rounds row `row` of the gradient of a product at random. scaled [n]: the gradient times the
+// scales of its weight; largest: its largest magnitude, or NaN.
 inline void round_scaled(const RoundedGradient& rounded, int64_t row, int64_t n,
                          const float* scaled, float largest) {
     const GradientScale s = gradient_scale(largest, rounded.largest);
@@ -149,8 +163,8 @@ inline void round_scaled(const RoundedGradient& rounded, int64_t row, int64_t n,
     round_at_random(scaled, n, s.reciprocal, word, rounded.largest, codes);
 }
 
-// Rounds row `row` of the gradient of a product at random, after multiplying by the scales of its
-// weight: to `scaled`, which may be `gradient`.
+// Multiplies row `row` by the scales of its weight, to `scaled` [n], perhaps `gradient`, and rounds
+// it.
 inline void round_row(const RoundedGradient& rounded, int64_t row, int64_t n, const float* gradient,
                       float* scaled) {
     const float* weight_scale = rounded.weight_scale;

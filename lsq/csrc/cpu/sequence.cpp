@@ -1,4 +1,4 @@
-// Several loops of operations in one call.
+// Runs the loops of several operations in one call.
 #include <cstdint>
 
 using Loop = void (*)(const void* operation);

@@ -1,9 +1,7 @@
-// Products whose epilogue is applied where their sums are: strips of whole rows of sums, on all
-// threads, and what reads them.
+// Products whose epilogue reads strips of whole rows of sums in the cache, on all threads.
 //
-// A thread makes its own reader by make(), and calls it as reader(first row, rows, sums, elements
-// between rows) -> a magnitude; the largest of all calls is the result. Strips begin at multiples
-// of kTilePair rows.
+// A thread makes a reader by make() and calls reader(first row, rows, sums, elements between rows)
+// -> a magnitude; the largest of all is the result. Strips begin at multiples of kTilePair rows.
 #pragma once
 
 #include <omp.h>
@@ -13,15 +11,13 @@
 
 namespace lsq {
 
-// A sum over more products of codes than int32 has room for, as a float: readers take it where they
-// take an int32.
+// A sum over more products of codes than int32 holds, as a float.
 struct LongSum {
     float value;
     operator float() const { return value; }
 };
 
-// Multiplies by b as it is packed, and reads each strip while it is in the cache of the core that
-// made it.
+// Multiplies by packed b; the core that made a strip reads it.
 template <class Make>
 Magnitude multiply_packed(const TileProduct& product, const Make& make) {
     const int64_t strip = strip_rows(product, omp_get_max_threads());
@@ -41,17 +37,14 @@ Magnitude multiply_packed(const TileProduct& product, const Make& make) {
     return found;
 }
 
-// The same, after packing b.
+// Packs b and multiplies.
 template <class Make>
 Magnitude multiply_rows(const TileProduct& product, const Make& make) {
-#pragma omp parallel for schedule(static)
-    for (int64_t group = 0; group < groups_of_columns(product); ++group)
-        pack_columns(product, group);
+    pack_columns(product);
     return multiply_packed(product, make);
 }
 
-// Reads rows [first, first + rows) of a product that somebody else has made, `stride` elements
-// apart.
+// Reads rows [first, first + rows) of a product, `stride` elements apart.
 template <class T, class Make>
 Magnitude read_rows(const T* product, int64_t first, int64_t rows, int64_t stride,
                     const Make& make) {

@@ -1,4 +1,4 @@
-// The declared structs as the CPU sees them: plain pointers, float32.
+// The structs of operations with plain pointers and float32.
 #pragma once
 
 #include "../include/arithmetic.h"

@@ -1,5 +1,4 @@
-// Multiplies packed tiles: AMX, AVX-512 VNNI, AVX-VNNI, and for any other processor 16-bit
-// products, which all others are compared with.
+// Multiplies packed tiles by AMX, AVX-512 VNNI, AVX-VNNI or, on any processor, 16-bit products.
 //
 // VNNI multiplies unsigned with signed codes: `a` comes with 128 added, so that a column starts at
 // -128 times its sum.
@@ -96,48 +95,49 @@ void multiply_plain(const TileRows& a, const PairOfColumns& b, int32_t* sums, in
     if (rows - row >= 1) multiply_plain_rows<1>(a, b, sums, stride, row);
 }
 
-#if defined(__x86_64__)
+#if defined(__AVX2__)
 
-#if defined(__AVX512F__)
+constexpr Instructions kVnni = kHalf == 1 ? Instructions::avx512_vnni : Instructions::avx_vnni;
+constexpr int kVnniRows = kHalf == 1 ? 8 : 4;  // enough sums to hide an instruction's latency
 
-#define LSQ_VNNI __attribute__((target("avx512vnni")))
-
-// With two registers of columns: enough sums to hide an instruction's latency.
-constexpr int kVnniRows = 8;
-
-LSQ_VNNI void multiply_vnni(const TileRows& a, const PairOfColumns& b, int32_t* sums,
-                            int64_t stride, int64_t rows) {
+// A tile of columns in each of two vectors, or one tile in both.
+void multiply_vnni(const TileRows& a, const PairOfColumns& b, int32_t* sums, int64_t stride,
+                   int64_t rows) {
+    const int64_t apart = kHalf == 1 ? b.distance : static_cast<int64_t>(sizeof(LaneWords));
     for (int64_t row = 0; row < rows; row += kVnniRows) {
         const int8_t* line = a.data + row / kTileSide * a.block + row % kTileSide * a.stride;
-        int32_t* out = sums + row * stride;
-        __m512i low[kVnniRows], high[kVnniRows];
-        for (int i = 0; i < kVnniRows; ++i) {
-            const int32_t* from = b.sums ? b.sums : out + i * stride;
-            low[i] = _mm512_loadu_si512(from);
-            high[i] = _mm512_loadu_si512(from + kTileSide);
-            if (!b.sums) continue;
-            low[i] = _mm512_sub_epi32(_mm512_setzero_si512(), low[i]);
-            high[i] = _mm512_sub_epi32(_mm512_setzero_si512(), high[i]);
-        }
-        for (int64_t k = 0; k < b.depth; ++k) {
-            const int8_t *left = b.data + k * kTileBytes, *right = left + b.distance,
-                         *codes = line + k * a.step;
-            for (int64_t unit = 0; unit < kTileUnits; ++unit) {
-                const __m512i first = _mm512_load_si512(left + unit * kTileInner);
-                const __m512i second = _mm512_load_si512(right + unit * kTileInner);
+        for (int64_t column = 0; column < kTilePair; column += 2 * kLanes) {
+            int32_t* out = sums + row * stride + column;
+            LaneWords low[kVnniRows], high[kVnniRows];
 #pragma GCC unroll 8
-                for (int i = 0; i < kVnniRows; ++i) {
-                    int32_t four;
-                    std::memcpy(&four, codes + i * a.stride + 4 * unit, 4);
-                    const __m512i factor = _mm512_set1_epi32(four);
-                    low[i] = _mm512_dpbusd_epi32(low[i], factor, first);
-                    high[i] = _mm512_dpbusd_epi32(high[i], factor, second);
+            for (int i = 0; i < kVnniRows; ++i) {
+                const int32_t* from = b.sums ? b.sums + column : out + i * stride;
+                std::memcpy(&low[i], from, sizeof(LaneWords));
+                std::memcpy(&high[i], from + kLanes, sizeof(LaneWords));
+                if (b.sums) low[i] = -low[i], high[i] = -high[i];
+            }
+            for (int64_t k = 0; k < b.depth; ++k) {
+                const int8_t *columns = b.data + column / kTileSide * b.distance + k * kTileBytes,
+                             *codes = line + k * a.step;
+                for (int64_t unit = 0; unit < kTileUnits; ++unit) {
+                    const int8_t* from = columns + unit * kTileInner;
+                    const LaneWords first = *reinterpret_cast<const LaneWords*>(from),
+                                    second = *reinterpret_cast<const LaneWords*>(from + apart);
+#pragma GCC unroll 8
+                    for (int i = 0; i < kVnniRows; ++i) {
+                        int32_t four;
+                        std::memcpy(&four, codes + i * a.stride + 4 * unit, 4);
+                        const LaneWords factor = four + LaneWords{};
+                        add_products(low[i], factor, first);
+                        add_products(high[i], factor, second);
+                    }
                 }
             }
-        }
-        for (int i = 0; i < kVnniRows; ++i) {
-            _mm512_storeu_si512(out + i * stride, low[i]);
-            _mm512_storeu_si512(out + i * stride + kTileSide, high[i]);
+#pragma GCC unroll 8
+            for (int i = 0; i < kVnniRows; ++i) {
+                std::memcpy(out + i * stride, &low[i], sizeof(LaneWords));
+                std::memcpy(out + i * stride + kLanes, &high[i], sizeof(LaneWords));
+            }
         }
     }
 }
@@ -157,20 +157,7 @@ void multiply_amx(const TileRows& a, const PairOfColumns& b, int32_t* sums, int6
     const bool both = rows > kTileSide;
     const int64_t bytes = stride * sizeof(int32_t);
     const int8_t *upper = a.data, *lower = upper + a.block;
-    int32_t *top = sums, *bottom = top + kTileSide * stride;
-    if (b.sums) {
-        zero_tile<0>();
-        zero_tile<1>();
-        zero_tile<2>();
-        zero_tile<3>();
-    } else {
-        load_tile<0>(top, bytes);
-        load_tile<1>(top + kTileSide, bytes);
-        if (both) {
-            load_tile<2>(bottom, bytes);
-            load_tile<3>(bottom + kTileSide, bytes);
-        }
-    }
+    b.sums ? zero_sums() : load_sums(sums, bytes, both);
     for (int64_t k = 0; k < b.depth; ++k) {
         const int8_t* left = b.data + k * kTileBytes;
         if (b.ahead) {
@@ -187,63 +174,11 @@ void multiply_amx(const TileRows& a, const PairOfColumns& b, int32_t* sums, int6
         multiply_int8<2, 5, 6>();
         multiply_int8<3, 5, 7>();
     }
-    store_tile<0>(top, bytes);
-    store_tile<1>(top + kTileSide, bytes);
-    if (!both) return;
-    store_tile<2>(bottom, bytes);
-    store_tile<3>(bottom + kTileSide, bytes);
+    store_sums(sums, bytes, both);
 }
 
 #endif
-#if !defined(__AVX512F__) && defined(__AVX2__)
-
-#define LSQ_VNNI __attribute__((target("avxvnni")))
-
-constexpr int kVnniRows = 4;  // with two registers for each tile of columns, one tile at a time
-
-LSQ_VNNI void multiply_vnni(const TileRows& a, const PairOfColumns& b, int32_t* sums,
-                            int64_t stride, int64_t rows) {
-    constexpr int64_t kHalf = kTileSide / 2;
-    for (int64_t row = 0; row < rows; row += kVnniRows) {
-        const int8_t* line = a.data + row / kTileSide * a.block + row % kTileSide * a.stride;
-        for (int64_t tile = 0; tile < 2; ++tile) {
-            int32_t* out = sums + row * stride + tile * kTileSide;
-            __m256i low[kVnniRows], high[kVnniRows];
-            for (int i = 0; i < kVnniRows; ++i) {
-                const int32_t* from = b.sums ? b.sums + tile * kTileSide : out + i * stride;
-                low[i] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
-                high[i] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + kHalf));
-                if (!b.sums) continue;
-                low[i] = _mm256_sub_epi32(_mm256_setzero_si256(), low[i]);
-                high[i] = _mm256_sub_epi32(_mm256_setzero_si256(), high[i]);
-            }
-            for (int64_t k = 0; k < b.depth; ++k) {
-                const int8_t *columns = b.data + tile * b.distance + k * kTileBytes,
-                             *codes = line + k * a.step;
-                for (int64_t unit = 0; unit < kTileUnits; ++unit) {
-                    const auto* from =
-                        reinterpret_cast<const __m256i*>(columns + unit * kTileInner);
-                    const __m256i first = _mm256_load_si256(from),
-                                  second = _mm256_load_si256(from + 1);
-#pragma GCC unroll 4
-                    for (int i = 0; i < kVnniRows; ++i) {
-                        int32_t four;
-                        std::memcpy(&four, codes + i * a.stride + 4 * unit, 4);
-                        const __m256i factor = _mm256_set1_epi32(four);
-                        low[i] = _mm256_dpbusd_avx_epi32(low[i], factor, first);
-                        high[i] = _mm256_dpbusd_avx_epi32(high[i], factor, second);
-                    }
-                }
-            }
-            for (int i = 0; i < kVnniRows; ++i) {
-                _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + i * stride), low[i]);
-                _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + i * stride + kHalf), high[i]);
-            }
-        }
-    }
-}
-
-#endif
+#if defined(__x86_64__)
 
 struct Features {
     bool avx_vnni = false, avx512_vnni = false;
@@ -279,10 +214,8 @@ Kernel kernel_of([[maybe_unused]] Instructions instructions) {
 #if defined(LSQ_AMX)
     if (instructions == Instructions::amx) return multiply_amx;
 #endif
-#if defined(__AVX512F__)
-    if (instructions == Instructions::avx512_vnni) return multiply_vnni;
-#elif defined(__AVX2__)
-    if (instructions == Instructions::avx_vnni) return multiply_vnni;
+#if defined(__AVX2__)
+    if (instructions == kVnni) return multiply_vnni;
 #endif
     return multiply_plain;
 }

@@ -11,9 +11,9 @@ namespace lsq {
 struct PairOfColumns {
     const int8_t* data;
     int64_t distance, depth;
-    // [32], 128 times the sum of each column of all of b; null: add to the sums that stand there.
+    // [32], 128 times the sum of each column of b; null: add to the existing sums.
     const int32_t* sums;
-    int64_t ahead;        // what lies so many bytes behind is needed next, and fetched; 0: nothing
+    int64_t ahead;  // what lies so many bytes behind is needed next, and fetched; 0: nothing
 };
 
 // sums [32, 32] of the first two tiles of rows, `stride` apart. Those of the first `rows` count;
@@ -29,9 +29,8 @@ inline bool biased(Instructions instructions) {
     return instructions == Instructions::avx_vnni || instructions == Instructions::avx512_vnni;
 }
 
-// Sums of columns [begin, end) of a packed weight by these kernels: unpack(block, tiles, distance)
-// makes tiles of blocks, a few at a time, while the next ones arrive. `columns`: 128 times the sums
-// of all columns.
+// Sums of columns [begin, end) of a packed weight: unpack(block, tiles, distance) makes tiles, a
+// few at a time. `columns`: 128 times the sums of all columns.
 template <class Block>
 void multiply_expanded(const TileProduct& product, const TileRows& a, int64_t rows,
                        const Block* blocks, const int32_t* columns, Kept<int8_t>& memory,

@@ -1,9 +1,9 @@
-// Products of small float matrices on AMX, as exact as in float32: the same interface as
+// Products of small float matrices on AMX, as exact as float32, with the interface of
 // FloatProducts.
 //
-// A float is the sum of three bfloat16, each the upper half of what the others leave; of a whole
-// number up to 256, one is enough. A product of two floats is that of their parts, without what is
-// below 2^-24 of it. So sums of whole numbers are exact.
+// A float is the sum of three bfloat16, each the upper half of the rest; for a whole number up to
+// 256, one is enough. A product is that of the parts, without parts below 2^-24 of it; sums of
+// whole numbers are exact.
 #pragma once
 
 #include "amx.h"
@@ -19,9 +19,8 @@ constexpr int kParts = 3;  // of a float
 
 typedef uint32_t TileRow __attribute__((vector_size(4 * kTile), may_alias));
 
-// A factor as registers want it: tiles of 16 rows (of a left factor) or columns (of a right one) by
-// 32 inner indices. Word r of a row holds the inner indices r and 16 + r; in right factors it is
-// word r of a column.
+// Tiles of 16 rows (left factor) or columns (right factor) by 32 inner indices. Word r of a row has
+// inner indices r and 16 + r; in right factors it is word r of a column.
 class TileFactor {
 public:
     // `outer`, `inner`: at most so many; `whole`: all elements are whole numbers up to 256.
@@ -33,8 +32,8 @@ public:
     // The tiles of 16 rows or columns from `outer` on: for each 32 inner indices, for each part.
     const float* tiles(int64_t outer) const { return words_.get() + outer * inner_ / 2 * parts_; }
 
-    // Element by element instead of take(): first how many inner indices, then row `o`, from inner
-    // index i on, two vectors a call.
+    // Fills in rows instead of take(): start(), then put() two vectors of row `o` from inner index
+    // i on.
     void start(int64_t inner) { inner_ = whole_units(inner); }
     struct Row {
         TileRow* to;
@@ -142,14 +141,8 @@ private:
     static void multiply_unit(const TileFactor& a, const TileFactor& b, int64_t row, int64_t column,
                               int64_t inner, bool add, bool both, float* out, int64_t stride,
                               int64_t first) {
-        float* lower = out + kTile * stride;
         const int64_t bytes = 4 * stride;
-        if (add) {
-            load_tile<0>(out, bytes), load_tile<1>(out + kTile, bytes);
-            if (both) load_tile<2>(lower, bytes), load_tile<3>(lower + kTile, bytes);
-        } else {
-            zero_tile<0>(), zero_tile<1>(), zero_tile<2>(), zero_tile<3>();
-        }
+        add ? load_sums(out, bytes, both) : zero_sums();
         const float *upper_a = a.tiles(row), *lower_a = a.tiles(row + kTile);
         const int64_t skipped = first / kUnit * B_PARTS * kTileWords;
         const float *left_b = b.tiles(column) + skipped,
@@ -167,8 +160,7 @@ private:
             }
             upper_a += A_PARTS * kTileWords, lower_a += A_PARTS * kTileWords;
         }
-        store_tile<0>(out, bytes), store_tile<1>(out + kTile, bytes);
-        if (both) store_tile<2>(lower, bytes), store_tile<3>(lower + kTile, bytes);
+        store_sums(out, bytes, both);
     }
 };
 

@@ -1,5 +1,4 @@
-// How operands of int8 products are packed: the tiles of a matrix of codes, as it lies or
-// transposed.
+// Packs operands of int8 products into tiles, from either layout.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +11,7 @@ namespace lsq {
 
 constexpr int64_t kTileGroup = 64;  // rows or columns that are packed together
 
-// A block of a matrix: 64 rows of 64 inner elements, as units of four, in one order or the other.
+// 64 rows of 64 inner elements, as units of four, in either order.
 struct alignas(64) UnitBlock {
     uint32_t units[kTileGroup * kTileUnits];
 
@@ -62,9 +61,8 @@ inline void read_units(const Codes& codes, int64_t first, int64_t rows, int64_t 
 }
 
 // Tiles of rows [first, first + rows) of `codes` for all of K: `to` for the first 16, `distance`
-// bytes for the next, and done(number, tile) for each, to the end of the last pair. They are read
-// 64 inner elements of all rows at a time, and 64 rows together, because that is a cache line of a
-// transposed matrix, and its rows may lie pages apart.
+// bytes for the next; done(number, tile) for each, to the end of the last pair. 64 rows by 64 inner
+// elements are read together: a cache line of a transposed matrix, whose rows may lie pages apart.
 class TileReader {
 public:
     TileReader(const Codes& codes, int64_t inner) : codes_(codes), inner_(inner) {}
@@ -72,40 +70,43 @@ public:
     // Tiles of 16 rows of 64 bytes.
     template <class Done>
     void rows(int64_t first, int64_t rows, int8_t* to, int64_t distance, const Done& done) {
-        each(first, rows, to, distance, done, [&](const Place& at, int64_t number, int8_t* tile) {
-            if (codes_.transposed) {
-                transpose_units(block_.bytes() + number * kTileInner, 4 * kTileGroup, tile);
-            } else {
-                read_rows(at, number, tile);
-            }
-        });
+        each(first, rows, to, distance, done,
+             [&](const Position& at, int64_t number, int8_t* tile) {
+                 if (codes_.transposed) {
+                     transpose_units(block_.bytes() + number * kTileInner, 4 * kTileGroup, tile);
+                 } else {
+                     read_rows(at, number, tile);
+                 }
+             });
     }
 
     // Tiles of units [16][16].
     template <class Done>
     void units(int64_t first, int64_t rows, int8_t* to, int64_t distance, const Done& done) {
-        each(first, rows, to, distance, done, [&](const Place& at, int64_t number, int8_t* tile) {
-            if (codes_.transposed) {
-                for (int64_t unit = 0; unit < kTileUnits; ++unit) {
-                    const uint32_t* from = block_.units + unit * kTileGroup + number * kTileSide;
-                    std::memcpy(tile + unit * kTileInner, from, kTileInner);
-                }
-            } else if (number * kTileSide + kTileSide <= at.rows && at.count == kTileInner) {
-                transpose_units(line(at, number * kTileSide), codes_.stride, tile);
-            } else {
-                read_rows(at, number, block_.bytes());
-                transpose_units(block_.bytes(), kTileInner, tile);
-            }
-        });
+        each(first, rows, to, distance, done,
+             [&](const Position& at, int64_t number, int8_t* tile) {
+                 if (codes_.transposed) {
+                     for (int64_t unit = 0; unit < kTileUnits; ++unit) {
+                         const uint32_t* from =
+                             block_.units + unit * kTileGroup + number * kTileSide;
+                         std::memcpy(tile + unit * kTileInner, from, kTileInner);
+                     }
+                 } else if (number * kTileSide + kTileSide <= at.rows && at.count == kTileInner) {
+                     transpose_units(line(at, number * kTileSide), codes_.stride, tile);
+                 } else {
+                     read_rows(at, number, block_.bytes());
+                     transpose_units(block_.bytes(), kTileInner, tile);
+                 }
+             });
     }
 
 private:
-    struct Place {
+    struct Position {
         int64_t first, rows, inner, count;  // of a block that may be cut at the edges
     };
 
-    // make(place, number, tile) for each tile of blocks of 64 rows; of a transposed matrix,
-    // `block_` holds their units.
+    // Calls make(position, number, tile) for each tile; of a transposed matrix, `block_` holds the
+    // units.
     template <class Done, class Make>
     void each(int64_t first, int64_t rows, int8_t* to, int64_t distance, const Done& done,
               const Make& make) {
@@ -113,7 +114,7 @@ private:
         for (int64_t inner = 0; inner < inner_; inner += kTileInner, to += kTileBytes) {
             const int64_t count = std::min(kTileInner, inner_ - inner);
             for (int64_t row = 0; row < height; row += kTileGroup) {
-                const Place at{first + row, std::min(kTileGroup, rows - row), inner, count};
+                const Position at{first + row, std::min(kTileGroup, rows - row), inner, count};
                 if (codes_.transposed)
                     read_units(codes_, at.first, at.rows, at.inner, at.count, block_);
                 for (int64_t i = 0; i < std::min(kTileGroup, height - row) / kTileSide; ++i) {
@@ -126,11 +127,11 @@ private:
         }
     }
 
-    const int8_t* line(const Place& at, int64_t row) const {
+    const int8_t* line(const Position& at, int64_t row) const {
         return codes_.data + (at.first + row) * codes_.stride + at.inner;
     }
 
-    void read_rows(const Place& at, int64_t number, int8_t* tile) const {
+    void read_rows(const Position& at, int64_t number, int8_t* tile) const {
         const int64_t first = number * kTileSide,
                       rows = std::clamp<int64_t>(at.rows - first, 0, kTileSide);
         if (rows < kTileSide || at.count < kTileInner) std::memset(tile, 0, kTileBytes);
@@ -143,5 +144,20 @@ private:
     int64_t inner_;
     UnitBlock block_;
 };
+
+// Tiles of rows [first, first + count) of `codes` for all of K, with 128 added to each code if
+// `is_biased`; they lie in `memory`.
+inline TileRows packed_rows(const Codes& codes, int64_t inner, int64_t first, int64_t count,
+                            bool is_biased, Kept<int8_t>& memory) {
+    const int64_t depth = inner_tiles(inner);
+    int8_t* tiles = memory.at_least(rounded_up(count, kTilePair) * depth * kTileInner);
+    const TileRows packed{tiles, kTileInner, kTileBytes, depth * kTileBytes};
+    TileReader(codes, inner).rows(first, count, tiles, packed.block, [&](int64_t, int8_t* tile) {
+        if (!is_biased) return;
+#pragma omp simd
+        for (int64_t i = 0; i < kTileBytes; ++i) tile[i] = static_cast<int8_t>(tile[i] ^ 0x80);
+    });
+    return packed;
+}
 
 }  // namespace lsq

@@ -1,5 +1,4 @@
-// Goes through the tiles of int8 products, which tile_reader.h packs and tile_kernels.cpp
-// multiplies.
+// Loops over the tiles of int8 products; tile_reader.h packs and tile_kernels.cpp multiplies them.
 #include "tiles.h"
 
 #include <algorithm>
@@ -15,19 +14,19 @@ namespace {
 
 // Inner tiles of a pair of rows, which stay in the first cache.
 constexpr int64_t kDepth = 8;
-// Inner tiles from which on rows of a and b come from far away.
+// From so many inner tiles on, rows of a and b are far apart.
 constexpr int64_t kLong = 64;
-constexpr int64_t kWidth = 512;            // columns whose tiles and sums stay in the second cache
-// Of b, up to which every strip finds it in the second cache.
+constexpr int64_t kWidth = 512;  // columns whose tiles and sums stay in the second cache
+// Up to so many bytes, b stays in the second cache for all strips.
 constexpr int64_t kCachedBytes = 1 << 20;
-// Of a, up to which fetching b ahead is worth its instructions.
+// Up to so many rows, fetching b ahead pays.
 constexpr int64_t kFewRows = 512;
-// Of a, from which on the rows of a transposed matrix are worth long visits.
+// From so many bytes of a on, a transposed matrix is read in long strips.
 constexpr int64_t kFarBytes = 32 << 20;
 constexpr int64_t kShortStrip = 64, kLongStrip = 256;
-constexpr int64_t kColumns = 256;          // of a block of sums that a thread makes at a time
+constexpr int64_t kColumns = 256;  // of a block of sums that a thread makes at a time
 
-// A pair of rows for `depth` tiles along K, packed; bits of `flipped` change.
+// Packs a pair of rows for `depth` tiles along K; flips bits of `flipped`.
 TileRows packed_pair(const TileRows& from, int64_t depth, int8_t flipped, int8_t* to) {
     for (int64_t row = 0; row < kTilePair; ++row) {
         const int8_t* line =
@@ -48,12 +47,12 @@ void prefetch_next(const int8_t* b, int64_t depth, int64_t part, int64_t parts) 
     const int64_t lines = 2 * kDepth * kTileSide;
     for (int64_t line = part * lines / parts; line < (part + 1) * lines / parts; ++line) {
         const int64_t tile = line / kTileSide,
-                      place = tile / kDepth * depth + kDepth + tile % kDepth;
-        __builtin_prefetch(b + place * kTileBytes + line % kTileSide * kTileInner, 0, 2);
+                      next = tile / kDepth * depth + kDepth + tile % kDepth;
+        __builtin_prefetch(b + next * kTileBytes + line % kTileSide * kTileInner, 0, 2);
     }
 }
 
-// A thread's strip of a as it is packed, and its sums.
+// A thread's packed strip of a, and its sums.
 struct Strip {
     Kept<int8_t> a;
     Kept<int32_t> sums;
@@ -100,15 +99,16 @@ void pack_columns(const TileProduct& product, int64_t group) {
         });
 }
 
-StripMultiplier::StripMultiplier(const TileProduct& product)
-    : product_(product), a_{}, rows_(0), height_(0) {
-#if defined(LSQ_AMX)
-    if (product.instructions == Instructions::amx) tiles_.emplace();
-#endif
+void pack_columns(const TileProduct& product) {
+#pragma omp parallel for schedule(static)
+    for (int64_t group = 0; group < groups_of_columns(product); ++group)
+        pack_columns(product, group);
 }
 
-// A line more than there are sums: rows that lie a power of two apart share too few sets of a
-// cache.
+StripMultiplier::StripMultiplier(const TileProduct& product)
+    : product_(product), a_{}, rows_(0), height_(0), session_(product.instructions) {}
+
+// One line more than the sums: rows a power of two apart share too few cache sets.
 int64_t StripMultiplier::stride() const {
     return rounded_up(product_.columns, kTilePair) + kTileSide;
 }
@@ -120,26 +120,16 @@ void StripMultiplier::take(int64_t first, int64_t count) {
     rows_ = count;
     height_ = rounded_up(count, kTilePair);
     const bool whole = !codes.transposed && count == height_ && product_.inner % kTileInner == 0;
-    if (whole && (!is_biased || depth > kLong)) {
-        a_ = {codes.data + first * codes.stride, codes.stride, kTileInner,
-              kTileSide * codes.stride};
-        return;
-    }
-    int8_t* tiles = kept().a.at_least(height_ * depth * kTileInner);
-    a_ = {tiles, kTileInner, kTileBytes, depth * kTileBytes};
-    TileReader(codes, product_.inner)
-        .rows(first, count, tiles, a_.block, [&](int64_t, int8_t* tile) {
-            if (!is_biased) return;
-#pragma omp simd
-            for (int64_t i = 0; i < kTileBytes; ++i) tile[i] = static_cast<int8_t>(tile[i] ^ 0x80);
-        });
+    a_ = whole && (!is_biased || depth > kLong)
+             ? rows_of(codes, first)
+             : packed_rows(codes, product_.inner, first, count, is_biased, kept().a);
 }
 
 void StripMultiplier::multiply(int64_t begin, int64_t end, int32_t* sums, int64_t stride) const {
     const Kernel kernel = kernel_of(product_.instructions);
     const int64_t depth = inner_tiles(product_.inner);
     const bool is_long = depth > kLong;
-    // Of few rows, b is read once, in its order.
+    // Few rows read b once, in its order.
     const bool in_order =
         height_ == kTilePair && (rows_ <= kTileSide || depth <= 2 * kDepth) && !is_long;
     const bool fetches = product_.rows <= kFewRows && !is_long;
@@ -191,11 +181,7 @@ int64_t strip_rows(const TileProduct& product, int threads) {
 using namespace lsq;
 
 // Packs b, for lsq_multiply_block.
-LSQ_EXPORT void lsq_pack_columns(const TileProduct& product) {
-#pragma omp parallel for schedule(static)
-    for (int64_t group = 0; group < groups_of_columns(product); ++group)
-        pack_columns(product, group);
-}
+LSQ_EXPORT void lsq_pack_columns(const TileProduct& product) { pack_columns(product); }
 
 // Sums of rows [first, first + rows) to `out` [rows, columns]; all threads share their columns.
 LSQ_EXPORT void lsq_multiply_block(const TileProduct& product, int64_t first, int64_t rows,

@@ -1,6 +1,5 @@
-// Log-softmax, label-smoothed cross-entropy and their gradient as epilogues of the product that
-// makes the logits; see lsq/ops/vocabulary_loss.py. Logits are int32 sums where the operation has
-// codes, else float.
+// Label-smoothed cross-entropy and its gradient as epilogues of the product that makes the logits;
+// see lsq/ops/vocabulary_loss.py. Logits are int32 sums if the operation has codes, else floats.
 #include "column_blocks.h"
 #include "lanes.h"
 #include "loops.h"
@@ -9,13 +8,12 @@ using namespace lsq;
 
 namespace {
 
-// What the gradient of a row weighs in all.
+// Sum of a row's target weights.
 float factor_of(const Prediction& given) {
     return given.target_weight + given.each * static_cast<float>(given.vocabulary);
 }
 
-// What a thread needs for a block of columns, a whole number of Lanes: what they are multiplied by,
-// and a row of them.
+// A thread's factors of a block of columns, and a row of them, in whole Lanes.
 class Columns {
 public:
     explicit Columns(const Prediction& given)
@@ -24,7 +22,7 @@ public:
         std::fill(alpha_, row_, 1.0f);
     }
 
-    // Takes the columns from `begin` on; -> how many of `count` are words of the vocabulary.
+    // Takes the columns from `begin` on. -> how many of `count` are words
     int64_t take(int64_t begin, int64_t count) {
         const int64_t words = std::clamp<int64_t>(given_.vocabulary - begin, 0, count);
         if (!given_.x.coded.codes) return words;
@@ -46,9 +44,9 @@ private:
     float *alpha_, *scale_, *row_;
 };
 
-// What is known of each row's logits in each block of columns, [blocks, M] each: the largest logit,
-// and of exp(logit - largest) the sum, and without the target's the two largest multiples by the
-// weight's scale with the word of the first; and the sum of the logits.
+// Per block of columns and row, [blocks, M] each: the largest logit; the sum of exp(logit -
+// largest); without the target, the two largest multiples of that by the weight's scale, and the
+// word of the first; the sum of logits.
 struct Parts {
     int64_t blocks, rows;
     float *largest, *sum, *scaled, *second, *total;
@@ -73,7 +71,7 @@ public:
     template <class T>
     void operator()(const SumsBlock<T>& block) {
         const int64_t words = columns_.take(block.column, block.columns);
-        const int64_t place = block.column / given_.block_columns * parts_.rows;
+        const int64_t first = block.column / given_.block_columns * parts_.rows;
         for (int64_t row = block.row; row < block.row + block.rows; ++row) {
             const T* sums = block.sums + (row - block.row) * block.stride;
             const float* alpha = columns_.alpha();
@@ -85,14 +83,14 @@ public:
                 total += x[v];
             }
             std::fill(x + words, x + rounded_up(words, kLanes), -infinity());
-            parts_.largest[place + row] = largest;
-            parts_.total[place + row] = total;
-            exponentials(row, block.column, words, shift_of(largest), place + row);
+            parts_.largest[first + row] = largest;
+            parts_.total[first + row] = total;
+            exponentials(row, block.column, words, shift_of(largest), first + row);
         }
     }
 
 private:
-    void exponentials(int64_t row, int64_t column, int64_t words, float shift, int64_t place) {
+    void exponentials(int64_t row, int64_t column, int64_t words, float shift, int64_t part) {
         const int64_t word = given_.target[row] - column;
         float target = 0.0f, *x = columns_.row(), *scale = columns_.scale();
         if (word >= 0 && word < words && given_.target[row] != given_.padding) {
@@ -113,10 +111,10 @@ private:
         const float most = largest_lane(scaled);
         const int64_t found = first_equal(x, words, most);
         if (found < words) scaled[found % kLanes] = second[found % kLanes];
-        parts_.sum[place] = sum_of_lanes(sum) + target;
-        parts_.scaled[place] = most;
-        parts_.second[place] = largest_lane(scaled);
-        parts_.word[place] = static_cast<int32_t>(column + (found < words ? found : 0));
+        parts_.sum[part] = sum_of_lanes(sum) + target;
+        parts_.scaled[part] = most;
+        parts_.second[part] = largest_lane(scaled);
+        parts_.word[part] = static_cast<int32_t>(column + (found < words ? found : 0));
     }
 
     const Prediction& given_;
@@ -132,7 +130,7 @@ struct Joined {
                           total[kRows] = {};
     int32_t word[kRows] = {};
 
-    // Of `count` rows from `first` on. Blocks come in order.
+    // Joins the blocks of `count` rows from `first` on, in order.
     Joined(const Parts& parts, int64_t first, int64_t count) {
         std::fill(largest, largest + kRows, -infinity());
         for (int64_t block = 0; block < parts.blocks; ++block) {
@@ -201,7 +199,7 @@ private:
         if (word >= 0 && word < words) x[word] -= given_.target_weight * upstream;
     }
 
-    // Columns from `column` on, at random. The scale goes with the first column.
+    // Rounds columns from `column` on at random. The first columns write the scale.
     void round(int64_t row, int64_t column, int64_t words, int64_t columns) {
         const RoundedGradient& rounded = op_.rounded;
         const GradientScale s = gradient_scale(op_.bound[row], rounded.largest);
@@ -230,8 +228,8 @@ private:
 
 }  // namespace
 
-LSQ_EXPORT void lsq_multiply_vocabulary_loss(
-    const VocabularyLoss& op, const TileProduct& product, float* parts, float* chosen) {
+LSQ_EXPORT void lsq_multiply_vocabulary_loss(const VocabularyLoss& op, const TileProduct& product,
+                                             float* parts, float* chosen) {
     multiply_columns(product, op.prediction.block_columns,
                      [&] { return Adder(op, parts, chosen); });
 }
@@ -242,7 +240,7 @@ LSQ_EXPORT void lsq_end_vocabulary_loss(const VocabularyLoss& op, const float* l
     read_columns(logits, first, rows, op.prediction, [&] { return Adder(op, parts, chosen); });
 }
 
-// Joins what the blocks of columns have left: normalisers, bounds, and both losses.
+// Joins the blocks of columns: normalisers, bounds, and both losses.
 LSQ_EXPORT void lsq_finish_vocabulary_loss(const VocabularyLoss& op, float* memory,
                                            const float* chosen) {
     const Prediction& given = op.prediction;
@@ -300,7 +298,7 @@ LSQ_EXPORT void lsq_multiply_vocabulary_loss_gradient(const VocabularyLossGradie
     multiply_columns(product, op.prediction.block_columns, [&] { return Differentiator(op); });
 }
 
-LSQ_EXPORT void lsq_end_vocabulary_loss_gradient(
-    const VocabularyLossGradient& op, const float* logits, int64_t first, int64_t rows) {
+LSQ_EXPORT void lsq_end_vocabulary_loss_gradient(const VocabularyLossGradient& op,
+                                                 const float* logits, int64_t first, int64_t rows) {
     read_columns(logits, first, rows, op.prediction, [&] { return Differentiator(op); });
 }

@@ -1,16 +1,14 @@
-// What stands around the product for the gradient of a weight; lsq/ops/weight_gradient.py has the
-// formulas.
+// Operand and epilogue of the product for the gradient of a weight; lsq/ops/weight_gradient.py has
+// the formulas.
 #include "column_rounding.h"
 #include "floats.h"
 #include "loops.h"
-#include "stream.h"
 #include "strips.h"
 #include "tile_reader.h"
-#include "wide_floats.h"
 
 using namespace lsq;
 
-// For products that are not made by tiles: codes [M, K] and column_scale [K].
+// For products without tiles: codes [M, K] and column_scale [K].
 LSQ_EXPORT void lsq_round_columns(const ProjectWeightGradient& op, int8_t* rounded,
                                   float* column_scale) {
     ColumnRounding(op, column_scale).to_rows(rounded);
@@ -18,8 +16,8 @@ LSQ_EXPORT void lsq_round_columns(const ProjectWeightGradient& op, int8_t* round
 
 namespace {
 
-// Applies the epilogue to rows of the product on one thread: dweight, and clip_sums [N]: what each
-// row adds to the gradient of its clip.
+// Applies the epilogue to rows on one thread: dweight, and clip_sums [N], each row's part of its
+// clip's gradient.
 class Epilogue {
 public:
     Epilogue(const ProjectWeightGradient& op, const float* column_scale, float* clip_sums)
@@ -27,8 +25,7 @@ public:
           dweight_(op.dweight, op.weight.values_dtype), n_(op.columns), column_scale_(column_scale),
           clip_sums_(clip_sums) {}
 
-    // Of codes: sums int32, whose columns have scales. Rows that pad the weight are no rows of its
-    // gradient.
+    // Sums of codes, whose columns have scales. Rows of padding are left out.
     int operator()(int64_t first, int64_t rows, const int32_t* sums, int64_t stride) {
         if (op_.weight.in_out) return end_in_out(first, rows, sums, stride);
 #if defined(LSQ_WIDE)
@@ -42,7 +39,6 @@ public:
         return scale(first, rows, sums, stride);
     }
 
-    // Of floats.
     int operator()(int64_t first, int64_t rows, const float* product, int64_t stride) {
         if (op_.weight.in_out) return end_in_out(first, rows, product, stride);
         return end(first, rows, [&](int64_t row) {
@@ -95,8 +91,7 @@ private:
     }
 
 #endif
-    // line_of(i)(column) is the gradient of row first + i. The result is not read again soon: it
-    // goes past the caches.
+    // line_of(i)(column) is the gradient of row first + i. Results go past the caches.
     template <class Lines>
     int end(int64_t first, int64_t rows, const Lines& line_of) {
         float *g = row_.at_least(2 * n_), *scratch = g + n_;
@@ -110,7 +105,7 @@ private:
         return 0;
     }
 
-    // The same of a weight [K, N], in blocks that are transposed.
+    // A weight [K, N], by transposed blocks.
     template <class T>
     int end_in_out(int64_t first, int64_t rows, const T* product, int64_t stride) {
         const int64_t past = std::min(first + rows, op_.weight_rows), width = op_.weight_rows;
@@ -158,8 +153,8 @@ private:
         return 0;
     }
 
-    // What the weights w of rows [row, row + count) in a column add to the clips' gradients, by
-    // LSQ; g is 0 outside.
+    // Adds the learned-step part of the clips' gradients: weights w of rows [row, row + count) in a
+    // column; g is 0 outside.
     void add_learned_step(int64_t row, int64_t count, int64_t column, const float* w,
                           const float* g, float* sums) const {
         for (int64_t j = 0; j < count; ++j) {
@@ -183,7 +178,7 @@ private:
         }
     }
 
-    // What the weights w [n] within the clip add to the clip's gradient, by LSQ; g is 0 outside.
+    // Learned-step part of the clip's gradient: weights w [n]; g is 0 outside.
     float learned_step_sum(int64_t row, const float* w, const float* g) const {
         const float most = limit(row), step = op_.weight.scale[row];
         const int8_t* codes = op_.weight.codes + row * n_;
@@ -197,8 +192,7 @@ private:
         return sum;
     }
 
-    // Straight-through: the gradients of weights w [n], zero of those that are clipped -> what
-    // these add to the clip's.
+    // Gradients of weights w [n], zero of clipped ones. -> their part of the clip's gradient
     template <class Line>
     float cut(int64_t row, const float* w, const Line& line, float* g) const {
         const float most = limit(row);
@@ -226,7 +220,7 @@ private:
 
 }  // namespace
 
-// Rounds x itself: of b the product says the shape alone. Leaves column_scale [K].
+// Rounds x itself; product.b is only its shape. Leaves column_scale [K].
 LSQ_EXPORT void lsq_multiply_project_weight_gradient(const ProjectWeightGradient& op,
                                                      const TileProduct& product,
                                                      float* column_scale, float* clip_sums) {
@@ -242,8 +236,8 @@ LSQ_EXPORT void lsq_end_long_project_weight_gradient(const ProjectWeightGradient
     read_rows(sums, first, rows, op.columns, [&] { return Epilogue(op, column_scale, clip_sums); });
 }
 
-LSQ_EXPORT void lsq_end_float_weight_gradient(
-    const ProjectWeightGradient& op, const float* product, float* clip_sums) {
+LSQ_EXPORT void lsq_end_float_weight_gradient(const ProjectWeightGradient& op, const float* product,
+                                              float* clip_sums) {
     read_rows(product, 0, op.weight_rows, op.columns,
               [&] { return Epilogue(op, nullptr, clip_sums); });
 }

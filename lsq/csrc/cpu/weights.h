@@ -1,5 +1,5 @@
-// Weights as their formats store them; lsq/quant/formats.py has the references. A format exports
-// lsq_round_<name>, and where products cannot read what it stores, lsq_unpack_<name>.
+// Rounds and unpacks weights; lsq/quant/formats.py has the references. A format exports
+// lsq_round_<name> and, if products cannot read it, lsq_unpack_<name>.
 #pragma once
 
 #include "aligned.h"
@@ -45,7 +45,7 @@ void round_weight(const RoundWeight& op, const Round& round) {
         std::fill(weight.scale, weight.scale + op.valid, not_a_number());
 }
 
-// The codes of values [K, N], in blocks of so many rows and columns.
+// Rounds values [K, N] by transposed blocks.
 inline void round_in_out(const RoundWeight& op) {
     constexpr int64_t kSide = kTileGroup;
     const Weight& weight = op.weight;
@@ -86,12 +86,12 @@ inline void round_in_out(const RoundWeight& op) {
                     block[i][j] = code_of(ratio, q);
                 }
             }
-            UnitBlock turned;
+            UnitBlock transposed;
             alignas(64) int8_t tile[kTileSide][kTileInner];
-            read_units({block[0], kSide, true}, 0, rows, 0, columns, turned);
+            read_units({block[0], kSide, true}, 0, rows, 0, columns, transposed);
             for (int64_t j = 0; j < rows; ++j) {
                 if (j % kTileSide == 0) {
-                    transpose_units(turned.bytes() + j / kTileSide * kTileInner, 4 * kTileGroup,
+                    transpose_units(transposed.bytes() + j / kTileSide * kTileInner, 4 * kTileGroup,
                                     tile[0]);
                 }
                 std::memcpy(weight.codes + (first + j) * op.stored + begin, tile[j % kTileSide],

@@ -1,5 +1,4 @@
-// What rounds to codes under a clip and undoes it, 16 values at a time, with masks of AVX-512 as
-// they are.
+// Rounds to codes under a clip, and straight-through gradients, 16 values at a time by AVX-512.
 #pragma once
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
@@ -16,7 +15,7 @@ namespace lsq {
 
 constexpr __mmask16 kAllLanes = 0xFFFF;
 
-// Calls use(i, mask of the lanes that are there) for each 16 of n values.
+// Calls use(i, mask) for each 16 of n values.
 template <class Use>
 void each_sixteen(int64_t n, const Use& use) {
     int64_t i = 0;
@@ -27,10 +26,9 @@ void each_sixteen(int64_t n, const Use& use) {
 // Packed bits of up to 64 values, 16 at a time.
 class WideBits {
 public:
-    void add(int64_t place, __mmask16 mask) { bits_ |= static_cast<uint64_t>(mask) << place; }
+    void add(int64_t at, __mmask16 mask) { bits_ |= static_cast<uint64_t>(mask) << at; }
 
-    // In one store, because what lies around is often written by other threads just then; nowhere
-    // if `out` is null.
+    // Makes one store, because other threads write nearby; none if `out` is null.
     void store(uint8_t* out, int64_t first, int64_t count) {
         if (out && count == 64) std::memcpy(out + first / 8, &bits_, 8);
         if (out && count < 64) std::memcpy(out + first / 8, &bits_, (count + 7) / 8);
@@ -41,8 +39,7 @@ private:
     uint64_t bits_ = 0;
 };
 
-// Calls use(i, i % 64, mask of the lanes that are there) for each 16 of n values, store(first,
-// count) after each 64.
+// Calls use(i, i % 64, mask) for each 16 of n values, store(first, count) after each 64.
 template <class Use, class Store>
 void each_sixty_four(int64_t n, const Use& use, const Store& store) {
     int64_t i = 0;
@@ -56,9 +53,8 @@ void each_sixty_four(int64_t n, const Use& use, const Store& store) {
     store(i, n - i);
 }
 
-// A clip, of which `scale` is the q-th part. Instead of x / scale, which takes ten times as long, x
-// times the reciprocal is set right by what it leaves (Markstein 1990): the same number, unless it
-// is so small that its code is 0 in any case.
+// A clip and its q-th part `scale`. x times the reciprocal, corrected by its remainder (Markstein
+// 1990), is x / scale, unless its code is 0 in any case; division takes ten times as long.
 struct WideClip {
     __m512 limit, least, divisor, reciprocal;
 
@@ -68,8 +64,8 @@ struct WideClip {
         : limit(_mm512_set1_ps(clip)), least(_mm512_set1_ps(-clip)), divisor(_mm512_set1_ps(scale)),
           reciprocal(_mm512_set1_ps(1.0f / scale)) {}
 
-    // Codes of x where a lane is there -> those that lie outside. The code of NaN is 0; `largest`
-    // keeps magnitudes.
+    // Rounds x where `there` -> mask of clipped lanes. The code of NaN is 0; `largest` collects
+    // magnitudes.
     __mmask16 round(__m512 x, __mmask16 there, int8_t* codes, __m512i& largest) const {
         const __m512 bounded = _mm512_min_ps(limit, _mm512_max_ps(least, x));  // NaN stays NaN
         const __m512 near = _mm512_mul_ps(bounded, reciprocal);
@@ -84,21 +80,23 @@ struct WideClip {
     }
 };
 
-// Codes of n values and, if wanted, bits of those outside -> the largest magnitude. read(i, lanes
-// that are there) makes sixteen of them.
+// Codes of n values and, unless null, bits of clipped ones -> the largest magnitude. read(i, mask)
+// makes sixteen.
 template <class Read>
 Magnitude round_read(const Read& read, int64_t n, float clip, float scale, int8_t* codes,
                      uint8_t* clipped) {
     const WideClip wide(clip, scale);
     __m512i largest = _mm512_setzero_si512();
     WideBits outside;
-    each_sixty_four(n, [&](int64_t i, int64_t place, __mmask16 there) {
-        outside.add(place, wide.round(read(i, there), there, codes + i, largest));
-    }, [&](int64_t first, int64_t count) { outside.store(clipped, first, count); });
+    each_sixty_four(
+        n,
+        [&](int64_t i, int64_t at, __mmask16 there) {
+            outside.add(at, wide.round(read(i, there), there, codes + i, largest));
+        },
+        [&](int64_t first, int64_t count) { outside.store(clipped, first, count); });
     return _mm512_reduce_max_epu32(largest);
 }
 
-// The same of x [n].
 inline Magnitude round_under_clip(const float* x, int64_t n, float clip, float scale, int8_t* codes,
                                   uint8_t* clipped) {
     return round_read(
@@ -106,14 +104,14 @@ inline Magnitude round_under_clip(const float* x, int64_t n, float clip, float s
         scale, codes, clipped);
 }
 
-// Bits [i, i + 16) of a row, i a multiple of 8, of lanes that are there.
+// Bits [i, i + 16), i a multiple of 8, where `there`.
 inline __mmask16 bits_at(const uint8_t* bits, int64_t i, __mmask16 there) {
     uint16_t sixteen = 0;
     std::memcpy(&sixteen, bits + i / 8, there >> 8 ? 2 : 1);
     return there & sixteen;
 }
 
-// Gradients of which those outside become 0 and are added to `sum`, negative where the code is.
+// Zeroes clipped gradients and adds them to `sum`, negative under negative codes.
 inline __m512 cut_clipped(__m512 gradient, __mmask16 outside, __m128i codes, __m512& sum) {
     const __mmask16 above = _mm_cmpgt_epi8_mask(codes, _mm_setzero_si128());
     const __m512 given = _mm512_mask_xor_ps(gradient, static_cast<__mmask16>(~above), gradient,
@@ -122,7 +120,7 @@ inline __m512 cut_clipped(__m512 gradient, __mmask16 outside, __m128i codes, __m
     return _mm512_mask_mov_ps(gradient, outside, _mm512_setzero_ps());
 }
 
-// The same in place, of gradient [n] and packed bits -> the sum.
+// cut_clipped of gradient [n] in place, with packed bits -> the sum.
 inline float cut_clipped(const uint8_t* clipped, const int8_t* codes, int64_t n, float* gradient) {
     __m512 sum = _mm512_setzero_ps();
     each_sixteen(n, [&](int64_t i, __mmask16 there) {

@@ -1,9 +1,8 @@
-// Adam on float32 master parameters, one read and one write of everything; new weights leave as
-// int8 codes as well.
+// Adam on float32 master parameters, in one pass; new weights leave as int8 codes as well.
 //
-// Kingma & Ba 2015 with decoupled decay (Loshchilov & Hutter 2019), in the form of fairseq: bias
-// correction is part of the step size, and epsilon is added to the plain square root. N rows, K
-// columns. lsq/ops/adam.py is the reference.
+// Kingma & Ba 2015 with decoupled decay (Loshchilov & Hutter 2019), in the form of fairseq: the
+// step size includes bias correction, epsilon is added to the plain square root. N rows, K columns;
+// lsq/ops/adam.py is the reference.
 #include "reduce.cuh"
 #include "transpose.cuh"
 
@@ -17,7 +16,7 @@ struct Step {
     float size, first, second, epsilon, decay, factor, lowest, highest;
     bool limited;
 
-    explicit __device__ __forceinline__ Step(const Adam& op)
+    LSQ_INLINE explicit Step(const Adam& op)
         : lowest(op.lowest), highest(op.highest), limited(op.limited) {
         const float *numbers = op.numbers, *gradient_factor = op.gradient_factor;
         size = numbers[0], first = numbers[1], second = numbers[2], epsilon = numbers[3],
@@ -25,7 +24,7 @@ struct Step {
         factor = gradient_factor[0];
     }
 
-    __device__ __forceinline__ void apply(float& weight, float gradient, float& m, float& v) const {
+    LSQ_INLINE void apply(float& weight, float gradient, float& m, float& v) const {
         const float g = gradient * factor;
         m = m * (1.0f - first) + g * first;
         v = v * (1.0f - second) + g * second * g;
@@ -40,7 +39,7 @@ struct Step {
 struct Moments {
     float4 weight, gradient, m, v;
 
-    __device__ __forceinline__ void apply(const Step& step) {
+    LSQ_INLINE void apply(const Step& step) {
         step.apply(weight.x, gradient.x, m.x, v.x);
         step.apply(weight.y, gradient.y, m.y, v.y);
         step.apply(weight.z, gradient.z, m.z, v.z);
@@ -48,12 +47,12 @@ struct Moments {
     }
 };
 
-__device__ __forceinline__ bool any_nan(const float4& x) {
+LSQ_INLINE bool any_nan(const float4& x) {
     return x.x != x.x || x.y != x.y || x.z != x.z || x.w != x.w;
 }
 
 // Four codes, the first in the lowest byte.
-__device__ __forceinline__ uint32_t codes_of(const float4& x, float scale, float largest) {
+LSQ_INLINE uint32_t codes_of(const float4& x, float scale, float largest) {
     const float values[4] = {x.x, x.y, x.z, x.w};
     uint32_t word = 0;
 #pragma unroll
@@ -64,20 +63,18 @@ __device__ __forceinline__ uint32_t codes_of(const float4& x, float scale, float
     return word;
 }
 
-// A gradient may be a view into a bucket of many, which begins anywhere.
-__device__ __forceinline__ float4 load_gradient(const float* from) {
+// A gradient may be a view that begins anywhere in a bucket.
+LSQ_INLINE float4 load_gradient(const float* from) {
     if (reinterpret_cast<uint64_t>(from) % sizeof(float4) == 0) return load_words<float4>(from);
     return {from[0], from[1], from[2], from[3]};
 }
 
-// Values of a block of what is not rounded.
+// Values of a block without codes.
 constexpr int kRun = 4 * kThreads;
 constexpr int kTileRows = 4 * kWarps, kTileColumns = 4 * kWarp;  // of a block; a thread takes 4 x 4
-// Rows of a thread that are on their way together.
 constexpr int kAtOnce = 2;
 
-// Values [tile * kRun, ...) of a step without codes.
-__device__ __forceinline__ void update(const Adam& op, int64_t tile) {
+LSQ_INLINE void update(const Adam& op, int64_t tile) {
     const int64_t element = tile * kRun + threadIdx.x * 4, numel = op.numel;
     const float *weight = op.weight, *gradient = op.gradient, *first = op.first,
                 *second = op.second;
@@ -100,12 +97,11 @@ __device__ __forceinline__ void update(const Adam& op, int64_t tile) {
 }
 
 // Rows [tile * kTileRows, ...) of a step with codes; rows from `valid` on are padding with codes 0
-// and scale 1. Under a new clip, which is that of the new weights, a second pass over them makes
-// the codes.
-__device__ __forceinline__ void update_rows(const Adam& op, int64_t tile) {
+// and scale 1. A new clip, of the new weights, takes a second pass.
+LSQ_INLINE void update_rows(const Adam& op, int64_t tile) {
     // Column 4 * lane + i lies at word 32 * i + lane, 9 words apart, so that a warp writes to 32
     // banks.
-    __shared__ uint32_t turned[kTileColumns * (kWarps + 1)];
+    __shared__ uint32_t transposed_words[kTileColumns * (kWarps + 1)];
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
     const int64_t row = tile * kTileRows + 4 * warp;
     const int64_t valid = op.valid, rows = op.rows, columns = op.columns;
@@ -141,8 +137,8 @@ __device__ __forceinline__ void update_rows(const Adam& op, int64_t tile) {
         }
 #pragma unroll
         for (int r = 0; r < 4; ++r) {
-            const Magnitude found = warp_reduce<Largest>(most[r]);
-            const float limit = row + r < valid ? clip_of(found, limits[row + r]) : largest;
+            const Magnitude of_row = warp_reduce<Largest>(most[r]);
+            const float limit = row + r < valid ? clip_of(of_row, limits[row + r]) : largest;
             scale[r] = limit / largest;
             __syncwarp();
             if (lane == 0 && row + r < valid) new_clip[row + r] = limit;
@@ -192,26 +188,27 @@ __device__ __forceinline__ void update_rows(const Adam& op, int64_t tile) {
         transpose_bytes(word);
         __syncthreads();  // the tile before has been read
 #pragma unroll
-        for (int i = 0; i < 4; ++i) turned[(kWarp * i + lane) * (kWarps + 1) + warp] = word[i];
+        for (int i = 0; i < 4; ++i)
+            transposed_words[(kWarp * i + lane) * (kWarps + 1) + warp] = word[i];
         __syncthreads();
-        const int place = threadIdx.x / 2, half = threadIdx.x % 2;
-        const int64_t out_row = start + 4 * (place % kWarp) + place / kWarp;
+        const int line = threadIdx.x / 2, half = threadIdx.x % 2;
+        const int64_t out_row = start + 4 * (line % kWarp) + line / kWarp;
         const int64_t out_column = tile * kTileRows + 16 * half;
         if (out_row < columns && out_column < rows) {
-            const uint32_t* from = turned + place * (kWarps + 1) + 4 * half;
+            const uint32_t* from = transposed_words + line * (kWarps + 1) + 4 * half;
             store_words(transposed + (out_row * rows + out_column),
                         make_uint4(from[0], from[1], from[2], from[3]));
         }
     }
 #pragma unroll
     for (int r = 0; r < 4; ++r) {
-        const bool found = __any_sync(kAllLanes, missing[r]);
-        if (lane == 0 && row + r < rows) scales[row + r] = poisoned(scale[r], found);
+        const bool any = __any_sync(kAllLanes, missing[r]);
+        if (lane == 0 && row + r < rows) scales[row + r] = poisoned(scale[r], any);
     }
 }
 
-// Under a clip that all rows share, a NaN in one of them reaches the scales of all.
-__device__ __forceinline__ void poison(const Adam& op) {
+// Under a shared clip, a NaN in one row poisons all scales.
+LSQ_INLINE void poison(const Adam& op) {
     float* scales = op.rounded.scale;
     const int64_t valid = op.valid;
     bool missing = false;
@@ -221,17 +218,15 @@ __device__ __forceinline__ void poison(const Adam& op) {
     for (int64_t row = threadIdx.x; row < valid; row += kThreads) scales[row] = not_a_number();
 }
 
-// The steps of a table, and which of their tiles each block takes.
-__device__ __forceinline__ Adam step_of(const Adam* table, const int32_t* tiles) {
+// The step and the tile of this block, by the tables.
+LSQ_INLINE Adam step_of(const Adam* table, const int32_t* tiles) {
     return table[tiles[2 * blockIdx.x]];
 }
-__device__ __forceinline__ int64_t tile_of(const int32_t* tiles) {
-    return tiles[2 * blockIdx.x + 1];
-}
+LSQ_INLINE int64_t tile_of(const int32_t* tiles) { return tiles[2 * blockIdx.x + 1]; }
 
 }  // namespace
 
-// Each for the step of one tensor, and for those of many.
+// Kernels for the step of one tensor, and for those of many.
 LSQ_KERNEL __launch_bounds__(kThreads, 3) lsq_adam(const Adam op) { update(op, blockIdx.x); }
 LSQ_EXPORT(lsq_adam)
 LSQ_KERNEL __launch_bounds__(kThreads, 3) lsq_adam_table(In<Adam> table, In<int32_t> tiles) {
@@ -255,10 +250,11 @@ LSQ_KERNEL __launch_bounds__(kThreads) lsq_adam_poison_table(In<Adam> table, In<
 }
 LSQ_EXPORT(lsq_adam_poison_table)
 
-// norm [1]: of all gradients of the steps. The blocks' sums of squares, partial float32
-// [gridDim.x], are added up in order in double precision by the last block.
-LSQ_KERNEL __launch_bounds__(kThreads) lsq_gradient_norm(
-    In<Adam> table, In<int32_t> tiles, Out<uint32_t> ticket, Out<float> partial, Out<float> norm) {
+// norm [1] of all gradients. The last block adds up the blocks' sums of squares, partial float32
+// [gridDim.x], in order in double precision.
+LSQ_KERNEL __launch_bounds__(kThreads)
+    lsq_gradient_norm(In<Adam> table, In<int32_t> tiles, Out<uint32_t> ticket, Out<float> partial,
+                      Out<float> norm) {
     const Adam& op = step_of(table, tiles);
     const float* gradient = op.gradient;
     const int64_t begin = tile_of(tiles) * kNormRun, end = min(begin + kNormRun, op.numel);
@@ -279,15 +275,9 @@ LSQ_KERNEL __launch_bounds__(kThreads) lsq_gradient_norm(
     if (threadIdx.x == 0) sums[blockIdx.x] = sum;
     bool nothing = false;
     if (!last_block<kThreads>(ticket, nothing)) return;
-    __shared__ double part[kThreads];
     double total = 0.0;
     for (int64_t i = threadIdx.x; i < gridDim.x; i += kThreads) total += sums[i];
-    part[threadIdx.x] = total;
-    __syncthreads();
-    for (int half = kThreads / 2; half > 0; half /= 2) {
-        if (static_cast<int>(threadIdx.x) < half) part[threadIdx.x] += part[threadIdx.x + half];
-        __syncthreads();
-    }
-    if (threadIdx.x == 0) norm[0] = static_cast<float>(sqrt(part[0]));
+    total = block_total<kThreads>(total);
+    if (threadIdx.x == 0) norm[0] = static_cast<float>(sqrt(total));
 }
 LSQ_EXPORT(lsq_gradient_norm)

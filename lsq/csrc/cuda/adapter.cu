@@ -1,30 +1,12 @@
-// What adapters read of a product's input, and what goes back to it: 8 values a thread.
+// The input of adapters, their sum with a product, and the input's gradient: 8 values a thread.
 #include "project_epilogue.cuh"
 
 // -DCODES=1: the input is codes, else floats.
-#ifndef CODES
-#define CODES 0
-#endif
-
-namespace {
 
 constexpr int kThreads = 256;
 
-__device__ __forceinline__ int64_t first_value() {
-    return kVector * (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x);
-}
-
-__device__ __forceinline__ void add8(const Float* more, float (&x)[kVector]) {
-    float y[kVector];
-    load8(more, y);
-#pragma unroll
-    for (int i = 0; i < kVector; ++i) x[i] += y[i];
-}
-
-}  // namespace
-
 LSQ_KERNEL __launch_bounds__(kThreads) lsq_adapter_input(const AdapterInput op) {
-    const int64_t begin = first_value();
+    const int64_t begin = kVector * thread_of_grid<kThreads>();
     if (begin >= op.rows * op.columns) return;
     float x[kVector];
 #if CODES
@@ -33,8 +15,7 @@ LSQ_KERNEL __launch_bounds__(kThreads) lsq_adapter_input(const AdapterInput op) 
     const float scale = scales[op.x.coded.by_row ? begin / op.columns : 0];
     int32_t code[kVector];
     load8(codes + begin, code);
-#pragma unroll
-    for (int i = 0; i < kVector; ++i) x[i] = static_cast<float>(code[i]) * scale;
+    scale8(code, scale, x);
 #else
     const Float* floats = op.x.floats;
     load8(floats + begin, x);
@@ -47,8 +28,8 @@ LSQ_EXPORT(lsq_adapter_input)
 
 // Adds base [M, N] to the product of adapters, and applies the epilogue.
 LSQ_KERNEL __launch_bounds__(kThreads)
-lsq_adapt(const Adapt op, In<float> product, Out<uint32_t> ticket) {
-    const int64_t begin = first_value();
+    lsq_adapt(const Adapt op, In<float> product, Out<uint32_t> ticket) {
+    const int64_t begin = kVector * thread_of_grid<kThreads>();
     const ProjectEnd end{op, nullptr};
     Magnitude largest = 0;
     if (begin < op.rows * op.columns) {
@@ -64,7 +45,7 @@ lsq_adapt(const Adapt op, In<float> product, Out<uint32_t> ticket) {
 LSQ_EXPORT(lsq_adapt)
 
 LSQ_KERNEL __launch_bounds__(kThreads) lsq_adapter_input_gradient(const AdapterInputGradient op) {
-    const int64_t begin = first_value();
+    const int64_t begin = kVector * thread_of_grid<kThreads>();
     if (begin >= op.rows * op.columns) return;
     const float* gradient = op.gradient;
     const Float* added = op.added;

@@ -1,17 +1,11 @@
-// Attention over packed rows; lsq/ops/attention.py is the reference, attention_gradient.cu the
-// backward pass.
+// Attention over packed sequences; lsq/ops/attention.py is the reference.
 //
-// A block has one head and one tile of queries, and goes over the tiles of the keys that they see
-// with a running maximum and sum (FlashAttention-2, Dao 2023). Scores of codes are exact.
+// A block has one head and one tile of queries, and loops over the tiles of keys that they see with
+// a running maximum and sum (FlashAttention-2, Dao 2023). Scores of codes are exact.
 #include "attention.cuh"
 
-#if CODED
-using ScoreTile = CodeTile;
-using Score = int32_t;
-#else
-using ScoreTile = FloatTile<kOperandParts>;
-using Score = float;
-#endif
+using ScoreTile = Select<CODED, CodeTile, FloatTile<kOperandParts>>;
+using Score = Select<CODED, int32_t, float>;
 
 namespace {
 
@@ -20,7 +14,7 @@ struct Tiles {
     FloatTile<kOperandParts> values;
 };
 
-// Threads that a multiprocessor holds at once, at least.
+// Least threads of a multiprocessor.
 constexpr int kHeld = WIDTH > 64 ? 320 : 512;
 constexpr int kContextStride = WIDTH + 8;
 
@@ -41,16 +35,16 @@ LSQ_KERNEL __launch_bounds__(kThreads, kHeld / kThreads)
     const float factor = q.scale * k.scale * score_share(op.heads);
     const PairMask mask(op.heads);
     const int head = blockIdx.y, key_head = head / SHARING;
-    const Place place(op.heads.cu_seqlens, op.heads.sentences, op.heads.rows);
-    const Sentence sentence(op.heads, place.sentence);
-    const int row = place.begin + place.first;  // of the first query
-    load_tile(q, row, place.count, head, tiles.queries);
+    const TileRows tile(op.heads.cu_seqlens, op.heads.sentences, op.heads.rows);
+    const Sentence sentence(op.heads, tile.sentence);
+    const int row = tile.begin + tile.first;  // of the first query
+    load_tile(q, row, tile.count, head, tiles.queries);
     commit_copies();
     biases.load(op.heads, head);
     float largest[2] = {-infinity(), -infinity()}, total[2] = {};
     Sums sums = {};
-    const int last = place.count ? sentence.seen(place.first + place.count - 1) : 0;
-    for (int begin = sentence.first_tile(place.first); begin < last; begin += TILE) {
+    const int last = tile.count ? sentence.seen(tile.first + tile.count - 1) : 0;
+    for (int begin = sentence.first_tile(tile.first); begin < last; begin += TILE) {
         const int count = min(last - begin, TILE);
         __syncthreads();  // the tiles before have been read
         load_tile(k, sentence.key + begin, count, key_head, tiles.keys);
@@ -58,16 +52,16 @@ LSQ_KERNEL __launch_bounds__(kThreads, kHeld / kThreads)
         load_tile(v, sentence.key + begin, count, key_head, tiles.values);
         wait_copies<0>();
         __syncthreads();
-        // Of these keys, what some query of the warp sees.
-        const int mine = min(sentence.seen(place.first + warp_row() + kRows - 1, begin), count);
-        if (warp_row() >= place.count || mine == 0) continue;
+        // Keys that some query of the warp sees.
+        const int mine = min(sentence.seen(tile.first + warp_row() + kRows - 1, begin), count);
+        if (warp_row() >= tile.count || mine == 0) continue;
         Score products[TILE / 8][4];
         multiply_rows(tiles.queries, tiles.keys, mine, products);
         Sight sight;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            sight.first[half] = sentence.before(place.first + lane_row(half)) - begin;
-            sight.last[half] = sentence.seen(place.first + lane_row(half), begin);
+            sight.first[half] = sentence.before(tile.first + lane_row(half)) - begin;
+            sight.last[half] = sentence.seen(tile.first + lane_row(half), begin);
         }
         Pairs p;
         float highest[2] = {-infinity(), -infinity()};
@@ -75,7 +69,7 @@ LSQ_KERNEL __launch_bounds__(kThreads, kHeld / kThreads)
         for (int eight = 0; eight < TILE / 8; ++eight) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                const int distance = sentence.distance(place.first + lane_row(i / 2),
+                const int distance = sentence.distance(tile.first + lane_row(i / 2),
                                                        begin + lane_column(eight) + i % 2);
                 const float score =
                     biases.add(static_cast<float>(products[eight][i]) * factor, distance);
@@ -119,8 +113,8 @@ LSQ_KERNEL __launch_bounds__(kThreads, kHeld / kThreads)
     for (int half = 0; half < 2; ++half) {
         const int mine = lane_row(half);
         total[half] = warp_reduce<Sum, 4>(total[half]);
-        if (mine >= place.count) continue;
-        const bool blind = sentence.seen(place.first + mine) == 0;
+        if (mine >= tile.count) continue;
+        const bool blind = sentence.seen(tile.first + mine) == 0;
         const float share = v.scale / total[half];
 #pragma unroll
         for (int eight = 0; eight < WIDTH / 8; ++eight) {
@@ -139,7 +133,7 @@ LSQ_KERNEL __launch_bounds__(kThreads, kHeld / kThreads)
     Float* out = op.out;
     Magnitude rounded = 0;
     constexpr int kVectors = WIDTH / kVector;
-    for (int part = threadIdx.x; part < place.count * kVectors; part += kThreads) {
+    for (int part = threadIdx.x; part < tile.count * kVectors; part += kThreads) {
         const int own_row = part / kVectors, column = part % kVectors * kVector;
         float x[kVector];
         load8(shared.context + (own_row * kContextStride + column), x);

@@ -1,28 +1,26 @@
-// The gradients of attention over packed rows; lsq/ops/attention.py is the reference.
+// Gradients of attention over packed sequences; lsq/ops/attention.py is the reference.
 //
-// Probabilities are made again from the log of their sum. A block has one head and one tile of
-// queries, or of keys, and goes over the sentence's other tiles; nothing is added by atomics. Where
-// all keys of a sentence stand in one tile, the block of that tile has all that its queries'
-// gradients need, and makes them, too: short sentences are looked at once.
+// Probabilities are computed again from the log of their sum. A block has one head and one tile of
+// queries, or of keys, and loops over the sentence's other tiles, without atomics. If all keys of a
+// sentence lie in one tile, its block also makes the queries' gradients.
 #include "attention.cuh"
 
 namespace {
 
-// Threads of these kernels that a multiprocessor holds at once, at least, by the registers that
-// they need.
+// Least threads of a multiprocessor, by the registers of the kernels.
 constexpr bool kLarge = WIDTH > 64 || kSingle || kBiased;
 constexpr int kFewThreads = 256, kManyThreads = 384;
 
 struct Tiles {
     FloatTile<kOperandParts> queries, keys, values;
     FloatTile<kFloatParts> upstream;
-    // What dv and dk are products with, which wait for all warps' queries.
+    // Left factors of dv and dk; they wait for all warps' queries.
     PairTile dropped, slopes;
 };
 
 static_assert(sizeof(Tiles) == SHARED, "bytes of shared memory that launches ask for");
 
-// What both kernels read of their operation.
+// Operands of both kernels.
 struct Backward {
     Operand q, k, v, upstream;
     PairMask mask;
@@ -30,41 +28,37 @@ struct Backward {
     float share, factor;
     Biases& biases;
 
-    __device__ __forceinline__ Backward(const AttentionGradient& op, Biases& biases)
+    LSQ_INLINE Backward(const AttentionGradient& op, Biases& biases)
         : q(op.heads.q), k(op.heads.k), v(op.heads.v),
           upstream(Projected{Coded{}, op.dcontext, 0, op.heads.count * WIDTH}), mask(op.heads),
           log_sum(op.log_sum), share(score_share(op.heads)), factor(q.scale * k.scale * share),
           biases(biases) {}
 
-    __device__ __forceinline__ bool one_tile(const Sentence& sentence) const {
+    LSQ_INLINE bool one_tile(const Sentence& sentence) const {
         return sentence.keys > 0 && sentence.keys <= TILE;
     }
 
-    // A tile of queries, and one of keys. All threads of the block must call these, and have left
-    // the tiles.
-    __device__ __forceinline__ void load_queries(int64_t row, int count, int head,
-                                                 Tiles& tiles) const {
+    // All threads of the block must call these, and have left the tiles.
+    LSQ_INLINE void load_queries(int64_t row, int count, int head, Tiles& tiles) const {
         load_tile(q, row, count, head, tiles.queries);
         load_tile(upstream, row, count, head, tiles.upstream);
     }
-    __device__ __forceinline__ void load_keys(int64_t row, int count, int head,
-                                              Tiles& tiles) const {
+    LSQ_INLINE void load_keys(int64_t row, int count, int head, Tiles& tiles) const {
         load_tile(k, row, count, head, tiles.keys);
         load_tile(v, row, count, head, tiles.values);
     }
 };
 
-// A tile of queries and one of keys that meet: which they are of their sentence.
+// A pair of tiles: first query and key within the sentence, their numbers, the head.
 struct Meeting {
     int query, key, queries, keys, head;
 };
 
-// The warp's rows of p, probabilities, and g, the gradients of those; 0 where a key is not seen.
-// dropped(eight, four): gets what the forward pass multiplied values by.
+// The warp's rows of p, probabilities, and g, their gradients; 0 for hidden keys. dropped(eight,
+// four): gets p after dropout.
 template <class Dropped>
-__device__ __forceinline__ void probabilities(const Backward& given, const Tiles& tiles,
-                                              const Sentence& sentence, const Meeting& at, Pairs& p,
-                                              Pairs& g, const Dropped& dropped) {
+LSQ_INLINE void probabilities(const Backward& given, const Tiles& tiles, const Sentence& sentence,
+                              const Meeting& at, Pairs& p, Pairs& g, const Dropped& dropped) {
     multiply_rows(tiles.queries, tiles.keys, at.keys, p);
     multiply_rows(tiles.upstream, tiles.values, at.keys, g);
     const int row = sentence.query + at.query;
@@ -97,8 +91,7 @@ __device__ __forceinline__ void probabilities(const Backward& given, const Tiles
     }
 }
 
-// The sum of p * g over a query's keys, of each half.
-__device__ __forceinline__ void add_up(const Pairs& p, const Pairs& g, float (&total)[2]) {
+LSQ_INLINE void add_up(const Pairs& p, const Pairs& g, float (&total)[2]) {
 #pragma unroll
     for (int eight = 0; eight < TILE / 8; ++eight) {
 #pragma unroll
@@ -108,8 +101,8 @@ __device__ __forceinline__ void add_up(const Pairs& p, const Pairs& g, float (&t
 
 // sums * factor to `count` rows of a float32 matrix; columns from 16 * first on of a head.
 template <int EIGHTS>
-__device__ __forceinline__ void store_sums(const float (&sums)[EIGHTS][4], float factor, int count,
-                                           int first, float* out, int64_t columns) {
+LSQ_INLINE void store_sums(const float (&sums)[EIGHTS][4], float factor, int count, int first,
+                           float* out, int64_t columns) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
 #pragma unroll
@@ -126,33 +119,33 @@ __device__ __forceinline__ void store_sums(const float (&sums)[EIGHTS][4], float
 }  // namespace
 
 // dq: float32 [M, q_columns], of sentences whose keys take several tiles, or that have none. sums
-// [M, heads]: of each query's probabilities times their gradients.
+// [M, heads]: each query's sum of probabilities times their gradients.
 LSQ_KERNEL __launch_bounds__(kThreads, kFewThreads / kThreads)
     lsq_attention_query_gradient(const AttentionGradient op, Out<float> sums, Out<float> dq) {
     extern __shared__ __align__(16) unsigned char shared[];
     Tiles& tiles = *reinterpret_cast<Tiles*>(shared);
     __shared__ Biases biases;
     const Backward given(op, biases);
-    const Place place(op.heads.cu_seqlens, op.heads.sentences, op.heads.rows);
-    const Sentence sentence(op.heads, place.sentence);
-    if (place.count == 0 || given.one_tile(sentence)) return;
+    const TileRows tile(op.heads.cu_seqlens, op.heads.sentences, op.heads.rows);
+    const Sentence sentence(op.heads, tile.sentence);
+    if (tile.count == 0 || given.one_tile(sentence)) return;
     const int head = blockIdx.y, key_head = head / SHARING;
-    const int row = place.begin + place.first;
-    given.load_queries(row, place.count, head, tiles);
+    const int row = tile.begin + tile.first;
+    given.load_queries(row, tile.count, head, tiles);
     biases.load(op.heads, head);
-    // The gradient of a score is p * (g - total) with the total of p * g over all keys: what p * g
-    // and p add up to with the keys is kept apart until the total is known.
+    // The gradient of a score is p * (g - total), total being the sum of p * g over all keys: the
+    // products of p * g and of p with the keys are kept apart until it is known.
     float total[2] = {};
     Sums of_weighted = {}, of_plain = {};
-    const int last = sentence.seen(place.first + place.count - 1);
-    for (int begin = sentence.first_tile(place.first); begin < last; begin += TILE) {
+    const int last = sentence.seen(tile.first + tile.count - 1);
+    for (int begin = sentence.first_tile(tile.first); begin < last; begin += TILE) {
         const int count = min(last - begin, TILE);
         __syncthreads();
         given.load_keys(sentence.key + begin, count, key_head, tiles);
         __syncthreads();
-        if (warp_row() >= place.count) continue;
+        if (warp_row() >= tile.count) continue;
         Pairs p, g;
-        probabilities(given, tiles, sentence, {place.first, begin, place.count, count, head}, p, g,
+        probabilities(given, tiles, sentence, {tile.first, begin, tile.count, count, head}, p, g,
                       [](int, const float (&)[4]) {});
         add_products(OfRows{p}, tiles.keys, count, 0, of_plain);
         add_up(p, g, total);
@@ -167,7 +160,7 @@ LSQ_KERNEL __launch_bounds__(kThreads, kFewThreads / kThreads)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         total[half] = warp_reduce<Sum, 4>(total[half]);
-        if (lane() % 4 == 0 && lane_row(half) < place.count) {
+        if (lane() % 4 == 0 && lane_row(half) < tile.count) {
             totals[(row + lane_row(half)) * op.heads.count + head] = total[half];
         }
     }
@@ -176,12 +169,12 @@ LSQ_KERNEL __launch_bounds__(kThreads, kFewThreads / kThreads)
 #pragma unroll
         for (int i = 0; i < 4; ++i) of_weighted[eight][i] -= total[i / 2] * of_plain[eight][i];
     }
-    store_sums(of_weighted, given.k.scale * given.share, place.count, 0,
+    store_sums(of_weighted, given.k.scale * given.share, tile.count, 0,
                dq + (row * given.q.columns + given.q.column + head * WIDTH), given.q.columns);
 }
 LSQ_EXPORT(lsq_attention_query_gradient)
 
-// dkv: float32 [S, k_columns], gradients of keys and values; sums and dq as above, dq of the other
+// dkv: float32 [S, k_columns], gradients of keys and values; sums as above; dq of the other
 // sentences. of_biases: the block's sums for the table of biases.
 LSQ_KERNEL __launch_bounds__(kThreads, (kLarge ? kFewThreads : kManyThreads) / kThreads)
     lsq_attention_key_gradient(const AttentionGradient op, In<float> sums, Out<float> dq,
@@ -191,25 +184,24 @@ LSQ_KERNEL __launch_bounds__(kThreads, (kLarge ? kFewThreads : kManyThreads) / k
     __shared__ Biases biases;
     __shared__ BiasSums bias_sums;
     const Backward given(op, biases);
-    const Place place(op.heads.key_cu_seqlens, op.heads.sentences, op.heads.key_rows);
-    const Sentence sentence(op.heads, place.sentence);
+    const TileRows tile(op.heads.key_cu_seqlens, op.heads.sentences, op.heads.key_rows);
+    const Sentence sentence(op.heads, tile.sentence);
     const int key_head = blockIdx.y;
-    if (place.count == 0) {
+    if (tile.count == 0) {
         bias_sums.clear();
         for (int i = 0; i < SHARING; ++i)
             bias_sums.write(op.heads, key_head * SHARING + i, of_biases);
         return;
     }
     const bool alone = given.one_tile(sentence);
-    const int row = place.begin + place.first;
-    given.load_keys(row, place.count, key_head, tiles);
+    const int row = tile.begin + tile.first;
+    given.load_keys(row, tile.count, key_head, tiles);
     Sums dk = {}, dv = {};
-    // Under a causal mask, queries before this one see none of the keys, nor do those to whom a
-    // window hides all; without any, their own gradients are zeros.
+    // Causal queries before `earliest` see none of the keys, nor do those behind the window;
+    // without any keys, their gradients are zeros.
     const int earliest =
-        sentence.causal && !alone ? max(place.first + sentence.queries - sentence.keys, 0) : 0;
-    const int latest =
-        alone ? sentence.queries : sentence.queries_of(place.first + place.count - 1);
+        sentence.causal && !alone ? max(tile.first + sentence.queries - sentence.keys, 0) : 0;
+    const int latest = alone ? sentence.queries : sentence.queries_of(tile.first + tile.count - 1);
     for (int head = key_head * SHARING; head < (key_head + 1) * SHARING; ++head) {
         biases.load(op.heads, head);
         bias_sums.clear();
@@ -221,9 +213,8 @@ LSQ_KERNEL __launch_bounds__(kThreads, (kLarge ? kFewThreads : kManyThreads) / k
             __syncthreads();
             if (warp_row() < count) {
                 Pairs p, g;
-                probabilities(given, tiles, sentence,
-                              {begin, place.first, count, place.count, head}, p, g,
-                              [&](int eight, const float(&four)[4]) {
+                probabilities(given, tiles, sentence, {begin, tile.first, count, tile.count, head},
+                              p, g, [&](int eight, const float (&four)[4]) {
                                   store_pairs(four, eight, tiles.dropped);
                               });
                 float total[2] = {};
@@ -237,7 +228,7 @@ LSQ_KERNEL __launch_bounds__(kThreads, (kLarge ? kFewThreads : kManyThreads) / k
                 }
 #pragma unroll
                 for (int eight = 0; eight < TILE / 8; ++eight) {
-                    if (eight / 2 * kRows >= place.count) continue;
+                    if (eight / 2 * kRows >= tile.count) continue;
 #pragma unroll
                     for (int i = 0; i < 4; ++i) p[eight][i] *= g[eight][i] - total[i / 2];
                     store_pairs(p[eight], eight, tiles.slopes);
@@ -247,16 +238,16 @@ LSQ_KERNEL __launch_bounds__(kThreads, (kLarge ? kFewThreads : kManyThreads) / k
 #pragma unroll 1
                 for (int first = 0; alone && first < kColumns / 16; first += kSteps) {
                     float mine[2 * kSteps][4] = {};
-                    add_products(OfRows{p}, tiles.keys, place.count, first, mine);
+                    add_products(OfRows{p}, tiles.keys, tile.count, first, mine);
                     store_sums(mine, given.k.scale * given.share, count, first,
                                dq + (query * given.q.columns + given.q.column + head * WIDTH),
                                given.q.columns);
                 }
             }
             __syncthreads();
-            bias_sums.add(op.heads.bias, tiles.slopes, count, place.count,
-                          sentence.distance(begin, place.first));
-            if (warp_row() < place.count) {
+            bias_sums.add(op.heads.bias, tiles.slopes, count, tile.count,
+                          sentence.distance(begin, tile.first));
+            if (warp_row() < tile.count) {
                 add_products(OfColumns{tiles.dropped}, tiles.upstream, count, 0, dv);
                 add_products(OfColumns{tiles.slopes}, tiles.queries, count, 0, dk);
             }
@@ -265,7 +256,7 @@ LSQ_KERNEL __launch_bounds__(kThreads, (kLarge ? kFewThreads : kManyThreads) / k
     }
     const int64_t columns = given.k.columns;
     float* out = dkv + (row * columns + key_head * WIDTH);
-    store_sums(dk, given.q.scale * given.share, place.count, 0, out + given.k.column, columns);
-    store_sums(dv, 1.0f, place.count, 0, out + given.v.column, columns);
+    store_sums(dk, given.q.scale * given.share, tile.count, 0, out + given.k.column, columns);
+    store_sums(dv, 1.0f, tile.count, 0, out + given.v.column, columns);
 }
 LSQ_EXPORT(lsq_attention_key_gradient)

@@ -1,12 +1,9 @@
-// The end of attention's backward pass: whole rows of the gradient of queries, or of keys and
-// values with -DKEYS=1.
-//
-// Straight through the rounding of what they are the gradient of, then sums over rows, then as it
-// is or rounded.
+// Epilogue of attention's backward pass: whole rows of the gradient of queries, or of keys and
+// values with -DKEYS=1. Straight-through mask, sums over rows, then floats or codes.
 #include "gradient.cuh"
 
-// gradient: float32 [rows, COLUMNS]. partial: the block's sums of columns and, after them, what
-// clips get.
+// gradient: float32 [rows, COLUMNS]. partial: the block's sums of columns, then its part of the
+// clip's gradient.
 LSQ_KERNEL __launch_bounds__(kThreads, kSumming)
     lsq_attention_gradient_rows(const AttentionGradient op, In<float> gradient,
                                 Out<float> partial) {
@@ -21,15 +18,7 @@ LSQ_KERNEL __launch_bounds__(kThreads, kSumming)
 #endif
     const float* from = gradient;
     float clip = 0.0f;
-    const auto load = [&](int64_t row) {
-        PackedRow<float> packed;
-#pragma unroll
-        for (int v = 0; v < kVectors; ++v) {
-            if (has(v)) packed.part[v] = load_packed(from + row * COLUMNS + column_of(v));
-        }
-        return packed;
-    };
-    for_rows(rows, load, [&](int64_t row, bool inside, const PackedRow<float>& packed) {
+    for_rows(rows, row_loader(from), [&](int64_t row, bool inside, const PackedRow<float>& packed) {
         Values g = {};
 #pragma unroll
         for (int v = 0; v < kVectors; ++v) {
@@ -39,8 +28,6 @@ LSQ_KERNEL __launch_bounds__(kThreads, kSumming)
         }
         sink.add(row, inside, g);
     });
-    float* sums = partial + blockIdx.x * (COLUMNS + kPadding);
-    sink.bias_sums.write(sums);
-    write_block_sum(clip, sums + COLUMNS);
+    write_partial(sink.bias_sums, clip, partial);
 }
 LSQ_EXPORT(lsq_attention_gradient_rows)

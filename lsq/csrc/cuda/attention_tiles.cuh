@@ -1,11 +1,9 @@
-// Tiles of queries and keys of one head of one sentence in shared memory, and their products on
-// tensor cores.
+// Tiles of queries and keys of a head in shared memory, and their products on tensor cores.
 //
 // -DWIDTH: columns of a head, a multiple of 8 up to 128; -DTILE: queries or keys of a tile, a
 // multiple of 16; -DCODED=1: queries, keys and values are codes, 0: Float; -DSHARING: heads of
-// queries that share keys, 1 unless given. A warp has 16 rows of a tile. Codes are exact in
-// bfloat16; of a float32, two bfloat16 leave at most 2^-18, and three 2^-27, which of all that is
-// multiplied here is exact enough for float32.
+// queries that share keys, default 1. A warp has 16 rows of a tile. Codes are exact in bfloat16;
+// two bfloat16 for a float32 leave at most 2^-18, three 2^-27, which is exact enough for float32.
 #pragma once
 
 #include "rounding.cuh"
@@ -17,34 +15,33 @@
 
 namespace lsq {
 
-// Of a fragment; such groups of a tile's rows, one for each warp.
+// Rows of a fragment; each warp takes such a group of a tile's rows.
 constexpr int kRows = 16, kGroups = TILE / kRows;
 constexpr int kThreads = kGroups * kWarp;
-constexpr int kColumns = (WIDTH + 15) / 16 * 16;   // of a head, with zeros behind it
-// bfloat16 that stand for a float32 made here; for a Float; for one of queries, keys and values.
+constexpr int kColumns = (WIDTH + 15) / 16 * 16;  // of a head, with zeros behind it
+// Number of bfloat16 for a float32 made here, for a Float, and for q, k or v.
 constexpr bool kSingle = sizeof(Float) == 4;
 constexpr int kParts = kSingle ? 3 : 2, kFloatParts = kSingle ? 3 : 1,
               kOperandParts = CODED ? 1 : kFloatParts;
 
 static_assert(TILE % kRows == 0, "warps have whole fragments");
 
-using Pairs = float[TILE / 8][4];    // what a lane holds of [16, TILE], queries by keys
+using Pairs = float[TILE / 8][4];     // what a lane holds of [16, TILE], queries by keys
 using Sums = float[kColumns / 8][4];  // what a lane holds of [16, kColumns]
 
-// Of the block's warp, the first of its rows in a tile; of a lane, its row of each half of them,
-// and its first column of each eight.
-__device__ __forceinline__ int warp_row() { return threadIdx.x / kWarp * kRows; }
-__device__ __forceinline__ int lane() { return threadIdx.x % kWarp; }
-__device__ __forceinline__ int lane_row(int half) { return warp_row() + lane() / 4 + 8 * half; }
-__device__ __forceinline__ int lane_column(int eight) { return 8 * eight + lane() % 4 * 2; }
+// A warp's first row in a tile; a lane's row of each half of them, and its first column of each
+// eight.
+LSQ_INLINE int warp_row() { return threadIdx.x / kWarp * kRows; }
+LSQ_INLINE int lane() { return threadIdx.x % kWarp; }
+LSQ_INLINE int lane_row(int half) { return warp_row() + lane() / 4 + 8 * half; }
+LSQ_INLINE int lane_column(int eight) { return 8 * eight + lane() % 4 * 2; }
 
-// What a score has of a product.
-__device__ __forceinline__ float score_share(const Heads& heads) {
+LSQ_INLINE float score_share(const Heads& heads) {
     return heads.softmax_scale != 0.0f ? heads.softmax_scale
                                        : static_cast<float>(1.0 / sqrt(static_cast<double>(WIDTH)));
 }
 
-// PARTS times TILE rows of COLUMNS elements, of 32 bytes at a time. Eight neighbouring rows lie in
+// PARTS times TILE rows of COLUMNS elements, padded to 32 bytes. Eight neighbouring rows lie in
 // different banks.
 template <class Element, int COLUMNS, int PARTS>
 struct alignas(16) SharedRows {
@@ -54,10 +51,10 @@ struct alignas(16) SharedRows {
     static constexpr int kVectors = kBytes / static_cast<int>(sizeof(Element)) / kVector;
     unsigned char bytes[PARTS][TILE * kStride];
 
-    __device__ __forceinline__ unsigned char* at(int part, int row, int byte) {
+    LSQ_INLINE unsigned char* at(int part, int row, int byte) {
         return bytes[part] + (row * kStride + byte);
     }
-    __device__ __forceinline__ const unsigned char* at(int part, int row, int byte) const {
+    LSQ_INLINE const unsigned char* at(int part, int row, int byte) const {
         return bytes[part] + (row * kStride + byte);
     }
 };
@@ -66,23 +63,23 @@ template <int PARTS>
 using FloatTile = SharedRows<bfloat16, WIDTH, PARTS>;
 using PairTile = SharedRows<bfloat16, TILE, kParts>;  // [queries, keys]
 
-// One of q, k and v: codes, or floats where there are no codes.
+// q, k or v: codes, or floats.
 struct Operand {
     const int8_t* codes;
     const Float* floats;
     int64_t columns, column;  // of the tensor, and where the first head begins
     float scale;
 
-    __device__ __forceinline__ explicit Operand(const Projected& from)
+    LSQ_INLINE explicit Operand(const Projected& from)
         : codes(from.rows.coded.codes), floats(from.rows.floats), columns(from.columns),
           column(from.column), scale(1.0f) {
         if (codes) scale = static_cast<const float*>(from.rows.coded.scale)[0];
     }
 };
 
-// `low` and `high` as pairs of bfloat16, each the nearest to what those before it leave.
+// Splits `low` and `high` into pairs of bfloat16, each the nearest to the remainder.
 template <int PARTS>
-__device__ __forceinline__ void split(float low, float high, uint32_t (&pair)[PARTS]) {
+LSQ_INLINE void split(float low, float high, uint32_t (&pair)[PARTS]) {
 #pragma unroll
     for (int part = 0; part < PARTS; ++part) {
         pair[part] = bfloat16_pair(low, high);
@@ -92,10 +89,10 @@ __device__ __forceinline__ void split(float low, float high, uint32_t (&pair)[PA
 }
 
 // Calls work(row, column, element) for every vector of rows [first, first + count) of a head and of
-// those that fill a fragment; element: in the tensor, -1 where there is none.
+// those that fill a fragment; element: index in the tensor, or -1.
 template <class Tile, class Work>
-__device__ __forceinline__ void for_vectors(const Operand& from, int64_t first, int count, int head,
-                                            const Work& work) {
+LSQ_INLINE void for_vectors(const Operand& from, int64_t first, int count, int head,
+                            const Work& work) {
     const int rows = (count + kRows - 1) / kRows * kRows, columns = static_cast<int>(from.columns);
     const int64_t begin = first * from.columns + from.column + head * WIDTH;
     for (int part = threadIdx.x; part < rows * Tile::kVectors; part += kThreads) {
@@ -106,8 +103,7 @@ __device__ __forceinline__ void for_vectors(const Operand& from, int64_t first, 
 
 // Rows of a head to a tile, zeros beyond. All threads of the block must call this, and have left
 // the tile; codes are still under way afterwards.
-__device__ __forceinline__ void load_tile(const Operand& from, int64_t first, int count, int head,
-                                          CodeTile& tile) {
+LSQ_INLINE void load_tile(const Operand& from, int64_t first, int count, int head, CodeTile& tile) {
     for_vectors<CodeTile>(from, first, count, head, [&](int row, int column, int64_t element) {
         copy_async<kVector>(tile.at(0, row, column), from.codes + (element < 0 ? 0 : element),
                             element >= 0);
@@ -115,8 +111,8 @@ __device__ __forceinline__ void load_tile(const Operand& from, int64_t first, in
 }
 
 template <int PARTS>
-__device__ __forceinline__ void load_tile(const Operand& from, int64_t first, int count, int head,
-                                          FloatTile<PARTS>& tile) {
+LSQ_INLINE void load_tile(const Operand& from, int64_t first, int count, int head,
+                          FloatTile<PARTS>& tile) {
     for_vectors<FloatTile<PARTS>>(
         from, first, count, head, [&](int row, int column, int64_t element) {
             float x[kVector] = {};
@@ -140,11 +136,11 @@ __device__ __forceinline__ void load_tile(const Operand& from, int64_t first, in
         });
 }
 
-// products [16, TILE] = the warp's rows of `mine` times the first `count` rows of `theirs`, those
-// of a last fragment included; what lies beyond is 0.
+// products [16, TILE] = the warp's rows of `mine` times the first `count` rows of `theirs`, in
+// whole fragments; 0 beyond.
 template <class Mine, class Theirs, class T>
-__device__ __forceinline__ void multiply_rows(const Mine& mine, const Theirs& theirs, int count,
-                                              T (&products)[TILE / 8][4]) {
+LSQ_INLINE void multiply_rows(const Mine& mine, const Theirs& theirs, int count,
+                              T (&products)[TILE / 8][4]) {
     // More of a wide head's would take too many registers.
     constexpr int kAtOnce = Mine::kSteps > 4 ? 4 : Mine::kSteps;
     constexpr int kMost = Mine::kCount > Theirs::kCount ? Mine::kCount : Theirs::kCount;
@@ -181,11 +177,11 @@ __device__ __forceinline__ void multiply_rows(const Mine& mine, const Theirs& th
 }
 
 // sums [16, 16 * STEPS] += a left factor [16, TILE] times columns from 16 * first on of the first
-// `count` rows of a tile, those of a last fragment included. left(group, words): says what the
-// factor's fragments of 16 columns are.
+// `count` rows of a tile, in whole fragments. left(group, words): makes the factor's fragments of
+// 16 columns.
 template <int EIGHTS, class Left, class Tile>
-__device__ __forceinline__ void add_products(const Left& left, const Tile& tile, int count,
-                                             int first, float (&sums)[EIGHTS][4]) {
+LSQ_INLINE void add_products(const Left& left, const Tile& tile, int count, int first,
+                             float (&sums)[EIGHTS][4]) {
 #pragma unroll
     for (int group = 0; group < kGroups; ++group) {
         if (kRows * group >= count) continue;
@@ -209,11 +205,11 @@ __device__ __forceinline__ void add_products(const Left& left, const Tile& tile,
     }
 }
 
-// A left factor of add_products: the warp's rows of pairs as they lie in registers.
+// Left factor of add_products: the warp's rows of pairs in registers.
 struct OfRows {
     const Pairs& pairs;
 
-    __device__ __forceinline__ void operator()(int group, uint32_t (&words)[kParts][4]) const {
+    LSQ_INLINE void operator()(int group, uint32_t (&words)[kParts][4]) const {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             uint32_t parts[kParts];
@@ -225,11 +221,12 @@ struct OfRows {
     }
 };
 
-// The same: pairs in shared memory, transposed, so that the warp's rows are keys.
+// Left factor of add_products: pairs in shared memory, transposed, so that the warp's rows are
+// keys.
 struct OfColumns {
     const PairTile& pairs;
 
-    __device__ __forceinline__ void operator()(int group, uint32_t (&words)[kParts][4]) const {
+    LSQ_INLINE void operator()(int group, uint32_t (&words)[kParts][4]) const {
         const int query = kRows * group + lane() % 8 + lane() / 16 * 8,
                   key = warp_row() + lane() / 8 % 2 * 8;
 #pragma unroll
@@ -239,7 +236,7 @@ struct OfColumns {
 };
 
 // A lane's four of eight keys' pairs to shared memory.
-__device__ __forceinline__ void store_pairs(const float (&four)[4], int eight, PairTile& pairs) {
+LSQ_INLINE void store_pairs(const float (&four)[4], int eight, PairTile& pairs) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         uint32_t parts[kParts];

@@ -1,15 +1,15 @@
-// Attention of one query a row to keys and values that a list finds in a cache of codes;
+// Attention of one query per row to keys and values that a list finds in a cache of codes;
 // lsq/ops/cached_attention.py is the reference.
 //
-// Bound by reading the cache. A block has one head of one row, and a part of its list where few
-// rows would leave multiprocessors idle. A group of lanes has a key and its value, each lane 16
-// columns of both (8 where heads have no multiple of 16), and asks for several keys before it looks
-// at the first one. Scores are exact sums of codes. Each group keeps a running maximum, sum and
-// context (Milakov and Gimelshein 2018); the block joins those of its groups, and the last block of
-// a head those of its list's parts (Flash-Decoding, Dao et al. 2023), always in the same order.
+// Bound by reading the cache. A block has one head of one row, or a part of its list if few rows
+// would leave multiprocessors idle. A group of lanes has a key and its value, each lane 16 columns
+// of both (8 if heads are no multiple of 16), and loads several keys before it uses the first.
+// Scores are exact sums of codes. Groups keep a running maximum, sum and context (Milakov and
+// Gimelshein 2018), which the block joins; the last block of a head joins the parts of its list
+// (Flash-Decoding, Dao et al. 2023), in a fixed order.
 //
-// -DWIDTH: columns of a head, a multiple of 8 up to 128; -DLEAST: keys of a list for which another
-// block is worth its while.
+// -DWIDTH: columns of a head, a multiple of 8 up to 128; -DLEAST: keys of a list that are worth
+// another block.
 #include "rounding.cuh"
 
 namespace {
@@ -20,14 +20,14 @@ constexpr int kParts = WIDTH / kBytes;            // lanes that have some
 // Lanes of a key.
 constexpr int kGroup = kParts > 8 ? 16 : kParts > 4 ? 8 : kParts > 2 ? 4 : kParts;
 constexpr int kGroups = kThreads / kGroup;
-constexpr int kTurn = 4;                // keys that a group asks for at a time
-constexpr int32_t kNone = -(1 << 30);   // the largest score of no keys
+constexpr int kTurn = 4;               // keys that a group asks for at a time
+constexpr int32_t kNone = -(1 << 30);  // the largest score of no keys
 
 // A lane's codes of a key or a value.
 struct Piece {
     uint32_t word[kBytes / 4] = {};
 
-    __device__ __forceinline__ void load(const int8_t* from) {
+    LSQ_INLINE void load(const int8_t* from) {
         if constexpr (kBytes == 16) {
             const uint4 words = load_words<uint4>(from);
             word[0] = words.x, word[1] = words.y, word[2] = words.z, word[3] = words.w;
@@ -36,14 +36,14 @@ struct Piece {
             word[0] = words.x, word[1] = words.y;
         }
     }
-    __device__ __forceinline__ void store(int8_t* to) const {
+    LSQ_INLINE void store(int8_t* to) const {
         if constexpr (kBytes == 16) {
             store_words(to, make_uint4(word[0], word[1], word[2], word[3]));
         } else {
             store_words(to, make_uint2(word[0], word[1]));
         }
     }
-    __device__ __forceinline__ int32_t dot(const Piece& other) const {
+    LSQ_INLINE int32_t dot(const Piece& other) const {
         int32_t sum = 0;
 #pragma unroll
         for (int i = 0; i < kBytes / 4; ++i) {
@@ -51,45 +51,44 @@ struct Piece {
         }
         return sum;
     }
-    // One code as a float: put in the last bits of 2^23 with its sign bit flipped, it stands 128
-    // above itself.
-    __device__ __forceinline__ float value(int i) const {
+    // A code as a float: in the last bits of 2^23 with its sign bit flipped, it is 128 too large.
+    LSQ_INLINE float value(int i) const {
         return float_of(__byte_perm(word[i / 4] ^ 0x80808080u, 0x4B000000u, 0x7650u + i % 4)) -
                (8388608.0f + 128.0f);
     }
 };
 
-// What some keys of a list come to: p = exp((score - largest) * factor), and p times the values,
-// summed.
+// State of some keys of a list: the sums of p = exp((score - largest) * factor) and of p times the
+// values.
 struct alignas(16) State {
     float context[WIDTH];
     float total;
     int32_t largest;
 };
 
-// What p is multiplied by where another score is the largest.
-__device__ __forceinline__ float shrink(int32_t largest, int32_t to, float factor) {
+// Factor of p when the largest score becomes `to`.
+LSQ_INLINE float shrink(int32_t largest, int32_t to, float factor) {
     return bounded_exponential(static_cast<float>(largest - to) * factor);
 }
 
-// A lane's part of the state of the keys that its group has seen.
+// A lane's part of its group's state.
 struct Running {
     float context[kBytes] = {}, total = 0.0f;
     int32_t largest = kNone;
 
-    __device__ __forceinline__ void rise(int32_t to, float factor) {
+    LSQ_INLINE void rise(int32_t to, float factor) {
         const float by = shrink(largest, to, factor);
         total *= by, largest = to;
 #pragma unroll
         for (int i = 0; i < kBytes; ++i) context[i] *= by;
     }
-    __device__ __forceinline__ void add(float p, const Piece& value) {
+    LSQ_INLINE void add(float p, const Piece& value) {
         total += p;
 #pragma unroll
         for (int i = 0; i < kBytes; ++i) context[i] = fmaf(p, value.value(i), context[i]);
     }
-    // All groups of the warp together. All lanes must call this.
-    __device__ __forceinline__ void join_warp(float factor) {
+    // Joins all groups of the warp. All lanes must call this.
+    LSQ_INLINE void join_warp(float factor) {
         int32_t highest = largest;
 #pragma unroll
         for (int apart = kGroup; apart < kWarp; apart *= 2) {
@@ -106,12 +105,12 @@ struct Running {
     }
 };
 
-// Eight columns of several states as one.
+// Joins eight columns of several states.
 struct Joined {
     float context[kVector] = {}, total = 0.0f;
     int32_t largest = kNone;
 
-    __device__ __forceinline__ Joined(const State* states, int count, int column, float factor) {
+    LSQ_INLINE Joined(const State* states, int count, int column, float factor) {
         for (int i = 0; i < count; ++i) largest = max(largest, states[i].largest);
         for (int i = 0; i < count; ++i) {
             const float by = shrink(states[i].largest, largest, factor);
@@ -124,40 +123,39 @@ struct Joined {
     }
 };
 
-// One head of one row, on one block or several.
 struct Reader {
     const CachedAttention& op;
     const int head;
     const int64_t row, list;
     const int length, parts;  // of the list: keys, and blocks that share them
-    const int64_t* places;
+    const int64_t* slots;
     const int part = threadIdx.x % kGroup, group = threadIdx.x / kGroup;
-    // Columns; a lane without any reads what the first one does, for nothing.
+    // Columns; a lane without any repeats the first one's reads.
     const bool has = part < kParts;
     const int column = has ? part * kBytes : 0;
-    // The lane's part of the query, and of the key and value that it brings along.
+    // The lane's part of the query, and of the row's own key and value.
     const int8_t* own;
-    int8_t* cache;      // the lane's part of the first key
+    int8_t* cache;  // the lane's part of the first key
     const float factor;
 
-    __device__ __forceinline__ explicit Reader(const CachedAttention& op)
+    LSQ_INLINE explicit Reader(const CachedAttention& op)
         : op(op), head(blockIdx.x % op.heads), row(blockIdx.x / op.heads), list(op.owned[row]),
           length(static_cast<int>(op.lengths[list])),
           parts(max(1, min((length + LEAST - 1) / LEAST, static_cast<int>(gridDim.y)))),
-          places(op.lists + list * op.capacity),
+          slots(op.lists + list * op.capacity),
           own(op.queries.codes + (row * op.query_columns + head * WIDTH + column)),
           cache(op.cache + (head * WIDTH + column)),
           factor(op.queries.scale[0] * op.cache_scale[0] *
                  static_cast<float>(1.0 / sqrt(static_cast<double>(WIDTH)))) {}
 
     // The lane's part of key j; that of its value lies a row's width behind.
-    __device__ __forceinline__ const int8_t* key(int j) const {
+    LSQ_INLINE const int8_t* key(int j) const {
         return op.appends && j == length - 1 ? own + op.columns
-                                             : cache + places[j] * (2 * op.columns);
+                                             : cache + slots[j] * (2 * op.columns);
     }
 
-    // The block's part of the list; a state for each of its warps.
-    __device__ __forceinline__ void read(State* states) const {
+    // Reads the block's part of the list; a state per warp.
+    LSQ_INLINE void read(State* states) const {
         const int each = (length + parts - 1) / parts, begin = blockIdx.y * each,
                   end = min(length, begin + each);
         Running running;
@@ -208,10 +206,10 @@ struct Reader {
         if (threadIdx.x % kWarp == 0) state.total = running.total, state.largest = running.largest;
     }
 
-    // Puts the key and value that the row brings along where its list ends.
-    __device__ __forceinline__ void append() const {
+    // Appends the row's own key and value to its list.
+    LSQ_INLINE void append() const {
         if (!op.appends || length == 0 || blockIdx.y != 0 || group != 0 || !has) return;
-        int8_t* to = cache + places[length - 1] * (2 * op.columns);
+        int8_t* to = cache + slots[length - 1] * (2 * op.columns);
 #pragma unroll
         for (int of_value = 0; of_value < 2; ++of_value) {
             Piece piece;
@@ -223,8 +221,7 @@ struct Reader {
 
 }  // namespace
 
-// all: [rows * heads, gridDim.y], states of parts of lists. grid: rows * heads, by blocks that may
-// share a list.
+// all [rows * heads, gridDim.y]: states of parts of lists. grid: rows * heads, parts of a list.
 LSQ_KERNEL __launch_bounds__(kThreads)
     lsq_cached_attention(const CachedAttention op, Out<uint32_t> ticket, Out<State> all) {
     __shared__ State states[kWarps];

@@ -1,9 +1,8 @@
-// The clip of least squared rounding error, row by row: a block takes a row, and runs through its
-// values twice for the errors of 22 clips near the one before, or anew, 17 times for a start and 12
-// times for the errors of 131 clips. lsq/ops/calibration.py is the reference.
+// Clip of least squared rounding error. A block takes a row: two passes for the errors of 22 clips
+// near the one before; anew, 17 passes for a start and 12 for 131 clips. lsq/ops/calibration.py is
+// the reference.
 //
-// -DWARPS of a block. A sample lies in shared memory or, where it is too long, in `scratch` [rows,
-// sampled].
+// -DWARPS of a block. A sample lies in shared memory or, if too long, in `scratch` [rows, sampled].
 #include "reduce.cuh"
 
 #include "clip_search.h"
@@ -13,39 +12,39 @@ namespace {
 constexpr int kTogether = 11;  // clips whose errors are summed at the same time
 constexpr int kMost = 66;      // clips of a search, up to a multiple of that
 constexpr int kThreads = WARPS * kWarp;
-// Of a multiprocessor: left to itself, NVRTC aims at more and spills.
+// Blocks of a multiprocessor: NVRTC's own choice spills.
 constexpr int kLeastBlocks = 512 / kThreads;
 
 struct Count {
-    __device__ __forceinline__ static uint32_t join(uint32_t a, uint32_t b) { return a + b; }
+    LSQ_INLINE static uint32_t join(uint32_t a, uint32_t b) { return a + b; }
 };
 
-// How many of n values are NaN or infinite, `step` apart; every thread gets all of them.
-__device__ __forceinline__ uint32_t count_unusable(const Float* x, int64_t n, int64_t step) {
+// Number of NaN and infinities in n values, `step` apart, for every thread.
+LSQ_INLINE uint32_t count_unusable(const Float* x, int64_t n, int64_t step) {
     const bool whole = n % kVector == 0 && step == 1;  // and aligned
-    uint32_t found = 0;
+    uint32_t unusable = 0;
     for (int64_t first = kVector * threadIdx.x; first < n; first += kVector * kThreads) {
         float values[kVector] = {};
         if (whole) load8(x + first, values);
 #pragma unroll
         for (int i = 0; i < kVector; ++i) {
             if (!whole && first + i < n) values[i] = widen(x[(first + i) * step]);
-            found += !(fabsf(values[i]) < infinity());
+            unusable += !(fabsf(values[i]) < infinity());
         }
     }
-    return group_reduce<Count, kThreads, kThreads>(found);
+    return group_reduce<Count, kThreads, kThreads>(unusable);
 }
 
-// The magnitudes that a block searches, and the memory for its sums.
+// A block's magnitudes, and memory for its sums.
 struct Sample {
     float *values, *sums;  // [count], [kTogether, runs + 1]
     double* totals;        // [kTogether]
     int count, runs;
 
-    // totals[k], for k < K: the sum of term(value, k), in the order that clip_search.h tells. For
-    // all threads together.
+    // totals[k] = the sum of term(value, k), in the order of clip_search.h. For all threads
+    // together.
     template <int K, class Term>
-    __device__ __forceinline__ void sum(const Term& term) const {
+    LSQ_INLINE void sum(const Term& term) const {
         static_assert(kRunLanes == kWarp && K <= kTogether && kTogether <= kWarp,
                       "a warp takes a run, a thread a total");
         const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
@@ -76,14 +75,13 @@ struct Sample {
         __syncthreads();
     }
 
-    __device__ __forceinline__ void sum_above(float clip) const {
+    LSQ_INLINE void sum_above(float clip) const {
         sum<2>([&](float value, int k) { return value > clip ? (k ? 1.0f : value) : 0.0f; });
     }
 };
 
-// The clips of a search, around that of `best`, which the first thread has. For all threads
-// together.
-__device__ __forceinline__ void try_clips(const Sample& sample, int search, BestClip& best) {
+// Tries the clips of a search around `best`, which the first thread has. For all threads together.
+LSQ_INLINE void try_clips(const Sample& sample, int search, BestClip& best) {
     __shared__ float around, tried[kMost], reciprocal[kMost];
     if (threadIdx.x == 0) around = best.clip;
     __syncthreads();
@@ -105,8 +103,8 @@ __device__ __forceinline__ void try_clips(const Sample& sample, int search, Best
     __syncthreads();
 }
 
-// The clip of magnitudes in [0, 1]; the first thread gets it.
-__device__ __forceinline__ float search_anew(const Sample& sample, float q) {
+// The clip of magnitudes in [0, 1], for the first thread.
+LSQ_INLINE float search_anew(const Sample& sample, float q) {
     __shared__ float clip;
     sample.sum_above(0.0f);
     FixedPoint point(sample.totals[0], sample.totals[1], sample.count, q);
@@ -121,10 +119,8 @@ __device__ __forceinline__ float search_anew(const Sample& sample, float q) {
     return best.clip;
 }
 
-// Whether the least error lies near the clip that was found before; the first thread then gets its
-// clip in `best`.
-__device__ __forceinline__ bool search_near(const Sample& sample, float before, float largest,
-                                            BestClip& best) {
+// Whether the least error lies near the earlier clip; the first thread then has its clip in `best`.
+LSQ_INLINE bool search_near(const Sample& sample, float before, float largest, BestClip& best) {
     __shared__ bool near;
     try_clips(sample, kAgain, best);
     if (threadIdx.x == 0) near = best.near(before, largest);
@@ -134,7 +130,7 @@ __device__ __forceinline__ bool search_near(const Sample& sample, float before, 
 }
 
 // Rows of zeros get the mean clip of the others. For all threads of one block.
-__device__ __forceinline__ void fill_empty(float* clip, int64_t rows, float smallest) {
+LSQ_INLINE void fill_empty(float* clip, int64_t rows, float smallest) {
     __shared__ double sums[kRunLanes], counts[kRunLanes];
     if (threadIdx.x < kRunLanes) {
         double sum = 0.0, count = 0.0;

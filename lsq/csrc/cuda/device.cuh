@@ -1,10 +1,8 @@
-// What every kernel file includes first: types, pointers and the emulator's stand-ins for what
-// NVRTC knows by itself.
+// Types, pointers and the emulator's stand-ins, for every kernel file.
 //
 // No CUDA header is needed. A kernel takes the struct of its operation (operations.h, see
-// lsq/native/declarations.py), and In<T>, Out<T>, int64_t and float beside it. -D says what a
-// kernel is specialised for; FLOAT is the dtype of activations and their gradients: 0 float32, 1
-// bfloat16.
+// lsq/native/declarations.py), In<T>, Out<T>, int64_t and float. -D specialises a kernel; FLOAT is
+// the dtype of activations and their gradients: 0 float32, 1 bfloat16.
 #pragma once
 
 #ifdef LSQ_EMULATOR
@@ -39,8 +37,8 @@ template <class T>
 struct Pointer {
     uint64_t address;
 
-    __device__ __forceinline__ operator T*() const { return reinterpret_cast<T*>(address); }
-    __device__ __forceinline__ explicit operator bool() const { return address != 0; }
+    LSQ_INLINE operator T*() const { return reinterpret_cast<T*>(address); }
+    LSQ_INLINE explicit operator bool() const { return address != 0; }
 };
 template <class T>
 using In = Pointer<const T>;
@@ -48,6 +46,18 @@ template <class T>
 using Out = Pointer<T>;
 
 constexpr int kWarp = 32;
+
+// A or B, by a -D.
+template <bool FIRST, class A, class B>
+struct Choice {
+    using type = A;
+};
+template <class A, class B>
+struct Choice<false, A, B> {
+    using type = B;
+};
+template <bool FIRST, class A, class B>
+using Select = typename Choice<FIRST, A, B>::type;
 
 }  // namespace lsq
 

@@ -1,29 +1,25 @@
-// Rows of words plus rows of positions, and the sums of their gradient per word.
+// Embeds words and positions, and sums their gradient per word.
 //
-// -DKEPT=1: no embedding, but what kept words add to the gradient of a vocabulary's weight
+// -DKEPT=1: instead, the kept words' part of the gradient of a vocabulary's weight
 // (KeptWeightGradient): rows are x times the gradient of a kept word's logit, twice as many as
-// those of x, and sums are added to what is there.
+// those of x, and sums are added to the existing ones.
 //
-// M tokens, below 2^31, V words or positions, N = COLUMNS. The backward pass sorts the occurrences
-// by word, then by row, by counting for each how many come before it: no atomics, and an order of
-// additions that never changes. Windows of WINDOW sorted occurrences are summed side by side; a
-// word that goes on in the next window leaves its sums in `partial`, which one more kernel adds in
-// order, so that frequent words do not take long.
+// M tokens, below 2^31, V words or positions, N = COLUMNS. The backward pass sorts occurrences by
+// word, then row, by counting the ones before each: no atomics, a fixed order of additions. Windows
+// of WINDOW sorted occurrences are summed side by side; a word that crosses windows leaves its sums
+// in `partial`, which one more kernel adds in order.
 #include "random.cuh"
 #include "rows.cuh"
 
 #ifndef WINDOW
 #define WINDOW 16
 #endif
-#ifndef KEPT
-#define KEPT 0
-#endif
 
 namespace {
 
-// Reads 8 values of a row of `rows`; NaN where there is no such row.
-__device__ __forceinline__ void gather8(const float* from, int64_t row, int64_t rows, int column,
-                                        float (&x)[kVector]) {
+// Reads 8 values of a row; NaN if there is no such row.
+LSQ_INLINE void gather8(const float* from, int64_t row, int64_t rows, int column,
+                        float (&x)[kVector]) {
     if (row >= 0 && row < rows) {
         load8(from + row * COLUMNS + column, x);
     } else {
@@ -35,7 +31,7 @@ __device__ __forceinline__ void gather8(const float* from, int64_t row, int64_t 
 // Key of an occurrence without gradient; larger than all others.
 constexpr uint32_t kNone = 0x7FFFFFFFu;
 constexpr uint32_t kBeyond = 0xFFFFFFFFu;  // of none
-// Occurrences; how many gradients are read before the first is used.
+// Occurrences of a window; gradients that are read ahead.
 constexpr int kWindow = WINDOW, kFlight = 4;
 
 #if KEPT
@@ -49,39 +45,31 @@ struct Occurrences {
     int64_t of_x, padding, rows;
     float factor;
 
-    __device__ __forceinline__ Occurrences(const Scatter& op, int64_t)
+    LSQ_INLINE Occurrences(const Scatter& op, int64_t)
         : op(op), targets(op.prediction.target), others(op.kept.likeliest),
           of_x(op.prediction.rows), padding(op.prediction.padding), rows(op.prediction.vocabulary),
           factor(op.dloss[0] * op.prediction.x.coded.scale[0]) {}
 
-    __device__ __forceinline__ int64_t row_of_x(int64_t row) const {
-        return row < of_x ? row : row - of_x;
-    }
-    __device__ __forceinline__ int64_t index(int64_t row) const {
+    LSQ_INLINE int64_t row_of_x(int64_t row) const { return row < of_x ? row : row - of_x; }
+    LSQ_INLINE int64_t index(int64_t row) const {
         return row < of_x ? targets[row] : others[row - of_x];
     }
-    __device__ __forceinline__ bool counts(int64_t row) const {
-        return targets[row_of_x(row)] != padding;
-    }
+    LSQ_INLINE bool counts(int64_t row) const { return targets[row_of_x(row)] != padding; }
 
-    __device__ __forceinline__ void read8(int64_t row, int column, float (&g)[kVector]) const {
+    LSQ_INLINE void read8(int64_t row, int column, float (&g)[kVector]) const {
         const int8_t* codes = op.prediction.x.coded.codes;
         const float own = op.kept.gradient[row] * factor;
         int32_t code[kVector];
         load8(codes + row_of_x(row) * COLUMNS + column, code);
-#pragma unroll
-        for (int i = 0; i < kVector; ++i) g[i] = static_cast<float>(code[i]) * own;
+        scale8(code, own, g);
     }
 
-    __device__ __forceinline__ void add8(int64_t, int, const float (&g)[kVector],
-                                         float (&sum)[kVector]) const {
-#pragma unroll
-        for (int i = 0; i < kVector; ++i) sum[i] += g[i];
+    LSQ_INLINE void add8(int64_t, int, const float (&g)[kVector], float (&sum)[kVector]) const {
+        lsq::add8(g, sum);
     }
 
-    // Where the weight lies beyond its clip, nothing is added.
-    __device__ __forceinline__ void write8(int64_t word, int column,
-                                           const float (&sum)[kVector]) const {
+    // Adds nothing where the weight is clipped.
+    LSQ_INLINE void write8(int64_t word, int column, const float (&sum)[kVector]) const {
         const int64_t element = word * COLUMNS + column;
         const float* values = op.weight.values;
         const float clip = op.weight.absmax ? infinity() : op.weight.clip[op.clips == 1 ? 0 : word];
@@ -108,36 +96,35 @@ struct Occurrences {
     float* out;  // [V, N]
     DropoutMask dropout;
 
-    __device__ __forceinline__ Occurrences(const Scatter& op, int64_t of_positions)
+    LSQ_INLINE Occurrences(const Scatter& op, int64_t of_positions)
         : op(op), indices(of_positions ? op.positions : op.tokens), padding(op.padding),
           rows(of_positions ? op.table_rows : op.vocabulary), scale(of_positions ? 1.0f : op.scale),
           out(of_positions ? op.dtable : op.dweight), dropout{op.dropout} {}
 
-    __device__ __forceinline__ int64_t index(int64_t row) const { return indices[row]; }
-    __device__ __forceinline__ bool counts(int64_t row) const { return op.tokens[row] != padding; }
+    LSQ_INLINE int64_t index(int64_t row) const { return indices[row]; }
+    LSQ_INLINE bool counts(int64_t row) const { return op.tokens[row] != padding; }
 
-    __device__ __forceinline__ void read8(int64_t row, int column, float (&g)[kVector]) const {
+    LSQ_INLINE void read8(int64_t row, int column, float (&g)[kVector]) const {
         const Float* from = op.gradient;
         load8(from + row * COLUMNS + column, g);
     }
 
-    __device__ __forceinline__ void add8(int64_t row, int column, float (&g)[kVector],
-                                         float (&sum)[kVector]) const {
+    LSQ_INLINE void add8(int64_t row, int column, float (&g)[kVector],
+                         float (&sum)[kVector]) const {
         dropout.apply8(row * COLUMNS + column, g);
 #pragma unroll
         for (int i = 0; i < kVector; ++i) sum[i] += g[i] * scale;
     }
 
-    __device__ __forceinline__ void write8(int64_t word, int column,
-                                           const float (&sum)[kVector]) const {
+    LSQ_INLINE void write8(int64_t word, int column, const float (&sum)[kVector]) const {
         store8(out + word * COLUMNS + column, sum);
     }
 };
 
 #endif
 
-// By which occurrences are sorted.
-__device__ __forceinline__ uint32_t key_of(const Occurrences& table, int64_t row) {
+// Sort key.
+LSQ_INLINE uint32_t key_of(const Occurrences& table, int64_t row) {
     const int64_t index = table.index(row);
     return table.counts(row) && index >= 0 && index < table.rows ? static_cast<uint32_t>(index)
                                                                  : kNone;
@@ -154,7 +141,7 @@ LSQ_KERNEL __launch_bounds__(kThreads) lsq_embed(const Embed op) {
     const DropoutMask dropout{op.dropout};
     const int64_t begin = kRows * static_cast<int64_t>(blockIdx.x) + row_in_block();
     for (int64_t row = begin; row < op.rows; row += kRows * gridDim.x) {
-        const int64_t token = tokens[row], place = positions[row];
+        const int64_t token = tokens[row], index = positions[row];
 #pragma unroll
         for (int v = 0; v < kVectors; ++v) {
             if (!has(v)) continue;
@@ -162,7 +149,7 @@ LSQ_KERNEL __launch_bounds__(kThreads) lsq_embed(const Embed op) {
             float word[kVector] = {}, position[kVector];
             if (token != op.padding) {
                 gather8(weight, token, op.vocabulary, column_of(v), word);
-                gather8(table, place, op.table_rows, column_of(v), position);
+                gather8(table, index, op.table_rows, column_of(v), position);
 #pragma unroll
                 for (int i = 0; i < kVector; ++i) word[i] = word[i] * op.scale + position[i];
                 dropout.apply8(element, word);
@@ -175,15 +162,15 @@ LSQ_EXPORT(lsq_embed)
 
 #endif
 
-// before int32 [gridDim.y, M]: how many of some occurrences each has before it in order.
+// before int32 [gridDim.y, M]: for each occurrence, the number of earlier ones in a part of all.
 LSQ_KERNEL __launch_bounds__(kThreads)
     lsq_rank_occurrences(const Scatter op, Out<uint32_t> before, int64_t of_positions) {
     __shared__ uint4 tile[kThreads / 4];
     uint32_t* keys = reinterpret_cast<uint32_t*>(tile);
     const Occurrences table(op, of_positions);
-    const int64_t count = op.rows, m = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+    const int64_t count = op.rows, m = thread_of_grid<kThreads>();
     const uint32_t key = m < count ? key_of(table, m) : kNone;
-    uint32_t found = 0;
+    uint32_t earlier = 0;
     for (int64_t other = blockIdx.y; other * kThreads < count; other += gridDim.y) {
         const int64_t here = other * kThreads + threadIdx.x;
         __syncthreads();
@@ -194,34 +181,34 @@ LSQ_KERNEL __launch_bounds__(kThreads)
 #pragma unroll 8
         for (int i = 0; i < kThreads / 4; ++i) {
             const uint4 four = load_words<uint4>(tile + i);
-            found += (four.x < limit) + (four.y < limit) + (four.z < limit) + (four.w < limit);
+            earlier += (four.x < limit) + (four.y < limit) + (four.z < limit) + (four.w < limit);
         }
         if (other == blockIdx.x) {
-            for (int i = 0; i < static_cast<int>(threadIdx.x); ++i) found += keys[i] == key;
+            for (int i = 0; i < static_cast<int>(threadIdx.x); ++i) earlier += keys[i] == key;
         }
     }
-    if (m < count) before[blockIdx.y * count + m] = found;
+    if (m < count) before[blockIdx.y * count + m] = earlier;
 }
 LSQ_EXPORT(lsq_rank_occurrences)
 
-// before [splits, M] -> sorted int32 [2, M]: the keys in order, and the rows that they belong to.
+// before [splits, M] -> sorted int32 [2, M]: the keys in order, and their rows.
 LSQ_KERNEL __launch_bounds__(kThreads)
     lsq_sort_occurrences(const Scatter op, In<uint32_t> before, Out<uint32_t> sorted,
                          int64_t splits, int64_t of_positions) {
-    const int64_t count = op.rows, m = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+    const int64_t count = op.rows, m = thread_of_grid<kThreads>();
     if (m >= count) return;
     const uint32_t* counted = before;
-    uint32_t place = 0;
+    uint32_t rank = 0;
 #pragma unroll 8
-    for (int64_t split = 0; split < splits; ++split) place += counted[split * count + m];
-    sorted[place] = key_of(Occurrences(op, of_positions), m);
-    sorted[count + place] = static_cast<uint32_t>(m);
+    for (int64_t split = 0; split < splits; ++split) rank += counted[split * count + m];
+    sorted[rank] = key_of(Occurrences(op, of_positions), m);
+    sorted[count + rank] = static_cast<uint32_t>(m);
 }
 LSQ_EXPORT(lsq_sort_occurrences)
 
-// sorted [2, M] -> rows of the table's gradient [V, N] whose occurrences all stand in one window;
-// other sums go to partial [2 * windows, N]: row 2 * w for a word that an earlier window began, row
-// 2 * w + 1 for one that w begins.
+// sorted [2, M] -> rows of the table's gradient [V, N] of words in one window; other sums go to
+// partial [2 * windows, N]: row 2 * w for a word that an earlier window began, row 2 * w + 1 for
+// one that w begins.
 LSQ_KERNEL __launch_bounds__(kThreads)
     lsq_sum_occurrences(const Scatter op, In<uint32_t> sorted, Out<float> partial,
                         int64_t of_positions) {
@@ -269,8 +256,7 @@ LSQ_KERNEL __launch_bounds__(kThreads)
 }
 LSQ_EXPORT(lsq_sum_occurrences)
 
-// partial [2 * windows, N] -> rows of the table's gradient whose occurrences stand in several
-// windows.
+// partial [2 * windows, N] -> rows of the table's gradient of words in several windows.
 LSQ_KERNEL __launch_bounds__(kThreads)
     lsq_join_occurrences(const Scatter op, In<uint32_t> sorted, In<float> partial,
                          int64_t of_positions) {
@@ -299,9 +285,7 @@ LSQ_KERNEL __launch_bounds__(kThreads)
         }
 #pragma unroll
         for (int i = 0; i < kFlight; ++i) {
-            if (!there[i]) continue;
-#pragma unroll
-            for (int j = 0; j < kVector; ++j) sum[j] += part[i][j];
+            if (there[i]) add8(part[i], sum);
         }
         more = there[kFlight - 1];
     }

@@ -1,6 +1,5 @@
-// The gradient of x from that of its values in a number format, and the epilogue of the product
-// that made x, undone in the same pass; lsq/ops/fake_quantize.py is the reference. M rows, N =
-// COLUMNS columns.
+// Gradient of x from that of its values in a number format, with the epilogue of x's product
+// undone; lsq/ops/fake_quantize.py is the reference. M rows, N = COLUMNS columns.
 #include "input_gradient_epilogue.cuh"
 #include "rows.cuh"
 
@@ -14,45 +13,31 @@ LSQ_KERNEL __launch_bounds__(kThreads, kSumming)
     const ActivationSlope slope{op.nonlinearity};
     ColumnSums bias_sums;
     float clip_sum = 0.0f;
-    const auto load = [&](int64_t row) {
-        PackedRow<Float> loaded;
+    for_rows(op.rows, row_loader(gradient),
+             [&](int64_t row, bool inside, const PackedRow<Float>& loaded) {
 #pragma unroll
-        for (int v = 0; v < kVectors; ++v) {
-            if (has(v)) loaded.part[v] = load_packed(gradient + row * COLUMNS + column_of(v));
-        }
-        return loaded;
-    };
-    for_rows(op.rows, load, [&](int64_t row, bool inside, const PackedRow<Float>& loaded) {
+                 for (int v = 0; v < kVectors; ++v) {
+                     if (!inside || !has(v)) continue;
+                     const int64_t element = row * COLUMNS + column_of(v);
+                     float g[kVector];
+                     unpack8(loaded.part[v], g);
+                     if (const uint32_t outside = clipped[element / kVector]) {
+                         float value[kVector];
+                         load8(values + element, value);
 #pragma unroll
-        for (int v = 0; v < kVectors; ++v) {
-            if (!inside || !has(v)) continue;
-            const int64_t element = row * COLUMNS + column_of(v);
-            float g[kVector];
-            unpack8(loaded.part[v], g);
-            if (const uint32_t outside = clipped[element / kVector]) {
-                float value[kVector];
-                load8(values + element, value);
-#pragma unroll
-                for (int i = 0; i < kVector; ++i) {
-                    const bool masked = outside >> i & 1;
-                    clip_sum += masked ? (value[i] > 0.0f ? g[i] : -g[i]) : 0.0f;
-                    g[i] = masked ? 0.0f : g[i];
-                }
-            }
-            dropout.apply8(element, g);
-            slope.apply8(element, g);
-            if (added) {
-                float other[kVector];
-                load8(added + element, other);
-#pragma unroll
-                for (int i = 0; i < kVector; ++i) g[i] += other[i];
-            }
-            bias_sums.add(v, g);
-            if (dx) store8(dx + element, g);
-        }
-    });
-    float* sums = partial + blockIdx.x * (COLUMNS + kPadding);
-    bias_sums.write(sums);
-    write_block_sum(clip_sum, sums + COLUMNS);
+                         for (int i = 0; i < kVector; ++i) {
+                             const bool masked = outside >> i & 1;
+                             clip_sum += masked ? (value[i] > 0.0f ? g[i] : -g[i]) : 0.0f;
+                             g[i] = masked ? 0.0f : g[i];
+                         }
+                     }
+                     dropout.apply8(element, g);
+                     slope.apply8(element, g);
+                     if (added) add8(added + element, g);
+                     bias_sums.add(v, g);
+                     if (dx) store8(dx + element, g);
+                 }
+             });
+    write_partial(bias_sums, clip_sum, partial);
 }
 LSQ_EXPORT(lsq_fake_quantize_gradient)

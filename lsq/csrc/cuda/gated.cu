@@ -1,15 +1,13 @@
-// The middle of a gated feed-forward block, M rows of F columns; see gated.cuh.
+// Gated activation of a feed-forward block, M rows of F columns; see gated.cuh.
 #include "gated.cuh"
 
 namespace {
 
 constexpr int kThreads = 256, kAtOnce = 2;
 
-// The result of 8 neighbouring values -> y.
-__device__ __forceinline__ void gate8(const GateOperand& gate, const GateOperand& up,
-                                      const DropoutMask& dropout, int64_t element,
-                                      const Packed<GateValue>& of_gate,
-                                      const Packed<GateValue>& of_up, float (&y)[kVector]) {
+LSQ_INLINE void gate8(const GateOperand& gate, const GateOperand& up, const DropoutMask& dropout,
+                      int64_t element, const Packed<GateValue>& of_gate,
+                      const Packed<GateValue>& of_up, float (&y)[kVector]) {
     float factor[kVector];
     gate.unpack(of_gate, y);
     up.unpack(of_up, factor);
@@ -20,8 +18,7 @@ __device__ __forceinline__ void gate8(const GateOperand& gate, const GateOperand
 
 }  // namespace
 
-// As floats or under a clip: every thread makes kAtOnce vectors, which are a block apart so that
-// neighbours read neighbours.
+// Floats or codes under a clip: every thread makes kAtOnce vectors, a block apart.
 LSQ_KERNEL __launch_bounds__(kThreads, 2) lsq_gated(const Gated op, Out<uint32_t> ticket) {
     const GateOperand gate{op.gate}, up{op.up};
     const DropoutMask dropout{op.dropout};
@@ -51,8 +48,8 @@ LSQ_KERNEL __launch_bounds__(kThreads, 2) lsq_gated(const Gated op, Out<uint32_t
 }
 LSQ_EXPORT(lsq_gated)
 
-// With a scale for each row: a block makes a row, which waits in shared memory [F] for its largest
-// magnitude. Every thread reads there what it has written itself.
+// A scale for each row: a block keeps a row in shared memory [F] until its largest magnitude is
+// known. Every thread reads its own values.
 LSQ_KERNEL __launch_bounds__(kThreads) lsq_gated_rows(const Gated op) {
     extern __shared__ float4 waiting[];
     const GateOperand gate{op.gate}, up{op.up};
@@ -70,8 +67,7 @@ LSQ_KERNEL __launch_bounds__(kThreads) lsq_gated_rows(const Gated op) {
             gate8(gate, up, dropout, element, gate.load(element), up.load(element), y);
             if (out) store8(out + element, y);
             store8(line + column, y);
-#pragma unroll
-            for (int i = 0; i < kVector; ++i) largest = Largest::join(largest, magnitude_of(y[i]));
+            largest = largest8(y, largest);
         }
         largest = group_reduce<Largest, kThreads, kThreads>(largest);
         most = Largest::join(most, largest);
@@ -80,14 +76,8 @@ LSQ_KERNEL __launch_bounds__(kThreads) lsq_gated_rows(const Gated op) {
         for (int64_t column = kVector * threadIdx.x; column < op.columns;
              column += kVector * kThreads) {
             float y[kVector];
-            int8_t code[kVector];
             load8(line + column, y);
-#pragma unroll
-            for (int i = 0; i < kVector; ++i) {
-                code[i] = scale.reciprocal == 0.0f ? static_cast<int8_t>(0)
-                                                   : nearest_code(y[i] * scale.reciprocal);
-            }
-            store8(codes + (row * op.columns + column), code);
+            store_nearest8(codes + (row * op.columns + column), y, scale.reciprocal);
         }
     }
     uint32_t* seen = reinterpret_cast<uint32_t*>(static_cast<float*>(op.rounded.seen));

@@ -1,5 +1,4 @@
-// What gated feed-forward blocks read, 8 neighbouring values at a time; lsq/ops/gated.py is the
-// reference.
+// Operands of gated feed-forward blocks; lsq/ops/gated.py is the reference.
 //
 // -DACTIVATION is the gate's Activation; -DCODED=1: gate and up are codes, 0: Float.
 #pragma once
@@ -19,35 +18,28 @@ namespace lsq {
 
 constexpr Activation kActivation = static_cast<Activation>(ACTIVATION);
 
-#if CODED
-using GateValue = int8_t;
-#else
-using GateValue = Float;
-#endif
+using GateValue = Select<CODED, int8_t, Float>;
 
-// An operand with its pointers at hand.
 struct GateOperand {
     const GateValue* values;
     float scale;
 
-    __device__ __forceinline__ explicit GateOperand(const Rows& rows)
 #if CODED
-        : values(rows.coded.codes), scale(rows.coded.scale[0]){}
+    LSQ_INLINE explicit GateOperand(const Rows& rows)
+        : values(rows.coded.codes), scale(rows.coded.scale[0]) {}
 #else
-        : values(rows.floats), scale(1.0f) {}
+    LSQ_INLINE explicit GateOperand(const Rows& rows) : values(rows.floats), scale(1.0f) {}
 #endif
 
-          __device__ __forceinline__ Packed<GateValue> load(int64_t element) const {
+    LSQ_INLINE Packed<GateValue> load(int64_t element) const {
         return load_packed(values + element);
     }
 
-    __device__ __forceinline__ void unpack(const Packed<GateValue>& packed,
-                                           float (&x)[kVector]) const {
+    LSQ_INLINE void unpack(const Packed<GateValue>& packed, float (&x)[kVector]) const {
 #if CODED
         int32_t code[kVector];
         unpack8(packed, code);
-#pragma unroll
-        for (int i = 0; i < kVector; ++i) x[i] = static_cast<float>(code[i]) * scale;
+        scale8(code, scale, x);
 #else
         unpack8(packed, x);
 #endif

@@ -1,25 +1,21 @@
-// The end of every backward kernel that makes the gradient of a product: sums for its bias, then
-// the gradient itself.
+// Epilogue of backward kernels that make the gradient of a product: sums for the bias, then the
+// gradient.
 //
 // -DROUNDED=1: rounded per row at random after multiplying by the weight's scales
-// (backward="int8"); 0: as it is, Float.
+// (backward="int8"); 0: Float.
 #pragma once
 
 #include "rounding.cuh"
 #include "rows.cuh"
 
-#ifndef ROUNDED
-#define ROUNDED 0
-#endif
-
 namespace lsq {
 
-// The words that a thread's rows are rounded with, one row after the other as for_rows takes them.
-// Each lane of a warp, whose threads have one row, draws that of another turn.
+// Random words of a thread's rows, in the order of for_rows. Each lane of a warp, whose threads
+// share rows, draws the word of another turn.
 class RowWords {
 public:
     // All threads of the warp must call this.
-    __device__ __forceinline__ uint32_t next(int64_t key, int64_t subsequence, int64_t row) {
+    LSQ_INLINE uint32_t next(int64_t key, int64_t subsequence, int64_t row) {
         const int lane = threadIdx.x % kWarp;
         if (turn_ == 0)
             drawn_ =
@@ -35,7 +31,7 @@ private:
     uint32_t drawn_ = 0;
 };
 
-// Where the gradient of a product [M, COLUMNS] goes: `floats`, or `rounded` if -DROUNDED.
+// Takes the gradient of a product [M, COLUMNS]: to `floats`, or to `rounded` if -DROUNDED.
 struct GradientSink {
     Float* floats;
     int8_t* codes;
@@ -47,13 +43,13 @@ struct GradientSink {
     ColumnSums bias_sums = {};
     RowWords words;
 
-    __device__ __forceinline__ GradientSink(Float* to, const RoundedGradient& rounded)
+    LSQ_INLINE GradientSink(Float* to, const RoundedGradient& rounded)
         : floats(to), codes(rounded.codes), row_scale(rounded.scale),
           weight_scale(rounded.weight_scale), key(rounded.key), subsequence(rounded.subsequence),
           q(rounded.largest) {}
 
     // `inside`: the row exists. Changes `gradient`. All threads of the block must call this.
-    __device__ __forceinline__ void add(int64_t row, bool inside, Values& gradient) {
+    LSQ_INLINE void add(int64_t row, bool inside, Values& gradient) {
         if (inside) {
 #pragma unroll
             for (int v = 0; v < kVectors; ++v) {
@@ -63,8 +59,8 @@ struct GradientSink {
         write(row, inside, gradient);
     }
 
-    // The same without sums.
-    __device__ __forceinline__ void write(int64_t row, bool inside, Values& gradient) {
+    // add() without sums.
+    LSQ_INLINE void write(int64_t row, bool inside, Values& gradient) {
 #if ROUNDED
 #pragma unroll
         for (int v = 0; v < kVectors; ++v) {

@@ -1,17 +1,54 @@
-// Gradients as messages of int8 codes, sums of messages, and back.
+// Packs gradients into messages of int8 codes, sums and unpacks these; lsq/ops/gradient_messages.py
+// is the reference.
 //
-// A thread takes vectors of 8 values; up to 32 threads share a block of BLOCK values, which has one
-// scale. Values lie in S shards of L values, a multiple of 32, each of them a message of M bytes:
-// codes, scales, zeros. MANY: there may be several rows or copies. v values, N messages, R rows or
-// copies. lsq/ops/gradient_messages.py is the reference.
-#include "messages.cuh"
+// A message has int8 codes, a bfloat16 scale for each block of BLOCK values, and zeros up to a
+// multiple of 16 bytes. A thread takes vectors of 8 values; up to 32 threads share a block. S
+// shards of L values, a multiple of 32, each a message of M bytes. MANY: there may be several rows
+// or copies. v values, N messages, R rows or copies.
+#include "vectors.cuh"
 #include "reduce.cuh"
+
+#ifndef BLOCK
+#define BLOCK 128
+#endif
 
 #ifndef MANY
 #define MANY 0
 #endif
 
 namespace {
+
+static_assert(BLOCK % kVector == 0 && (BLOCK & (BLOCK - 1)) == 0,
+              "blocks are whole vectors, a power of two of them");
+
+// A shard of `length` values, a multiple of 32.
+struct Shard {
+    int64_t length;
+
+    LSQ_INLINE int64_t blocks() const { return (length + BLOCK - 1) / BLOCK; }
+    LSQ_INLINE int64_t scale_offset(int64_t number) const {
+        return length + static_cast<int64_t>(sizeof(bfloat16)) * number;
+    }
+    LSQ_INLINE int64_t scales_end() const { return scale_offset(blocks()); }
+    LSQ_INLINE int64_t bytes() const { return (scales_end() + 15) / 16 * 16; }
+};
+
+// Eight codes as they lie in memory.
+struct Codes {
+    uint32_t word[2];
+
+    LSQ_INLINE void load(const uint8_t* from) {
+        const uint2 words = load_words<uint2>(from);
+        word[0] = words.x, word[1] = words.y;
+    }
+    LSQ_INLINE void store(uint8_t* to) const { store_words(to, make_uint2(word[0], word[1])); }
+    LSQ_INLINE float value(int i) const {
+        return static_cast<float>(static_cast<int8_t>(word[i / 4] >> (8 * (i % 4))));
+    }
+    LSQ_INLINE void add(int i, int8_t code) {
+        word[i / 4] |= static_cast<uint32_t>(static_cast<uint8_t>(code)) << (8 * (i % 4));
+    }
+};
 
 constexpr int kThreads = 256;
 // Threads that share a block of values.
@@ -22,31 +59,30 @@ constexpr int kGroups = kThreads / kLanes;
 constexpr int kMessagesAtOnce = kVectors == 1 ? 8 : 4;  // whose loads are under way together
 constexpr int kRowsAtOnce = MANY ? 4 / kVectors : 1, kCopiesAtOnce = MANY ? 4 : 1;
 
-// Blocks that a multiprocessor holds at once, at least, of those that pack: one row at a time needs
-// few registers.
+// Least blocks of a multiprocessor that packs; one row at a time needs few registers.
 constexpr int kLeastBlocks = kVectors > 1 ? 2 : MANY ? 4 : 6;
-// Left to itself (0), NVRTC 13.0 aims at 5 and spills.
+// By itself (0), NVRTC 13.0 aims at 5 and spills.
 constexpr int kLeastBlocksOfSum = kVectors > 1 ? 0 : 4;
 
 using Values = float[kVectors][kVector];  // what one thread holds of a block
 
-// The block of values that a thread shares: its number in the shard, and where the thread's vectors
-// begin there.
+// The thread's block of values: its number in the shard, and the first columns of the thread's
+// vectors.
 struct Block {
     int64_t number;
 
-    __device__ __forceinline__ Block()
+    LSQ_INLINE Block()
         : number(static_cast<int64_t>(blockIdx.x) * kGroups + threadIdx.x / kLanes) {}
-    __device__ __forceinline__ void columns(int64_t (&column)[kVectors]) const {
+    LSQ_INLINE void columns(int64_t (&column)[kVectors]) const {
 #pragma unroll
         for (int v = 0; v < kVectors; ++v)
             column[v] = number * BLOCK + kVector * (threadIdx.x % kLanes + v * kLanes);
     }
 };
 
-// Sets sum to minus zero, which added to anything leaves it as it is.
+// Sets sum to minus zero, the neutral element of addition.
 template <int V>
-__device__ __forceinline__ void clear(float (&sum)[V][kVector]) {
+LSQ_INLINE void clear(float (&sum)[V][kVector]) {
 #pragma unroll
     for (int v = 0; v < V; ++v) {
 #pragma unroll
@@ -54,12 +90,11 @@ __device__ __forceinline__ void clear(float (&sum)[V][kVector]) {
     }
 }
 
-// Adds to sum, in order, vectors column[V] of block `number` of `count` messages, which lie
-// `stride` bytes apart.
+// Adds vectors column[V] of block `number` of `count` messages, `stride` bytes apart, in order.
 template <int AT_ONCE, int V>
-__device__ __forceinline__ void add_messages(
-    const uint8_t* messages, int64_t count, int64_t stride, const Shard& shard, int64_t number,
-    const int64_t (&column)[V], float (&sum)[V][kVector]) {
+LSQ_INLINE void add_messages(const uint8_t* messages, int64_t count, int64_t stride,
+                             const Shard& shard, int64_t number, const int64_t (&column)[V],
+                             float (&sum)[V][kVector]) {
     const int64_t offset = shard.scale_offset(number);
     for (int64_t first = 0; first < count; first += AT_ONCE) {
         Codes codes[AT_ONCE][V] = {};
@@ -87,7 +122,7 @@ __device__ __forceinline__ void add_messages(
 }
 
 // The first `count` of eight values at any address, then zeros.
-__device__ __forceinline__ Packed<Float> load_some(const Float* from, int64_t count) {
+LSQ_INLINE Packed<Float> load_some(const Float* from, int64_t count) {
     float x[kVector] = {};
 #pragma unroll
     for (int i = 0; i < kVector; ++i) {
@@ -98,12 +133,11 @@ __device__ __forceinline__ Packed<Float> load_some(const Float* from, int64_t co
     return packed;
 }
 
-// Adds to sum, in order, the rows of x [rows, values]: vectors column[V] of a shard of `length`
-// values whose first one is `element`. What lies beyond `values` is zero.
+// Adds the rows of x [rows, values] in order: vectors column[V] of a shard of `length` values from
+// `element` on. Values beyond the end are zero.
 template <int V>
-__device__ __forceinline__ void add_rows(const Float* x, int64_t rows, int64_t values,
-                                         int64_t element, int64_t length,
-                                         const int64_t (&column)[V], float (&sum)[V][kVector]) {
+LSQ_INLINE void add_rows(const Float* x, int64_t rows, int64_t values, int64_t element,
+                         int64_t length, const int64_t (&column)[V], float (&sum)[V][kVector]) {
     const bool aligned = rows == 1 || values % kVector == 0;
     for (int64_t first = 0; first < rows; first += kRowsAtOnce) {
         Packed<Float> loaded[kRowsAtOnce][V] = {};
@@ -127,15 +161,13 @@ __device__ __forceinline__ void add_rows(const Float* x, int64_t rows, int64_t v
             for (int v = 0; v < V; ++v) {
                 float wide[kVector];
                 unpack8(loaded[r][v], wide);
-#pragma unroll
-                for (int i = 0; i < kVector; ++i) sum[v][i] += wide[i];
+                add8(wide, sum[v]);
             }
         }
     }
 }
 
-__device__ __forceinline__ void write_scale(const Shard& shard, int64_t number, float scale,
-                                            uint8_t* message) {
+LSQ_INLINE void write_scale(const Shard& shard, int64_t number, float scale, uint8_t* message) {
     store_words(message + shard.scale_offset(number),
                 bfloat16{static_cast<uint16_t>(bits_of(scale) >> 16)});
     if (number + 1 < shard.blocks()) return;
@@ -147,16 +179,11 @@ __device__ __forceinline__ void write_scale(const Shard& shard, int64_t number, 
 
 // Writes the thread's vectors x of block `number` as codes into a message. All threads of the block
 // call it.
-__device__ __forceinline__ void encode(const Shard& shard, int64_t number,
-                                       const int64_t (&column)[kVectors], const Values& x,
-                                       uint8_t* message) {
+LSQ_INLINE void encode(const Shard& shard, int64_t number, const int64_t (&column)[kVectors],
+                       const Values& x, uint8_t* message) {
     uint32_t largest = 0;
 #pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-#pragma unroll
-        for (int i = 0; i < kVector; ++i)
-            largest = Largest::join(largest, bits_of(x[v][i]) & 0x7FFFFFFFu);
-    }
+    for (int v = 0; v < kVectors; ++v) largest = largest8(x[v], largest);
     const GradientScale s = message_scale(float_of(warp_reduce<Largest, kLanes>(largest)), 127.0f);
     if (number >= shard.blocks()) return;
     if (threadIdx.x % kLanes == 0) write_scale(shard, number, s.scale, message);

@@ -1,9 +1,8 @@
-// The gradient of an input from a product that another kernel has made: scales,
-// input_gradient_epilogue.cuh, sums over rows, and rounding.
+// Gradient of an input from a product of another kernel: scales, input_gradient_epilogue.cuh, sums
+// over rows, rounding.
 //
-// The product is -DPRODUCT 0 int32 sums, 3 such sums as floats, 1 float32, 2 Float, which may lie
-// where dx goes. M rows, K = COLUMNS columns. A row stays in registers, as do the sums;
-// lsq/ops/input_gradient.py is the reference.
+// -DPRODUCT: 0 int32 sums, 3 such sums as floats, 1 float32, 2 Float, perhaps in dx. M rows, K =
+// COLUMNS columns. Rows and sums stay in registers; lsq/ops/input_gradient.py is the reference.
 #include "gradient.cuh"
 #include "input_gradient_epilogue.cuh"
 
@@ -13,16 +12,8 @@
 
 namespace {
 
-#if PRODUCT == 0
-using Value = int32_t;
-using Loaded = int32_t;
-#elif PRODUCT == 1 || PRODUCT == 3
-using Value = float;
-using Loaded = float;
-#else
-using Value = Float;
-using Loaded = float;
-#endif
+using Loaded = Select<PRODUCT == 0, int32_t, float>;
+using Value = Select<PRODUCT == 2, Float, Loaded>;
 
 constexpr bool kScaled = PRODUCT == 0 || PRODUCT == 3;  // by the scales of rows
 
@@ -37,34 +28,25 @@ LSQ_KERNEL __launch_bounds__(kThreads, kSumming)
     const InputGradientEnd end{op};
     GradientSink sink{op.dx, op.rounded};
     float clip_sum = 0.0f;
-    const auto load = [&](int64_t row) {
-        PackedRow<Value> packed;
+    for_rows(op.rows, row_loader(values),
+             [&](int64_t row, bool inside, const PackedRow<Value>& packed) {
+                 Values g = {};
+                 const float scale = kScaled && inside ? row_scale[row] : 0.0f;
 #pragma unroll
-        for (int v = 0; v < kVectors; ++v) {
-            if (has(v)) packed.part[v] = load_packed(values + row * COLUMNS + column_of(v));
-        }
-        return packed;
-    };
-    for_rows(op.rows, load, [&](int64_t row, bool inside, const PackedRow<Value>& packed) {
-        Values g = {};
-        const float scale = kScaled && inside ? row_scale[row] : 0.0f;
+                 for (int v = 0; v < kVectors; ++v) {
+                     if (!inside || !has(v)) continue;
+                     const int64_t element = row * COLUMNS + column_of(v);
+                     Loaded value[kVector];
+                     unpack8(packed.part[v], value);
 #pragma unroll
-        for (int v = 0; v < kVectors; ++v) {
-            if (!inside || !has(v)) continue;
-            const int64_t element = row * COLUMNS + column_of(v);
-            Loaded value[kVector];
-            unpack8(packed.part[v], value);
-#pragma unroll
-            for (int i = 0; i < kVector; ++i) {
-                g[v][i] =
-                    kScaled ? static_cast<float>(value[i]) * scale : static_cast<float>(value[i]);
-            }
-            clip_sum += end.apply8(element, g[v]);
-        }
-        sink.add(row, inside, g);
-    });
-    float* sums = partial + blockIdx.x * (COLUMNS + kPadding);
-    sink.bias_sums.write(sums);
-    write_block_sum(clip_sum, sums + COLUMNS);
+                     for (int i = 0; i < kVector; ++i) {
+                         g[v][i] = kScaled ? static_cast<float>(value[i]) * scale
+                                           : static_cast<float>(value[i]);
+                     }
+                     clip_sum += end.apply8(element, g[v]);
+                 }
+                 sink.add(row, inside, g);
+             });
+    write_partial(sink.bias_sums, clip_sum, partial);
 }
 LSQ_EXPORT(lsq_project_input_gradient)

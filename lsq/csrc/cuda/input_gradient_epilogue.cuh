@@ -1,9 +1,8 @@
-// The epilogue of the product for the gradient of an input, 8 neighbouring columns of a row at a
-// time: the straight-through mask, dropout, the slope of the activation, another gradient.
-// lsq/ops/input_gradient.py is the reference.
+// Epilogue of the product for the gradient of an input: straight-through mask, dropout, activation
+// slope, another gradient. lsq/ops/input_gradient.py is the reference.
 //
-// -DACTIVATION is an Activation where its slope is made of what stands before it; -DACCUMULATED=1:
-// another product has accumulated a gradient.
+// -DACTIVATION: the Activation, if its slope is computed from its input; -DACCUMULATED=1: another
+// product has accumulated a gradient.
 #pragma once
 
 #include "rounding.cuh"
@@ -13,24 +12,21 @@
 #ifndef ACTIVATION
 #define ACTIVATION 0
 #endif
-#ifndef ACCUMULATED
-#define ACCUMULATED 0
-#endif
 
 namespace lsq {
 
-// The epilogue of what made x, with its pointers at hand.
+// Slope of the activation that made x.
 struct ActivationSlope {
     Activation kind;
     const uint8_t* positive;
     const int8_t* slope;
     const Float* before;
 
-    __device__ __forceinline__ explicit ActivationSlope(const Nonlinearity& end)
+    LSQ_INLINE explicit ActivationSlope(const Nonlinearity& end)
         : kind(end.activation), positive(end.positive), slope(end.slope), before(end.before) {}
 
     // Elements [element, element + 8) of the gradient.
-    __device__ __forceinline__ void apply8(int64_t element, float (&gradient)[kVector]) const {
+    LSQ_INLINE void apply8(int64_t element, float (&gradient)[kVector]) const {
         if (kind == Activation::relu) {
             const uint32_t eight = positive[element / kVector];
 #pragma unroll
@@ -59,32 +55,25 @@ struct InputGradientEnd {
     const Float* accumulated;
 #endif
 
-    __device__ __forceinline__ explicit InputGradientEnd(const ProjectInputGradient& op)
+    LSQ_INLINE explicit InputGradientEnd(const ProjectInputGradient& op)
         : straight(op.x), dropout(op.nonlinearity.dropout), slope(op.nonlinearity), added(op.added)
 #if ACCUMULATED
-          , accumulated(op.accumulated)
+          ,
+          accumulated(op.accumulated)
 #endif
     {
     }
 
-    // Elements [element, element + 8) of the product with its scales -> of the gradient, in place.
-    // -> what they add to the gradient of x's clip
-    __device__ __forceinline__ float apply8(int64_t element, float (&gradient)[kVector]) const {
+    // Elements [element, element + 8) of the scaled product -> gradient, in place. -> their part of
+    // the clip's gradient
+    LSQ_INLINE float apply8(int64_t element, float (&gradient)[kVector]) const {
 #if ACCUMULATED
-        float more[kVector];
-        load8(accumulated + element, more);
-#pragma unroll
-        for (int i = 0; i < kVector; ++i) gradient[i] += more[i];
+        add8(accumulated + element, gradient);
 #endif
         const float clip = straight.apply8(element, gradient);
         dropout.apply8(element, gradient);
         slope.apply8(element, gradient);
-        if (added) {
-            float other[kVector];
-            load8(added + element, other);
-#pragma unroll
-            for (int i = 0; i < kVector; ++i) gradient[i] += other[i];
-        }
+        if (added) add8(added + element, gradient);
         return clip;
     }
 };

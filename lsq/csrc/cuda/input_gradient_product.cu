@@ -1,15 +1,12 @@
-// The gradient of an input in one kernel, product and epilogue: M rows, K columns, P values to
-// multiply, K and P multiples of 16.
-//
-// product.cuh makes the sums of a tile, product_rows.cuh hands them on by rows,
-// input_gradient_epilogue.cuh is what is done to them. The result is floats: to round a row takes
-// its largest value, and a tile does not have the whole row.
+// Product and epilogue for the gradient of an input in one kernel: M rows, K columns, P values to
+// multiply, K and P multiples of 16. The result is floats: rounding needs a row's largest value,
+// and a tile lacks the whole row.
 #include "input_gradient_epilogue.cuh"
 #include "product_rows.cuh"
 
-// weight int8 [K, P]: its codes, transposed -> dx, and partial [kWarpsDown * gridDim.y, width], a
-// row of each row of warps: sums [K] for the bias, then [kWarpsAcross * gridDim.x] parts of the
-// gradient of x's clip, one of each warp.
+// weight int8 [K, P]: transposed codes -> dx, and partial [kWarpsDown * gridDim.y, width], one row
+// for each row of warps: sums [K] for the bias, then [kWarpsAcross * gridDim.x] parts of the clip's
+// gradient.
 LSQ_KERNEL __launch_bounds__(kProductThreads, kProductBlocks)
     lsq_input_gradient_product(const ProjectInputGradient op, In<int8_t> weight, int64_t inner,
                                Out<float> partial, int64_t width) {
@@ -27,11 +24,9 @@ LSQ_KERNEL __launch_bounds__(kProductThreads, kProductBlocks)
         const int64_t element = row * op.columns + column;
         const float scale = row_scale[row];
         float gradient[kVector];
-#pragma unroll
-        for (int i = 0; i < kVector; ++i) gradient[i] = static_cast<float>(sum[i]) * scale;
+        scale8(sum, scale, gradient);
         clip += end.apply8(element, gradient);
-#pragma unroll
-        for (int i = 0; i < kVector; ++i) bias[i] += gradient[i];
+        add8(gradient, bias);
         store8(dx + element, gradient);
     });
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;

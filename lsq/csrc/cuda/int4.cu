@@ -1,6 +1,5 @@
-// Weights of 4 bits in groups: rounding under one clip for each row (output channel) or one for
-// all, and the int8 codes that products read. N rows, K columns, P rows of codes, a multiple of 16.
-//
+// Weights of 4 bits in groups: rounds under one clip for each row (output channel) or one for all,
+// and unpacks int8 codes. N rows, K columns, P rows of codes, a multiple of 16.
 // lsq/quant/formats.py is the reference.
 #include "int4.cuh"
 #include "reduce.cuh"
@@ -10,11 +9,11 @@ namespace {
 constexpr int kThreads = 256;
 
 struct Minimum {
-    __device__ __forceinline__ static float join(float a, float b) { return a < b ? a : b; }
+    LSQ_INLINE static float join(float a, float b) { return a < b ? a : b; }
 };
 
-// The multiplier of least squared error for a group, of which each lane has a value, in steps.
-__device__ __forceinline__ float best_multiplier(float x) {
+// Multiplier of least squared error for a group; each lane has a value, in steps.
+LSQ_INLINE float best_multiplier(float x) {
     const float low = warp_reduce<Minimum>(x < 0.0f ? x : 0.0f),
                 high = warp_reduce<Maximum>(x > 0.0f ? x : 0.0f);
     float best = 0.0f;
@@ -30,8 +29,8 @@ __device__ __forceinline__ float best_multiplier(float x) {
 
 }  // namespace
 
-// A warp takes a row, so that a NaN in it is known where its scale is written, a group at a time;
-// under a single clip a NaN anywhere poisons all scales, which the last block sees to.
+// A warp takes a row, so that its scale knows of a NaN; under a single clip the last block poisons
+// all scales.
 LSQ_KERNEL __launch_bounds__(kThreads) lsq_round_int4(const RoundWeight op, Out<uint32_t> ticket) {
     static_assert(kInt4Group == kWarp, "a lane takes a value");
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
@@ -75,11 +74,10 @@ LSQ_KERNEL __launch_bounds__(kThreads) lsq_round_int4(const RoundWeight op, Out<
 }
 LSQ_EXPORT(lsq_round_int4)
 
-// What is stored -> codes [P, K], K a multiple of 16. A thread for each group.
+// Stored groups -> codes [P, K], K a multiple of 16. A thread for each group.
 LSQ_KERNEL __launch_bounds__(kThreads) lsq_unpack_int4(const UnpackWeight op) {
     const int64_t groups = (op.columns + kInt4Group - 1) / kInt4Group;
-    const int64_t at = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x, row = at / groups,
-                  group = at % groups;
+    const int64_t at = thread_of_grid<kThreads>(), row = at / groups, group = at % groups;
     if (row >= op.rows) return;
     const StoredGroup stored(op.weight.codes +
                              (row * op.stored + group * static_cast<int64_t>(sizeof(Int4Group))));

@@ -1,5 +1,5 @@
-// What the kept words add to the gradient of x; lsq/ops/vocabulary_loss.py has the formula. The part
-// of the weight is in embedding.cu.
+// The kept words' part of the gradient of x; lsq/ops/vocabulary_loss.py has the formula. The
+// weight's part is in embedding.cu.
 #include "rows.cuh"
 
 // A target outside the vocabulary makes its row NaN.

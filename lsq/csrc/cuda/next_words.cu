@@ -1,8 +1,8 @@
-// The best words of each row, best first, and log-probabilities, from what next_words_product.cu
-// leaves: a block takes a row.
+// Best words of each row, best first, and log-probabilities, from the results of
+// next_words_product.cu; a block takes a row.
 //
 // lsq/ops/next_words.py is the reference. The best words are among the best groups of eight, whose
-// logits are made again by dot products; so are those of the wanted words.
+// logits are computed again, as are those of the wanted words.
 #include "reduce.cuh"
 #include "vocabulary_loss.cuh"
 
@@ -11,35 +11,33 @@ namespace {
 // Codes that a lane reads at a time.
 constexpr int kThreads = 256, kWarps = kThreads / kWarp, kCodes = 16;
 
-// A logit, which is no NaN, and which word, or group of words, it belongs to.
+// A logit, not NaN, of a word or a group of words.
 struct Candidate {
     float logit;
     int32_t number;
 
-    __device__ __forceinline__ bool before(const Candidate& other) const {
+    LSQ_INLINE bool before(const Candidate& other) const {
         return logit > other.logit || (logit == other.logit && number < other.number);
     }
-    __device__ __forceinline__ void join(const Candidate& other) {
+    LSQ_INLINE void join(const Candidate& other) {
         if (other.before(*this)) *this = other;
     }
 };
 
-// The best group that comes after `last`, of those that belong to this thread.
-__device__ __forceinline__ Candidate next_of_thread(const float* largest, int64_t count,
-                                                    const Candidate& last) {
+// The thread's best group after `last`.
+LSQ_INLINE Candidate next_of_thread(const float* largest, int64_t count, const Candidate& last) {
     Candidate best{-infinity(), 0x7FFFFFFF};
 #pragma unroll 8
     for (int64_t i = threadIdx.x; i < count; i += kThreads) {
-        const Candidate found{largest[i], static_cast<int32_t>(i)};
-        if (last.before(found)) best.join(found);
+        const Candidate group{largest[i], static_cast<int32_t>(i)};
+        if (last.before(group)) best.join(group);
     }
     return best;
 }
 
-// chosen [wanted]: the best of `count` groups, one after another, of equal ones the first. All
-// threads must call this.
-__device__ __forceinline__ void choose_groups(const float* largest, int64_t count, int64_t wanted,
-                                              int32_t* chosen) {
+// chosen [wanted]: the best of `count` groups, the first of equal ones. All threads must call this.
+LSQ_INLINE void choose_groups(const float* largest, int64_t count, int64_t wanted,
+                              int32_t* chosen) {
     __shared__ Candidate of_warps[2][kWarps];  // in turn, so that one barrier a turn is enough
     Candidate own = next_of_thread(largest, count, {infinity(), -1});
 #pragma unroll 1
@@ -60,10 +58,10 @@ __device__ __forceinline__ void choose_groups(const float* largest, int64_t coun
 }
 
 // Calls use(rank, word, logit) for the `wanted` best words of groups [count] with logits [count,
-// 8]: each thread counts what comes before its words.
+// 8]; each thread counts the words before its own.
 template <class Use>
-__device__ __forceinline__ void rank_words(
-    const int32_t* groups, const float* logits, int64_t count, int64_t wanted, const Use& use) {
+LSQ_INLINE void rank_words(const int32_t* groups, const float* logits, int64_t count,
+                           int64_t wanted, const Use& use) {
 #pragma unroll 1
     for (int64_t i = threadIdx.x; i < count * kVector; i += kThreads) {
         const Candidate own{logits[i],
@@ -83,8 +81,8 @@ __device__ __forceinline__ void rank_words(
 
 // sums[i] = x [inner] times row i of `weight` [WORDS, inner], by one warp, for all of its lanes.
 template <int WORDS>
-__device__ __forceinline__ void multiply_words(
-    const int8_t* x, const int8_t* weight, int64_t inner, int32_t (&sums)[WORDS]) {
+LSQ_INLINE void multiply_words(const int8_t* x, const int8_t* weight, int64_t inner,
+                               int32_t (&sums)[WORDS]) {
 #pragma unroll 1
     for (int64_t column = kCodes * (threadIdx.x % kWarp); column < inner;
          column += kCodes * kWarp) {
@@ -100,9 +98,9 @@ __device__ __forceinline__ void multiply_words(
     for (int i = 0; i < WORDS; ++i) sums[i] = warp_reduce<Sum>(sums[i]);
 }
 
-// log of the sum of the exponentials of a row's logits, for all threads. parts [count, 2]: see
+// Log of the sum of exponentials of a row's logits, for all threads. parts [count, 2]: see
 // next_words_product.cu.
-__device__ __forceinline__ float normaliser_of(const float2* parts, int64_t count) {
+LSQ_INLINE float normaliser_of(const float2* parts, int64_t count) {
     float largest = -infinity(), sum = 0.0f;
 #pragma unroll 4
     for (int64_t i = threadIdx.x; i < count; i += kThreads)
@@ -119,9 +117,8 @@ __device__ __forceinline__ float normaliser_of(const float2* parts, int64_t coun
 
 }  // namespace
 
-// groups [R, groups_stride] and parts [R, parts_count, 2]: see next_words_product.cu. chosen [R,
-// chosen_count]: written, the best groups; logits [R, chosen_count, 8]: written, those of their
-// words.
+// groups [R, groups_stride] and parts [R, parts_count, 2]: see next_words_product.cu. Writes chosen
+// [R, chosen_count], the best groups, and logits [R, chosen_count, 8] of their words.
 LSQ_KERNEL __launch_bounds__(kThreads, 3)
     lsq_next_words(const NextWords op, int64_t inner, In<float> groups, int64_t groups_stride,
                    In<float> parts, int64_t parts_count, Out<int32_t> chosen, int64_t chosen_count,

@@ -1,15 +1,13 @@
-// Logits of codes, a tile a block, of which stays what next_words.cu needs to find the best words:
-// R rows, P words, a multiple of 16, H values, likewise. A group is eight neighbouring words.
-//
-// lsq/ops/next_words.py is the reference.
+// Logits of codes, one tile per block, reduced to the input of next_words.cu: R rows, P words, H
+// values, both multiples of 16. A group is eight neighbouring words. lsq/ops/next_words.py is the
+// reference.
 #include "vocabulary_loss_tile.cuh"
 
-// groups [R, gridDim.x * TILE_N / 8]: the largest logit of each, minus infinity beyond the
-// vocabulary; written if best words are wanted. parts [R, gridDim.x * kWarpsAcross, 2]: of what a
-// warp has of a row, the largest logit and the sum of exp(logit - largest). op.every, if wanted:
-// logits.
-LSQ_KERNEL __launch_bounds__(kProductThreads, kProductBlocks) lsq_next_words_product(
-    const NextWords op, int64_t inner, Out<float> groups, Out<float> parts) {
+// groups [R, gridDim.x * TILE_N / 8]: largest logits, minus infinity beyond the vocabulary, if best
+// words are wanted. parts [R, gridDim.x * kWarpsAcross, 2]: a warp's largest logit of a row and sum
+// of exp(logit - largest). op.every, if wanted: logits.
+LSQ_KERNEL __launch_bounds__(kProductThreads, kProductBlocks)
+    lsq_next_words_product(const NextWords op, int64_t inner, Out<float> groups, Out<float> parts) {
     extern __shared__ __align__(kPattern) unsigned char stages[];
     const int64_t rows = op.rows, vocabulary = op.vocabulary;
     Sums sums = {};

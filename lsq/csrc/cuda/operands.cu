@@ -7,27 +7,9 @@
 #ifndef FROM
 #define FROM 0
 #endif
-#ifndef ADDS
-#define ADDS 0
-#endif
 
-namespace {
-
-template <int from>
-struct Operand {
-    using type = float;
-};
-template <>
-struct Operand<1> {
-    using type = bfloat16;
-};
-template <>
-struct Operand<2> {
-    using type = int8_t;
-};
-using Given = Operand<FROM>::type;
-
-}  // namespace
+using Given = Select<FROM == 0, float, Select<FROM == 1, bfloat16, int8_t>>;
+using Loaded = Select<FROM == 2, int32_t, float>;
 
 // values [M, N] times scale [M], [1] or null -> out Float [M, N].
 LSQ_KERNEL __launch_bounds__(kPatchThreads)
@@ -38,11 +20,7 @@ LSQ_KERNEL __launch_bounds__(kPatchThreads)
     const Given* from = values;
     const float* factors = scale;
     Float* to = out;
-#if FROM == 2
-    int32_t x[kPatchRows][kVector];
-#else
-    float x[kPatchRows][kVector];
-#endif
+    Loaded x[kPatchRows][kVector];
 #pragma unroll
     for (int r = 0; r < kPatchRows; ++r) {
         if (row + r < rows) load8(from + ((row + r) * columns + column), x[r]);
@@ -52,8 +30,7 @@ LSQ_KERNEL __launch_bounds__(kPatchThreads)
         if (row + r >= rows) continue;
         const float factor = factors ? factors[scales > 1 ? row + r : 0] : 1.0f;
         float y[kVector];
-#pragma unroll
-        for (int i = 0; i < kVector; ++i) y[i] = static_cast<float>(x[r][i]) * factor;
+        scale8(x[r], factor, y);
         store8(to + ((row + r) * columns + column), y);
     }
 }
@@ -62,7 +39,7 @@ LSQ_EXPORT(lsq_float_operand)
 // out Float [numel] = 0: the product of nothing, or what a scatter begins with.
 LSQ_KERNEL __launch_bounds__(256) lsq_zero(Out<Float> out, int64_t numel) {
     const float zeros[kVector] = {};
-    const int64_t element = kVector * (static_cast<int64_t>(blockIdx.x) * 256 + threadIdx.x);
+    const int64_t element = kVector * thread_of_grid<256>();
     if (element + kVector <= numel) {
         store8(out + element, zeros);
     } else {
@@ -71,12 +48,11 @@ LSQ_KERNEL __launch_bounds__(256) lsq_zero(Out<Float> out, int64_t numel) {
 }
 LSQ_EXPORT(lsq_zero)
 
-// total [numel] = sums, or with -DADDS=1 total + sums: what an inner dimension comes to that int32
-// has no room for.
+// total [numel] = sums, or with -DADDS=1 total + sums, for inner dimensions that overflow int32.
 LSQ_KERNEL __launch_bounds__(256) lsq_add_sums(In<int32_t> sums, Out<float> total, int64_t numel) {
     const int32_t* from = sums;
     float* to = total;
-    const int64_t element = kVector * (static_cast<int64_t>(blockIdx.x) * 256 + threadIdx.x);
+    const int64_t element = kVector * thread_of_grid<256>();
     if (element >= numel) return;
     int32_t sum[kVector];
     float x[kVector] = {};

@@ -1,11 +1,10 @@
-// The operands of an int8 product on their way to shared memory: a [M, K] and b [N, K], K a
-// multiple of 16.
+// Copies the operands of an int8 product to shared memory: a [M, K] and b [N, K], K a multiple of
+// 16.
 //
 // A block makes a tile of TILE_M x TILE_N sums (-D). K comes in steps of 64, which blocks along the
-// third dimension of the grid may share (product_split.cuh), through STAGES (-D) stages of shared
-// memory. Within a stage, a row of 64 bytes is four chunks; chunk c of row r lies at chunk c ^ r /
-// 2 % 4 of it, which is what wgmma calls its 64-byte swizzle: neither copies nor those who read the
-// same chunk of eight rows meet in a bank.
+// third dimension of the grid may share, through STAGES (-D) stages. Within a stage, a row of 64
+// bytes is four chunks; chunk c of row r lies at chunk c ^ r / 2 % 4, wgmma's 64-byte swizzle: no
+// bank conflicts of copies, nor of reads of a chunk of eight rows.
 #pragma once
 
 #include "tensor_core.cuh"
@@ -17,17 +16,14 @@ constexpr int kStageBytes = (TILE_M + TILE_N) * kStep;
 // Bytes after which the order of chunks repeats: stages lie at a multiple.
 constexpr int kPattern = 512;
 
-__device__ __forceinline__ int64_t block_row() { return static_cast<int64_t>(blockIdx.y) * TILE_M; }
-__device__ __forceinline__ int64_t block_column() {
-    return static_cast<int64_t>(blockIdx.x) * TILE_N;
-}
+LSQ_INLINE int64_t block_row() { return static_cast<int64_t>(blockIdx.y) * TILE_M; }
+LSQ_INLINE int64_t block_column() { return static_cast<int64_t>(blockIdx.x) * TILE_N; }
 
-__device__ __forceinline__ int place_of(int row, int chunk) {
+LSQ_INLINE int offset_of(int row, int chunk) {
     return row * kStep + (chunk ^ row / 2 % kChunks) * kChunk;
 }
 
-// What a thread of THREADS copies of an operand's rows [first, first + ROWS): a chunk of every
-// THREADS / 4th row.
+// A thread's copies of an operand's rows [first, first + ROWS): a chunk of every THREADS / 4th row.
 template <int THREADS, int ROWS>
 struct TileCopy {
     static constexpr int kApart = THREADS / kChunks, kCopies = ROWS / kApart;
@@ -35,18 +31,17 @@ struct TileCopy {
     int64_t inner;
     int left;  // rows from the thread's first one to the last of all
 
-    __device__ __forceinline__ TileCopy(const int8_t* operand, int64_t first, int64_t rows,
-                                        int64_t inner)
+    LSQ_INLINE TileCopy(const int8_t* operand, int64_t first, int64_t rows, int64_t inner)
         : from(operand + (first + row()) * inner + kChunk * chunk()), inner(inner),
           left(static_cast<int>(min(rows - first - row(), static_cast<int64_t>(ROWS)))) {}
 
-    __device__ __forceinline__ static int row() { return threadIdx.x / kChunks; }
-    __device__ __forceinline__ static int chunk() { return threadIdx.x % kChunks; }
+    LSQ_INLINE static int row() { return threadIdx.x / kChunks; }
+    LSQ_INLINE static int chunk() { return threadIdx.x % kChunks; }
 
-    // Begins to copy step `step`; what lies beyond the operand is zeros.
-    __device__ __forceinline__ void begin(unsigned char* tile, int64_t step) const {
+    // Begins to copy step `step`, with zeros beyond the operand.
+    LSQ_INLINE void begin(unsigned char* tile, int64_t step) const {
         const bool inside = step * kStep + kChunk * chunk() < inner;
-        unsigned char* to = tile + place_of(row(), chunk());
+        unsigned char* to = tile + offset_of(row(), chunk());
 #pragma unroll
         for (int i = 0; i < kCopies; ++i) {
             copy_async<kChunk>(to + i * kApart * kStep, from + step * kStep + i * kApart * inner,
@@ -55,8 +50,8 @@ struct TileCopy {
     }
 };
 
-// A block's part of the steps along K, and what this thread copies of them. OfB: TileCopy, or what
-// copies b as it is stored.
+// A block's steps along K, and this thread's copies. OfB: TileCopy, or one that copies b as it is
+// stored.
 template <int THREADS, class OfB = TileCopy<THREADS, TILE_N>>
 struct StepCopies {
     const TileCopy<THREADS, TILE_M>& a;
@@ -64,16 +59,14 @@ struct StepCopies {
     unsigned char* stages;
     int64_t first, last;
 
-    __device__ __forceinline__ StepCopies(const TileCopy<THREADS, TILE_M>& a, const OfB& b,
-                                          unsigned char* stages)
+    LSQ_INLINE StepCopies(const TileCopy<THREADS, TILE_M>& a, const OfB& b, unsigned char* stages)
         : a(a), b(b), stages(stages) {
         const auto steps = static_cast<uint32_t>((a.inner + kStep - 1) / kStep);
         first = steps * blockIdx.z / gridDim.z, last = steps * (blockIdx.z + 1) / gridDim.z;
     }
 
-    // Begins to copy step `step`, if there is one, rows of a and then rows of b: a group of copies,
-    // perhaps an empty one.
-    __device__ __forceinline__ void begin(int stage, int64_t step) const {
+    // Begins to copy step `step`, if there is one, rows of a and then of b, as a group.
+    LSQ_INLINE void begin(int stage, int64_t step) const {
         unsigned char* tile = stages + stage * kStageBytes;
         if (step < last) a.begin(tile, step), b.begin(tile + TILE_M * kStep, step);
         commit_copies();

@@ -1,9 +1,8 @@
-// b of an int8 product as Int4 stores it: groups of 32 values along K in 17 bytes, which cp.async
-// brings to shared memory as they are, and which become what mma.sync multiplies in registers: a
-// lane's word of pairs is its two words of 32 values.
+// b of an int8 product in the format Int4: groups of 32 values along K in 17 bytes, copied as they
+// are and unpacked in registers: a lane's word of pairs is its two words of 32 values.
 //
-// A row's two groups of a step begin anywhere: their words come with it, up to three bytes before
-// them. P rows, a multiple of 16, so that no word reaches out of the weight.
+// A row's two groups of a step begin anywhere, so that up to three bytes before them are copied,
+// too. P rows, a multiple of 16, keep words inside the weight.
 #pragma once
 
 #include "int4.cuh"
@@ -26,24 +25,23 @@ struct Int4Columns {
     int64_t stored;  // bytes of a row
     int left;        // rows from the first one to the last of all
 
-    __device__ __forceinline__ Int4Columns(const int8_t* weight, int64_t first, int64_t rows,
-                                           int64_t inner)
+    LSQ_INLINE Int4Columns(const int8_t* weight, int64_t first, int64_t rows, int64_t inner)
         : from(weight),
           stored((inner + kInt4Group - 1) / kInt4Group * static_cast<int64_t>(sizeof(Int4Group))),
           left(static_cast<int>(min(rows - first, static_cast<int64_t>(TILE_N)))) {
         from += first * stored;
     }
 
-    __device__ __forceinline__ const int8_t* begin_of(int row, int64_t step) const {
+    LSQ_INLINE const int8_t* begin_of(int row, int64_t step) const {
         return from + (row * stored + step * kBytes);
     }
-    __device__ __forceinline__ static int skipped(const int8_t* begin) {
+    LSQ_INLINE static int skipped(const int8_t* begin) {
         return static_cast<int>(reinterpret_cast<uint64_t>(begin) % 4);
     }
 
-    // Begins to copy step `step`; what lies beyond a row is the next one's, or zeros: a has zeros
+    // Begins to copy step `step`. Bytes beyond a row are the next one's, or zeros; a has zeros
     // there.
-    __device__ __forceinline__ void begin(unsigned char* tile, int64_t step) const {
+    LSQ_INLINE void begin(unsigned char* tile, int64_t step) const {
         const int row = threadIdx.x / kLanes;
         const int8_t* begin = begin_of(row, step);
         const int8_t* word = begin - skipped(begin) + threadIdx.x % kLanes * kEach * 4;
@@ -55,9 +53,9 @@ struct Int4Columns {
         }
     }
 
-    // What load_columns finds of int8.
-    __device__ __forceinline__ void load(const unsigned char* stage, int64_t step, int chunk,
-                                         ColumnFragments& b) const {
+    // load_columns of int8.
+    LSQ_INLINE void load(const unsigned char* stage, int64_t step, int chunk,
+                         ColumnFragments& b) const {
         const int lane = threadIdx.x % kWarp,
                   group = chunk / 2 * static_cast<int>(sizeof(Int4Group));
 #pragma unroll
@@ -75,9 +73,8 @@ struct Int4Columns {
     }
 };
 
-__device__ __forceinline__ void accumulate(const TileCopy<kProductThreads, TILE_M>& a,
-                                           const Int4Columns& b, unsigned char* stages,
-                                           Sums& sums) {
+LSQ_INLINE void accumulate(const TileCopy<kProductThreads, TILE_M>& a, const Int4Columns& b,
+                           unsigned char* stages, Sums& sums) {
     for_steps(a, b, stages, [&](const unsigned char* stage, int64_t step) {
 #pragma unroll
         for (int chunk = 0; chunk < kChunks; chunk += 2) {

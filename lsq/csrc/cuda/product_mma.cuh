@@ -1,5 +1,5 @@
-// The main loop of an int8 product by mma.sync: while one stage is multiplied, copies fill the
-// others. 2 x 2 warps make a quarter of the tile each.
+// Main loop of an int8 product by mma.sync: copies fill the other stages. 2 x 2 warps make a
+// quarter of the tile each.
 #pragma once
 
 #include "product_copies.cuh"
@@ -9,49 +9,45 @@ namespace lsq {
 constexpr int kProductThreads = 128, kProductBlocks = 2;  // blocks that a multiprocessor is to hold
 constexpr int kWarpsDown = 2, kWarpsAcross = 2;
 constexpr int kWarpRows = TILE_M / kWarpsDown, kWarpColumns = TILE_N / kWarpsAcross;
-// Of mma, in a warp's quarter.
+// Tiles of mma in a warp's quarter.
 constexpr int kRowTiles = kWarpRows / 16, kColumnTiles = kWarpColumns / 8;
 
 static_assert(TILE_M % 32 == 0 && TILE_N % 64 == 0, "ends take 32 columns of a warp at a time");
 static_assert(STAGES >= 2, "one is filled while another is read");
 
-// Of a thread: see tensor_core.cuh for a tile's four.
+// A thread's sums, four per tile as in tensor_core.cuh.
 struct Sums {
     int32_t of[kRowTiles][kColumnTiles][4];
 };
 
-__device__ __forceinline__ int warp_row() { return threadIdx.x / kWarp / kWarpsAcross * kWarpRows; }
-__device__ __forceinline__ int warp_column() {
-    return threadIdx.x / kWarp % kWarpsAcross * kWarpColumns;
-}
+LSQ_INLINE int warp_row() { return threadIdx.x / kWarp / kWarpsAcross * kWarpRows; }
+LSQ_INLINE int warp_column() { return threadIdx.x / kWarp % kWarpsAcross * kWarpColumns; }
 
-// What a lane multiplies of 32 values along K.
+// A lane's fragments of 32 values along K.
 using RowFragments = uint32_t[kRowTiles][4];
 using ColumnFragments = uint32_t[kColumnTiles][2];
 
-// From chunk `chunk` of a stage's rows of a.
-__device__ __forceinline__ void load_rows(const unsigned char* stage, int chunk, RowFragments& a) {
+// Loads a's fragments from chunk `chunk` of a stage.
+LSQ_INLINE void load_rows(const unsigned char* stage, int chunk, RowFragments& a) {
     const int lane = threadIdx.x % kWarp, row = warp_row() + lane % 16;
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i)
-        load_matrices(stage + place_of(row + 16 * i, chunk + lane / 16), a[i]);
+        load_matrices(stage + offset_of(row + 16 * i, chunk + lane / 16), a[i]);
 }
 
-// The same of its rows of b.
-__device__ __forceinline__ void load_columns(const unsigned char* stage, int chunk,
-                                             ColumnFragments& b) {
+// Loads b's fragments.
+LSQ_INLINE void load_columns(const unsigned char* stage, int chunk, ColumnFragments& b) {
     const int lane = threadIdx.x % kWarp,
               column = TILE_M + warp_column() + lane % 8 + lane / 16 * 8;
 #pragma unroll
     for (int j = 0; j < kColumnTiles; j += 2) {
         uint32_t words[4];
-        load_matrices(stage + place_of(column + 8 * j, chunk + lane / 8 % 2), words);
+        load_matrices(stage + offset_of(column + 8 * j, chunk + lane / 8 % 2), words);
         b[j][0] = words[0], b[j][1] = words[1], b[j + 1][0] = words[2], b[j + 1][1] = words[3];
     }
 }
 
-__device__ __forceinline__ void multiply_fragments(const RowFragments& a, const ColumnFragments& b,
-                                                   Sums& sums) {
+LSQ_INLINE void multiply_fragments(const RowFragments& a, const ColumnFragments& b, Sums& sums) {
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
@@ -59,12 +55,11 @@ __device__ __forceinline__ void multiply_fragments(const RowFragments& a, const 
     }
 }
 
-// Calls work(stage, step) for each step along K in this block's part of it, once it is there for
-// all warps. `stages` has STAGES * kStageBytes bytes, at a multiple of kPattern. OfB: see
-// StepCopies.
+// Calls work(stage, step) for each of this block's steps, once all warps have it. `stages` has
+// STAGES * kStageBytes bytes, at a multiple of kPattern.
 template <class OfB, class Work>
-__device__ __forceinline__ void for_steps(const TileCopy<kProductThreads, TILE_M>& a, const OfB& b,
-                                          unsigned char* stages, const Work& work) {
+LSQ_INLINE void for_steps(const TileCopy<kProductThreads, TILE_M>& a, const OfB& b,
+                          unsigned char* stages, const Work& work) {
     const StepCopies<kProductThreads, OfB> copies(a, b, stages);
 #pragma unroll
     for (int stage = 0; stage < STAGES - 1; ++stage) copies.begin(stage, copies.first + stage);
@@ -81,9 +76,9 @@ __device__ __forceinline__ void for_steps(const TileCopy<kProductThreads, TILE_M
 }
 
 // The sums of this block's tile, over its part of K.
-__device__ __forceinline__ void accumulate(const TileCopy<kProductThreads, TILE_M>& a,
-                                           const TileCopy<kProductThreads, TILE_N>& b,
-                                           unsigned char* stages, Sums& sums) {
+LSQ_INLINE void accumulate(const TileCopy<kProductThreads, TILE_M>& a,
+                           const TileCopy<kProductThreads, TILE_N>& b, unsigned char* stages,
+                           Sums& sums) {
     for_steps(a, b, stages, [&](const unsigned char* stage, int64_t) {
 #pragma unroll
         for (int chunk = 0; chunk < kChunks; chunk += 2) {

@@ -1,10 +1,9 @@
-// From the main loop of a product to its epilogue: sums leave a warp's registers through shared
-// memory, 8 rows at a time, so that a lane gets eight neighbours of a row and stores fill whole
-// sectors; and so that the epilogue stands in the code once.
+// Hands the sums of a product to its epilogue: through shared memory, 8 rows at a time, so that a
+// lane gets eight neighbours of a row, stores fill whole sectors, and the epilogue's code occurs
+// once.
 //
-// A row's quads of sums lie at a stride that keeps the stores of a quarter of a warp in different
-// banks; quads of odd rows and of every other 32 columns change places within pairs, which does the
-// same for loads.
+// Strides and an exchange of quads within pairs (in odd rows, and every other 32 columns) avoid
+// bank conflicts of stores and loads.
 #pragma once
 
 #include "product.cuh"
@@ -15,26 +14,25 @@ namespace lsq {
 // Lanes of a row, rows of a warp.
 constexpr int kRowGroups = kWarpColumns / kVector, kRowsAtOnce = kWarp / kRowGroups;
 constexpr int kRowQuads = kWarpColumns / 4 + 2;
-// That for_sums takes of the stages.
+// Bytes of the stages that for_sums uses.
 constexpr int kRowsBytes = kProductThreads / kWarp * 8 * kRowQuads * 16;
 
 static_assert(kWarpColumns % 32 == 0 && kWarpColumns <= 256, "as the places of quads are chosen");
 static_assert(kRowsBytes <= STAGES * kStageBytes, "fits where the stages were");
 
-__device__ __forceinline__ int4* quad_of(int4* rows, int row, int quad) {
+LSQ_INLINE int4* quad_of(int4* rows, int row, int quad) {
     return rows + row * kRowQuads + (quad ^ ((quad / 8 ^ row) & 1));
 }
 
-// The first of the eight columns of which a thread gets sums.
-__device__ __forceinline__ int64_t sums_column() {
+// First of the eight columns of a thread's sums.
+LSQ_INLINE int64_t sums_column() {
     return block_column() + warp_column() + kVector * (threadIdx.x % kRowGroups);
 }
 
-// Calls work(row, sum) for every row of the tile that the thread has sums of. `stages` is what
-// `accumulate` had. All threads must call this.
+// Calls work(row, sum) for every row of the thread's sums; `stages` as for `accumulate`. All
+// threads must call this.
 template <class Work>
-__device__ __forceinline__ void for_sums(const Sums& sums, unsigned char* stages,
-                                         const Work& work) {
+LSQ_INLINE void for_sums(const Sums& sums, unsigned char* stages, const Work& work) {
     const int lane = threadIdx.x % kWarp, first = lane / kRowGroups;
     int4* rows = reinterpret_cast<int4*>(stages) + threadIdx.x / kWarp * 8 * kRowQuads;
     const int64_t warp_first = block_row() + warp_row();
@@ -68,9 +66,8 @@ __device__ __forceinline__ void for_sums(const Sums& sums, unsigned char* stages
     }
 }
 
-// Sums over the rows of a warp of what each thread has for its eight columns, in place, for all
-// lanes.
-__device__ __forceinline__ void add_up_rows(float (&sum)[kVector]) {
+// Sums a thread's eight columns over the rows of its warp, in place, for all lanes.
+LSQ_INLINE void add_up_rows(float (&sum)[kVector]) {
 #pragma unroll
     for (int distance = kRowGroups; distance < kWarp; distance *= 2) {
 #pragma unroll

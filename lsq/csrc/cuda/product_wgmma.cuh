@@ -1,9 +1,8 @@
-// The main loop of an int8 product by wgmma, for compute capability 9.0: a warpgroup makes 64 rows
-// of the tile, each of its warps 16 of them, over all columns. Sums lie in a warp's registers as
-// those of mma.sync, one after another along a row.
+// Main loop of an int8 product by wgmma (compute capability 9.0): a warpgroup makes 64 rows of the
+// tile, each warp 16 of them, with all columns. Sums lie in registers as those of mma.sync.
 //
-// Two steps are multiplied at a time: the next one begins before the last one is waited for, so
-// that tensor cores do not stand still meanwhile. Copies fill the other stages.
+// The next step begins before the last one is waited for, so that tensor cores stay busy. Copies
+// fill the other stages.
 #pragma once
 
 #include "product_copies.cuh"
@@ -16,22 +15,21 @@ constexpr int kProductThreads = TILE_M / 64 * kWarpgroup;
 constexpr int kProductBlocks = TILE_M * TILE_N >= 128 * 128 ? 1 : 2;
 constexpr int kWarpsDown = TILE_M / 16, kWarpsAcross = 1;
 constexpr int kWarpRows = 16, kWarpColumns = TILE_N;
-// Of a warp's sums, as those of mma.sync.
 constexpr int kRowTiles = 1, kColumnTiles = kWarpColumns / 8;
 
 static_assert(TILE_M % 64 == 0, "whole warpgroups");
 static_assert(STAGES >= 3, "one is filled while two are read");
 
-// Of a thread: see tensor_core.cuh for a tile's four.
+// A thread's sums, four per tile as in tensor_core.cuh.
 struct Sums {
     int32_t of[kRowTiles][kColumnTiles][4];
 };
 
-__device__ __forceinline__ int warp_row() { return threadIdx.x / kWarp * kWarpRows; }
-__device__ __forceinline__ int warp_column() { return 0; }
+LSQ_INLINE int warp_row() { return threadIdx.x / kWarp * kWarpRows; }
+LSQ_INLINE int warp_column() { return 0; }
 
-// Begins to add what a stage holds, rows of a and then rows of b: a group of multiplications.
-__device__ __forceinline__ void begin_stage(const unsigned char* stage, Sums& sums) {
+// Begins to multiply a stage, as a group.
+LSQ_INLINE void begin_stage(const unsigned char* stage, Sums& sums) {
     const uint64_t a = swizzled_matrix(stage + threadIdx.x / kWarpgroup * 64 * kStep);
     const uint64_t b = swizzled_matrix(stage + TILE_M * kStep);
     fence_sums(sums.of[0]);
@@ -42,9 +40,9 @@ __device__ __forceinline__ void begin_stage(const unsigned char* stage, Sums& su
 
 // The sums of this block's tile, over its part of K. `stages` has STAGES * kStageBytes bytes, at a
 // multiple of kPattern.
-__device__ __forceinline__ void accumulate(const TileCopy<kProductThreads, TILE_M>& a,
-                                           const TileCopy<kProductThreads, TILE_N>& b,
-                                           unsigned char* stages, Sums& sums) {
+LSQ_INLINE void accumulate(const TileCopy<kProductThreads, TILE_M>& a,
+                           const TileCopy<kProductThreads, TILE_N>& b, unsigned char* stages,
+                           Sums& sums) {
     const StepCopies<kProductThreads> copies(a, b, stages);
 #pragma unroll
     for (int stage = 0; stage < STAGES - 2; ++stage) copies.begin(stage, copies.first + stage);

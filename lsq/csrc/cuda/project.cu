@@ -1,7 +1,6 @@
-// The epilogue of a product that another kernel has made, M rows; see project_epilogue.cuh.
+// Epilogue of another kernel's product, M rows; see project_epilogue.cuh.
 //
-// -DSUMS=1: the product is int32 sums; 2: such sums as floats; 0: floats, which stand where their
-// result goes.
+// -DSUMS: 1 int32 sums; 2 such sums as floats; 0 floats in the result's memory.
 #include "patch.cuh"
 #include "project_epilogue.cuh"
 
@@ -9,20 +8,8 @@
 #define SUMS 1
 #endif
 
-namespace {
-
-#if SUMS == 0
-using Given = Float;
-using ProductSum = int32_t;
-#elif SUMS == 1
-using Given = int32_t;
-using ProductSum = int32_t;
-#else
-using Given = float;
-using ProductSum = float;
-#endif
-
-}  // namespace
+using ProductSum = Select<SUMS == 2, float, int32_t>;
+using Given = Select<SUMS == 0, Float, ProductSum>;
 
 LSQ_KERNEL __launch_bounds__(kPatchThreads, 2)
     lsq_end(const Project op, In<ProductSum> sums, Out<uint32_t> ticket) {
@@ -54,10 +41,7 @@ LSQ_KERNEL __launch_bounds__(kPatchThreads, 2)
 #if SUMS
             ProductSum sum[kVector];
             unpack8(loaded[r], sum);
-            const float of_row = row_scale(op.x.coded, row + r);
-#pragma unroll
-            for (int i = 0; i < kVector; ++i)
-                y[i] = static_cast<float>(sum[i]) * (factor[i] * of_row);
+            scale_sums8(sum, factor, row_scale(op.x.coded, row + r), y);
 #else
             unpack8(loaded[r], y);
 #endif

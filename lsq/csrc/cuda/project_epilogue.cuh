@@ -1,5 +1,5 @@
-// The epilogue of a product, 8 neighbouring columns of a row at a time: scale, bias, activation,
-// dropout, rounding.
+// Epilogue of a product, 8 neighbouring columns at a time: scale, bias, activation, dropout,
+// rounding.
 //
 // -DACTIVATION is an Activation. P columns, a multiple of 8; lsq/ops/project.py is the reference.
 #pragma once
@@ -16,15 +16,22 @@ namespace lsq {
 
 constexpr Activation kActivation = static_cast<Activation>(ACTIVATION);
 
-// What turns sums of columns [column, column + 8) into floats, times row_scale; of a Project or a
+// Factors of sums of columns [column, column + 8), without row_scale; of a Project or a
 // SparseProject.
 template <class Operation>
-__device__ __forceinline__ void factor8(const Operation& op, int64_t column,
-                                        float (&factor)[kVector]) {
+LSQ_INLINE void factor8(const Operation& op, int64_t column, float (&factor)[kVector]) {
     load8(op.weight.scale + column, factor);
     const float scale = shared_scale(op.x.coded);
 #pragma unroll
     for (int i = 0; i < kVector; ++i) factor[i] *= scale;
+}
+
+// Sums of a row as floats, by factor8 and the row's scale.
+template <class Sum>
+LSQ_INLINE void scale_sums8(const Sum (&sum)[kVector], const float (&factor)[kVector], float of_row,
+                            float (&y)[kVector]) {
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) y[i] = static_cast<float>(sum[i]) * (factor[i] * of_row);
 }
 
 struct ProjectEnd {
@@ -35,23 +42,23 @@ struct ProjectEnd {
     Float* out;
 
     template <class Operation>
-    __device__ __forceinline__ explicit ProjectEnd(const Operation& op) : ProjectEnd(op, op.bias) {}
+    LSQ_INLINE explicit ProjectEnd(const Operation& op) : ProjectEnd(op, op.bias) {}
 
     template <class Operation>
-    __device__ __forceinline__ ProjectEnd(const Operation& op, const float* bias)
+    LSQ_INLINE ProjectEnd(const Operation& op, const float* bias)
         : nonlinearity(op.nonlinearity), codes(op.rounded), dropout(op.nonlinearity.dropout),
           bias(bias), out(op.out) {}
 
     // The bias of columns [column, column + 8), zeros where there is none.
-    __device__ __forceinline__ void bias8(int64_t column, float (&added)[kVector]) const {
+    LSQ_INLINE void bias8(int64_t column, float (&added)[kVector]) const {
 #pragma unroll
         for (int i = 0; i < kVector; ++i) added[i] = 0.0f;
         if (bias) load8(bias + column, added);
     }
 
-    // y -> activation(y), in place, and what the backward pass wants to know of elements [element,
-    // element + 8).
-    __device__ __forceinline__ void activate8(int64_t element, float (&y)[kVector]) const {
+    // y -> activation(y), in place, with signs or slopes of elements [element, element + 8) for the
+    // backward pass.
+    LSQ_INLINE void activate8(int64_t element, float (&y)[kVector]) const {
         if (nonlinearity.before) store8(static_cast<Float*>(nonlinearity.before) + element, y);
         if (kActivation == Activation::relu && nonlinearity.positive) {
             uint32_t bits = 0;
@@ -72,12 +79,10 @@ struct ProjectEnd {
         for (int i = 0; i < kVector; ++i) y[i] = activated<kActivation>(y[i]);
     }
 
-    // Writes what elements [element, element + 8) of the product, before bias, become. -> the
-    // largest magnitude
-    __device__ __forceinline__ Magnitude write8(int64_t element, const float (&added)[kVector],
-                                                float (&y)[kVector]) const {
-#pragma unroll
-        for (int i = 0; i < kVector; ++i) y[i] += added[i];
+    // Applies the epilogue to elements [element, element + 8). -> the largest magnitude
+    LSQ_INLINE Magnitude write8(int64_t element, const float (&added)[kVector],
+                                float (&y)[kVector]) const {
+        add8(added, y);
         activate8(element, y);
         dropout.apply8(element, y);
         if (out) store8(out + element, y);

@@ -1,14 +1,8 @@
-// A product of codes with a weight and its epilogue in one kernel: M rows, N columns, K values, N
-// and K multiples of 16.
-//
-// product.cuh makes the sums of a tile, product_rows.cuh hands them on by rows,
-// project_epilogue.cuh is what is done to them. -DINT4=1: the weight is stored so.
+// Product of codes with a weight and its epilogue in one kernel: M rows, N columns, K values, N and
+// K multiples of 16. -DINT4=1: the weight has the format Int4.
 #include "product_rows.cuh"
 #include "project_epilogue.cuh"
 
-#ifndef INT4
-#define INT4 0
-#endif
 #if INT4
 #include "product_int4.cuh"
 using Columns = Int4Columns;
@@ -16,8 +10,8 @@ using Columns = Int4Columns;
 using Columns = TileCopy<kProductThreads, TILE_N>;
 #endif
 
-LSQ_KERNEL __launch_bounds__(kProductThreads, kProductBlocks) lsq_project_product(
-    const Project op, int64_t inner, Out<uint32_t> ticket) {
+LSQ_KERNEL __launch_bounds__(kProductThreads, kProductBlocks)
+    lsq_project_product(const Project op, int64_t inner, Out<uint32_t> ticket) {
     extern __shared__ __align__(kPattern) unsigned char stages[];
     Sums sums = {};
     const Columns columns(op.weight.codes, block_column(), op.columns, inner);
@@ -32,10 +26,8 @@ LSQ_KERNEL __launch_bounds__(kProductThreads, kProductBlocks) lsq_project_produc
     Magnitude largest = 0;
     for_sums(sums, stages, [&](int64_t row, const int32_t (&sum)[kVector]) {
         if (row >= op.rows || column >= op.columns) return;
-        const float of_row = row_scale(op.x.coded, row);
         float y[kVector];
-#pragma unroll
-        for (int i = 0; i < kVector; ++i) y[i] = static_cast<float>(sum[i]) * (factor[i] * of_row);
+        scale_sums8(sum, factor, row_scale(op.x.coded, row), y);
         largest = Largest::join(largest, end.write8(row * op.columns + column, added, y));
     });
     end.codes.finish<kProductThreads>(ticket, largest);

@@ -1,7 +1,5 @@
-// Sums and maxima over a warp, a group of threads that shares a row, a block, and all blocks.
-//
-// Every result is the same whatever the order in which threads run: the partners of each addition
-// are fixed.
+// Reductions over a warp, a group of threads that shares a row, a block, and all blocks, in a fixed
+// order.
 #pragma once
 
 #include "vectors.cuh"
@@ -11,18 +9,16 @@ namespace lsq {
 constexpr unsigned kAllLanes = 0xffffffffu;
 
 struct Sum {
-    __device__ __forceinline__ static float join(float a, float b) { return a + b; }
-    __device__ __forceinline__ static int32_t join(int32_t a, int32_t b) { return a + b; }
+    LSQ_INLINE static float join(float a, float b) { return a + b; }
+    LSQ_INLINE static int32_t join(int32_t a, int32_t b) { return a + b; }
 };
-// Of magnitudes as bits: NaN counts as larger than infinity.
+// Magnitudes as bits: NaN is larger than infinity.
 struct Largest {
-    __device__ __forceinline__ static uint32_t join(uint32_t a, uint32_t b) {
-        return a > b ? a : b;
-    }
+    LSQ_INLINE static uint32_t join(uint32_t a, uint32_t b) { return a > b ? a : b; }
 };
-// Of magnitudes of floats: NaN if one is.
+// Magnitudes of floats: NaN if one is.
 struct LargestMagnitude {
-    __device__ __forceinline__ static float join(float a, float b) {
+    LSQ_INLINE static float join(float a, float b) {
 #ifdef LSQ_EMULATOR
         return emulator_larger_magnitude(a, b);
 #else
@@ -33,12 +29,12 @@ struct LargestMagnitude {
     }
 };
 struct Maximum {
-    __device__ __forceinline__ static float join(float a, float b) { return a > b ? a : b; }
+    LSQ_INLINE static float join(float a, float b) { return a > b ? a : b; }
 };
 
 // Over GROUP neighbouring threads of a warp.
 template <class Operation, int GROUP = kWarp, class T>
-__device__ __forceinline__ T warp_reduce(T value) {
+LSQ_INLINE T warp_reduce(T value) {
 #pragma unroll
     for (int distance = GROUP / 2; distance; distance /= 2) {
         value = Operation::join(value, __shfl_xor_sync(kAllLanes, value, distance));
@@ -46,10 +42,10 @@ __device__ __forceinline__ T warp_reduce(T value) {
     return value;
 }
 
-// Over GROUP consecutive threads of a block of THREADS; every thread gets its group's result. Where
-// a group is larger than a warp, all threads of the block must call this.
+// Over GROUP consecutive threads of a block of THREADS, for all of them. If groups are larger than
+// a warp, all threads of the block must call this.
 template <class Operation, int GROUP, int THREADS, class T>
-__device__ __forceinline__ T group_reduce(T value) {
+LSQ_INLINE T group_reduce(T value) {
     static_assert(THREADS % GROUP == 0 && THREADS % kWarp == 0,
                   "groups fill a block of whole warps");
     static_assert(GROUP % kWarp == 0 || kWarp % GROUP == 0, "groups are whole warps, or fill one");
@@ -66,15 +62,34 @@ __device__ __forceinline__ T group_reduce(T value) {
     return value;
 }
 
-// Whether any thread of the block says so.
-template <int THREADS>
-__device__ __forceinline__ bool block_any(bool found) {
-    return group_reduce<Largest, THREADS, THREADS>(static_cast<uint32_t>(found)) != 0;
+// The largest of `largest` and the magnitudes of x.
+LSQ_INLINE Magnitude largest8(const float (&x)[kVector], Magnitude largest) {
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) largest = Largest::join(largest, magnitude_of(x[i]));
+    return largest;
 }
 
-// Whether this block is the last to call of `count` blocks with the same ticket, which is left at
-// zero. What the others wrote before is there to read. All threads of the block must call this.
-__device__ __forceinline__ bool last_of(uint32_t* ticket, uint32_t count) {
+// Sum of one number of each thread of a block, for the first thread. All threads must call this.
+template <int THREADS>
+LSQ_INLINE double block_total(double x) {
+    __shared__ double part[THREADS];
+    part[threadIdx.x] = x;
+    for (int half = THREADS / 2; half > 0; half /= 2) {
+        __syncthreads();
+        if (static_cast<int>(threadIdx.x) < half) part[threadIdx.x] += part[threadIdx.x + half];
+    }
+    return part[threadIdx.x];
+}
+
+// Whether `flag` is true in any thread of the block.
+template <int THREADS>
+LSQ_INLINE bool block_any(bool flag) {
+    return group_reduce<Largest, THREADS, THREADS>(static_cast<uint32_t>(flag)) != 0;
+}
+
+// Whether this block is the last of `count` to call with the same ticket, which is left at zero. It
+// may read the others' earlier writes. All threads of the block must call this.
+LSQ_INLINE bool last_of(uint32_t* ticket, uint32_t count) {
     __shared__ bool last;
     __threadfence();
     __syncthreads();
@@ -87,13 +102,13 @@ __device__ __forceinline__ bool last_of(uint32_t* ticket, uint32_t count) {
     return last;
 }
 
-// Whether this block is the last of all to call; `found` then says whether any thread of any block
-// has found something. Leaves the two words of `ticket` at zero for the next launch. What the other
-// blocks wrote before is there for the last one to read. All threads of all blocks must call this.
+// Whether this block is the last of all to call; `flag_of_all` then says whether any thread of any
+// block had it set. Leaves the two words of `ticket` at zero. The last block may read the others'
+// earlier writes. All threads of all blocks must call this.
 template <int THREADS>
-__device__ __forceinline__ bool last_block(uint32_t* ticket, bool& found) {
+LSQ_INLINE bool last_block(uint32_t* ticket, bool& flag_of_all) {
     __shared__ uint32_t last, flag;
-    const bool here = block_any<THREADS>(found);
+    const bool here = block_any<THREADS>(flag_of_all);
     if (threadIdx.x == 0) {
         if (here) atomicExch(ticket + 1, 1u);
         __threadfence();
@@ -106,15 +121,14 @@ __device__ __forceinline__ bool last_block(uint32_t* ticket, bool& found) {
     }
     __syncthreads();
     __threadfence();
-    found = flag;
+    flag_of_all = flag;
     return last;
 }
 
-// Writes scale [1] once all blocks have said whether they met a NaN. All threads of all blocks must
-// call this.
+// Writes scale [1], NaN if any thread is `missing`. All threads of all blocks must call this.
 template <int THREADS>
-__device__ __forceinline__ void finish_scale(uint32_t* ticket, bool missing, float clip,
-                                             float largest, float* scale) {
+LSQ_INLINE void finish_scale(uint32_t* ticket, bool missing, float clip, float largest,
+                             float* scale) {
     const bool last = last_block<THREADS>(ticket, missing);
     if (last && threadIdx.x == 0) scale[0] = poisoned(clip / largest, missing);
 }

@@ -1,42 +1,154 @@
 // Dropout, residual, LayerNorm or RMSNorm, and rounding between two blocks, forward and backward.
 //
 // M rows, N = COLUMNS columns; lsq/ops/residual_norm.py is the reference. A row stays in registers:
-// its variance is the mean of squared differences, and what is normalised is z as it was stored.
-// Sums over rows stay in registers (bias) or in shared memory (weight and bias of the norm), see
-// rows.cuh. Backward: -DNORM_SUMS=0 there is no norm, 1 for RMSNorm (a weight), 2 for LayerNorm
-// (and a bias); -DNORMALISED=1 reads codes of normalised rows in place of z.
-#include "residual_sum.cuh"
+// its variance is the mean of squared differences, and the stored z is normalised. Sums over rows
+// stay in registers (bias) or in shared memory (norm), see rows.cuh. Backward: -DNORM_SUMS=0 no
+// norm, 1 RMSNorm (a weight), 2 LayerNorm (and a bias); -DNORMALISED=1 reads codes of normalised
+// rows in place of z; -DPRODUCT=0 nothing was added to the residual.
+#include "gradient.cuh"
 
-#ifndef NORM_SUMS
-#define NORM_SUMS 2
+#ifndef PRODUCT
+#define PRODUCT 1
 #endif
+
 #ifndef NORMALISED
 #define NORMALISED 0
+#endif
+#ifndef NORM_SUMS
+#define NORM_SUMS 2
 #endif
 
 namespace {
 
-constexpr bool kCentred = NORM_SUMS == 2;
+// Rows of a ResidualSum, as they are stored.
+struct ResidualSource {
+    const Float *residual, *update;
+    Float* stored;  // may be null
+    DropoutMask dropout;
 
-#if NORMALISED
-using Kept = int8_t;
-#else
-using Kept = Float;
+    LSQ_INLINE explicit ResidualSource(const ResidualSum& sum)
+        : residual(sum.residual), update(sum.update), stored(sum.z), dropout(sum.dropout) {}
+
+    // Makes a row of the sum, and stores it if wanted; zeros if the row does not exist.
+    LSQ_INLINE void load(int64_t row, bool inside, Values& z) const {
+        Packed<Float> carried[kVectors] = {}, added[kVectors] = {};
+#pragma unroll
+        for (int v = 0; v < kVectors; ++v) {
+            if (!inside || !has(v)) continue;
+            carried[v] = load_packed(residual + row * COLUMNS + column_of(v));
+            if (update) added[v] = load_packed(update + row * COLUMNS + column_of(v));
+        }
+#pragma unroll
+        for (int v = 0; v < kVectors; ++v) {
+            if (!inside || !has(v)) continue;
+            unpack8(carried[v], z[v]);
+            if (update) {
+                float value[kVector];
+                unpack8(added[v], value);
+                dropout.apply8(row * COLUMNS + column_of(v), value);
+#pragma unroll
+                for (int i = 0; i < kVector; ++i) z[v][i] = as_stored<Float>(value[i] + z[v][i]);
+            }
+            if (stored) store8(stored + row * COLUMNS + column_of(v), z[v]);
+        }
+    }
+};
+
+LSQ_INLINE float sum_of(const Values& x) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) sum += x[v][i];
+    }
+    return row_sum(sum);
+}
+LSQ_INLINE float squares_of(const Values& x) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+        if (!has(v)) continue;
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) sum += x[v][i] * x[v][i];
+    }
+    return row_sum(sum);
+}
+
+// Gradients of the residual and the update of a norm.
+struct ResidualSink {
+    const Float* direct;
+    Float* down;  // null where nothing comes through a norm
+    DropoutMask dropout;
+#if PRODUCT
+    GradientSink update;
 #endif
 
-// What the backward pass reads of a row.
+    LSQ_INLINE explicit ResidualSink(const ResidualSumGradient& sum)
+        : direct(sum.dz), down(sum.dresidual), dropout(sum.dropout)
+#if PRODUCT
+          ,
+          update(sum.dupdate, sum.rounded)
+#endif
+    {
+    }
+
+    // Loads the gradient of z itself in a row, or zeros, before it is needed.
+    LSQ_INLINE PackedRow<Float> load(int64_t row, bool inside) const {
+        PackedRow<Float> row_of = {};
+#pragma unroll
+        for (int v = 0; v < kVectors; ++v) {
+            if (direct && inside && has(v))
+                row_of.part[v] = load_packed(direct + row * COLUMNS + column_of(v));
+        }
+        return row_of;
+    }
+
+    // g: gradient of a vector through the norm -> of the update.
+    LSQ_INLINE void join(int64_t element, const Packed<Float>& of_z, float (&g)[kVector]) const {
+        if (direct) {
+            float other[kVector];
+            unpack8(of_z, other);
+            add8(other, g);
+        }
+        if (down) {
+#pragma unroll
+            for (int i = 0; i < kVector; ++i) g[i] = as_stored<Float>(g[i]);
+            store8(down + element, g);
+        }
+#if PRODUCT
+        dropout.apply8(element, g);
+#endif
+    }
+
+    // Takes a row's g after join(), and changes it. All threads of the block must call this.
+    LSQ_INLINE void add(int64_t row, bool inside, Values& g) {
+#if PRODUCT
+        update.add(row, inside, g);
+#endif
+    }
+
+    // Writes the block's sums for the bias in the update. All threads of the block must call this.
+    LSQ_INLINE void write(float* sums) const {
+#if PRODUCT
+        update.bias_sums.write(sums);
+#endif
+    }
+};
+
+constexpr bool kCentred = NORM_SUMS == 2;
+
+using Kept = Select<NORMALISED, int8_t, Float>;
+
 struct Operands {
     Packed<Float> upstream[kVectors];
     Packed<Kept> kept[kVectors];
     float mean, rstd, scale;
 
-    // Vector v as it was normalised.
-    __device__ __forceinline__ void normalised(int v, float (&x)[kVector]) const {
+    LSQ_INLINE void normalised(int v, float (&x)[kVector]) const {
 #if NORMALISED
         int32_t code[kVector];
         unpack8(kept[v], code);
-#pragma unroll
-        for (int i = 0; i < kVector; ++i) x[i] = static_cast<float>(code[i]) * scale;
+        scale8(code, scale, x);
 #else
         unpack8(kept[v], x);
 #pragma unroll
@@ -45,22 +157,16 @@ struct Operands {
     }
 };
 
-// Row `row` as codes for the backward pass: x times rstd. All threads of the block must call this.
-__device__ __forceinline__ void keep(const NormalisedRows& to, int64_t row, bool inside,
-                                     const Values& x, float rstd) {
+// Keeps row `row` for the backward pass as codes: x times rstd. All threads of the block must call
+// this.
+LSQ_INLINE void keep(const NormalisedRows& to, int64_t row, bool inside, const Values& x,
+                     float rstd) {
     const GradientScale s = gradient_scale(row_largest(x), to.largest);
     if (!inside) return;
     if (threadIdx.x % LANES == 0) to.scale[row] = s.scale * rstd;
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
-        if (!has(v)) continue;
-        int8_t code[kVector];
-#pragma unroll
-        for (int i = 0; i < kVector; ++i) {
-            code[i] = s.reciprocal == 0.0f ? static_cast<int8_t>(0)
-                                           : nearest_code(x[v][i] * s.reciprocal);
-        }
-        store8(to.codes + row * COLUMNS + column_of(v), code);
+        if (has(v)) store_nearest8(to.codes + row * COLUMNS + column_of(v), x[v], s.reciprocal);
     }
 }
 

@@ -1,6 +1,5 @@
-// Rounding of activations to codes under one clip; lsq/ops/rounding.py is the reference.
-//
-// Every thread rounds kAtOnce vectors, which are a block apart so that neighbours read neighbours.
+// Rounds activations to codes under one clip; lsq/ops/rounding.py is the reference. Every thread
+// rounds kAtOnce vectors, a block apart.
 #include "rounding.cuh"
 
 namespace {

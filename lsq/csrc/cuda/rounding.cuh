@@ -1,44 +1,39 @@
 // Rounding to codes and its straight-through gradient; lsq/quant/arithmetic.py is the reference.
 //
-// -DSTARTED=1: scales stand there, and only a NaN changes them; 0: the last block writes them.
-// Codes are int8, packed masks hold element i in bit i % 8 of byte i / 8.
+// -DSTARTED=1: scales are written before, and only a NaN changes them; 0: the last block writes
+// them. Codes are int8, packed masks hold element i in bit i % 8 of byte i / 8.
 #pragma once
 
 #include "random.cuh"
 #include "reduce.cuh"
 
-#ifndef STARTED
-#define STARTED 0
-#endif
-
 namespace lsq {
 
-// Where rounded values go: a Coded with its pointers at hand; nowhere if it has no codes.
+// Sink of rounded values; nothing if it has no codes.
 struct CodeSink {
     int8_t* codes;
     uint8_t* clipped;  // may be null
     float* error;      // may be null: (code - x / scale) / Q, 0 where clipped
     float* scale;
-    uint32_t* seen;    // may be null: the bits of the largest magnitude
+    uint32_t* seen;  // may be null: the bits of the largest magnitude
     float q, limit, step;
     float reciprocal;  // of the step; 0: values must be divided by the step
 
-    __device__ __forceinline__ explicit CodeSink(const Coded& coded)
+    LSQ_INLINE explicit CodeSink(const Coded& coded)
         : codes(coded.codes), clipped(coded.clipped), error(coded.error), scale(coded.scale),
           seen(reinterpret_cast<uint32_t*>(static_cast<float*>(coded.seen))), q(coded.largest),
           limit(coded.clip ? *coded.clip : 0.0f), step(limit / q),
           reciprocal(limit > kSmallestClip && limit < infinity() && !error ? 1.0f / step : 0.0f) {}
 
     // Rounds x, elements [element, element + 8). -> the largest magnitude
-    __device__ __forceinline__ Magnitude write8(int64_t element, const float (&x)[kVector]) const {
+    LSQ_INLINE Magnitude write8(int64_t element, const float (&x)[kVector]) const {
         if (!codes) return 0;
         return reciprocal != 0.0f ? multiply8(element, x) : divide8(element, x);
     }
 
-    // Instead of the quotient, x times the reciprocal is set right by what it leaves (Markstein
-    // 1990): the same number, unless it is so small that its code is 0 in any case.
-    __device__ __forceinline__ Magnitude multiply8(int64_t element,
-                                                   const float (&x)[kVector]) const {
+    // x times the reciprocal, corrected by its remainder (Markstein 1990), is the quotient, unless
+    // its code is 0 in any case.
+    LSQ_INLINE Magnitude multiply8(int64_t element, const float (&x)[kVector]) const {
         uint32_t code[kVector], outside = 0;
         Magnitude largest = 0;
 #pragma unroll
@@ -57,7 +52,7 @@ struct CodeSink {
         return largest;
     }
 
-    __device__ __forceinline__ Magnitude divide8(int64_t element, const float (&x)[kVector]) const {
+    LSQ_INLINE Magnitude divide8(int64_t element, const float (&x)[kVector]) const {
         float scaled[kVector];
         int8_t rounded[kVector];
         uint32_t outside = 0;
@@ -84,10 +79,10 @@ struct CodeSink {
         return largest;
     }
 
-    // All threads of all blocks must call this; see finish_scale. The codes of no rows have no
-    // address, but a scale.
+    // All threads of all blocks must call this; see finish_scale. No rows have no codes, but a
+    // scale.
     template <int THREADS>
-    __device__ __forceinline__ void finish(uint32_t* ticket, Magnitude largest) const {
+    LSQ_INLINE void finish(uint32_t* ticket, Magnitude largest) const {
 #if STARTED
         if (is_missing(largest)) scale[0] = not_a_number();
 #else
@@ -99,17 +94,16 @@ struct CodeSink {
     }
 };
 
-// Straight-through: zeroes the gradients of clipped values; returns what they add to the gradient
-// of the clip.
+// Zeroes the gradients of clipped values (straight-through). -> their part of the clip's gradient
 struct StraightThrough {
     const int8_t* codes;
     const uint8_t* clipped;  // null: nothing was rounded
     const float* error;      // null: PACT
 
-    __device__ __forceinline__ explicit StraightThrough(const Coded& coded)
+    LSQ_INLINE explicit StraightThrough(const Coded& coded)
         : codes(coded.codes), clipped(coded.clipped), error(coded.error) {}
 
-    __device__ __forceinline__ float apply8(int64_t element, float (&gradient)[kVector]) const {
+    LSQ_INLINE float apply8(int64_t element, float (&gradient)[kVector]) const {
         if (!clipped) return 0.0f;
         float sum = 0.0f;
         if (error) {

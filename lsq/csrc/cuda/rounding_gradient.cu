@@ -1,7 +1,5 @@
-// The gradient of a product at the end of a program: rounded per row if -DROUNDED, and summed over
-// rows for its bias if -DSUMMED.
-//
-// M rows, N = COLUMNS columns; lsq/ops/rounding.py is the reference.
+// Gradient of a product at the end of a program: rounded per row if -DROUNDED, and summed over rows
+// for its bias if -DSUMMED. M rows, N = COLUMNS columns; lsq/ops/rounding.py is the reference.
 #include "gradient.cuh"
 
 #ifndef SUMMED
@@ -13,28 +11,21 @@ LSQ_KERNEL __launch_bounds__(kThreads, kSumming)
     lsq_round_gradient(const RoundGradient op, Out<float> partial) {
     const Float* gradient = op.gradient;
     GradientSink sink{nullptr, op.rounded};
-    const auto load = [&](int64_t row) {
-        PackedRow<Float> loaded;
+    for_rows(op.rows, row_loader(gradient),
+             [&](int64_t row, bool inside, const PackedRow<Float>& loaded) {
+                 Values g = {};
 #pragma unroll
-        for (int v = 0; v < kVectors; ++v) {
-            if (has(v)) loaded.part[v] = load_packed(gradient + row * COLUMNS + column_of(v));
-        }
-        return loaded;
-    };
-    for_rows(op.rows, load, [&](int64_t row, bool inside, const PackedRow<Float>& loaded) {
-        Values g = {};
-#pragma unroll
-        for (int v = 0; v < kVectors; ++v) {
-            if (!inside || !has(v)) continue;
-            unpack8(loaded.part[v], g[v]);
+                 for (int v = 0; v < kVectors; ++v) {
+                     if (!inside || !has(v)) continue;
+                     unpack8(loaded.part[v], g[v]);
 #if SUMMED
-            sink.bias_sums.add(v, g[v]);
+                     sink.bias_sums.add(v, g[v]);
 #endif
-        }
+                 }
 #if ROUNDED
-        sink.write(row, inside, g);
+                 sink.write(row, inside, g);
 #endif
-    });
+             });
 #if SUMMED
     sink.bias_sums.write(partial + blockIdx.x * (COLUMNS + kPadding));
 #endif

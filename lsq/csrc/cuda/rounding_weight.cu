@@ -1,9 +1,6 @@
-// Rounding of a weight to codes under one clip for each row (output channel), or one for all. N
-// rows, K columns.
-//
-// A warp takes a row, so that a NaN in it is known where its scale is written; under a single clip
-// a NaN anywhere poisons all scales, which the last block sees to. lsq/ops/rounding.py is the
-// reference.
+// Rounds a weight to codes under one clip for each row (output channel), or one for all. N rows, K
+// columns. A warp takes a row, so that its scale knows of a NaN; under a single clip the last block
+// poisons all scales. lsq/ops/rounding.py is the reference.
 #include "reduce.cuh"
 
 namespace {
@@ -39,9 +36,7 @@ LSQ_KERNEL __launch_bounds__(kThreads, 3)
             for (int64_t column = kVector * lane; column < columns; column += kStep) {
                 float x[kVector];
                 load8(values + (row * columns + column), x);
-#pragma unroll
-                for (int i = 0; i < kVector; ++i)
-                    largest = Largest::join(largest, magnitude_of(x[i]));
+                largest = largest8(x, largest);
             }
             limit = clip_of(warp_reduce<Largest>(largest), limit);
             if (lane == 0) new_clip[row] = limit;

@@ -1,16 +1,16 @@
-// Rounding of a weight whose parameter is [inputs, outputs] to codes [outputs, inputs] under one
-// clip for each output, or one for all. K inputs, N outputs, P rows of codes, all multiples of 16.
+// Rounds a weight parameter [inputs, outputs] to codes [outputs, inputs] under one clip for each
+// output, or one for all. K inputs, N outputs, P rows of codes, all multiples of 16.
 //
-// A block takes a tile of 128 x 128 values through shared memory, as transposing codes does. Scales
-// are written first; a NaN then poisons that of its output, or all under a single clip.
-// lsq/ops/rounding.py is the reference.
+// A block takes a tile of 128 x 128 values through shared memory. Scales are written first; a NaN
+// then poisons that of its output, or all under a single clip. lsq/ops/rounding.py is the
+// reference.
 #include "reduce.cuh"
 #include "transpose.cuh"
 
-// clip [N] or [1] -> scale [P], 1 from N on. A thread for each, which finds its clip first where
-// that is to be new.
+// clip [N] or [1] -> scale [P], 1 from N on. A thread for each, which makes a new clip first if
+// wanted.
 LSQ_KERNEL __launch_bounds__(kTileThreads) lsq_begin_weight_in_out(const RoundWeight op) {
-    const int64_t output = static_cast<int64_t>(blockIdx.x) * kTileThreads + threadIdx.x;
+    const int64_t output = thread_of_grid<kTileThreads>();
     if (output >= op.rows) return;
     float *scale = op.weight.scale, *new_clip = op.new_clip;
     const float *clip = op.weight.clip, *values = op.weight.values;
@@ -27,14 +27,14 @@ LSQ_KERNEL __launch_bounds__(kTileThreads) lsq_begin_weight_in_out(const RoundWe
 }
 LSQ_EXPORT(lsq_begin_weight_in_out)
 
-// values [K, N] -> codes [P, K], and [K, P] where those are wanted as well.
+// values [K, N] -> codes [P, K], and [K, P] if wanted.
 LSQ_KERNEL __launch_bounds__(kTileThreads) lsq_round_weight_in_out(const RoundWeight op) {
-    const TilePlace tile{blockIdx.x, blockIdx.y};
+    const TilePosition tile{blockIdx.x, blockIdx.y};
     const int64_t input = tile.row(), output = tile.column(), inputs = op.columns,
                   outputs = op.valid;
-    const float *values = op.weight.values, *given = op.weight.clip, *found = op.new_clip,
+    const float *values = op.weight.values, *old_clip = op.weight.clip, *new_clip = op.new_clip,
                 q = op.weight.largest;
-    const float* clip = found ? found : given;
+    const float* clip = new_clip ? new_clip : old_clip;
     float* scale = op.weight.scale;
     uint32_t word[kGroupColumns] = {}, missing = 0;  // a word of four inputs for each output; a bit
     if (output < outputs) {

@@ -1,10 +1,10 @@
-// Rows of COLUMNS values, each held by LANES threads in vectors of 8, several rows in a block at a
+// Rows of COLUMNS values, each held by LANES threads in vectors of 8, several rows per block at a
 // time.
 //
-// COLUMNS and LANES come as -D (lsq/native/geometry.py chooses LANES); COLUMNS is a multiple of 8.
-// Thread `lane` of a row owns vectors lane, lane + LANES, ... Blocks stride over the rows, so that
-// sums over columns stay in registers until the end; each block then writes one partial row, and
-// lsq_finish_sums (sums.cu) adds those in order.
+// -DCOLUMNS is a multiple of 8; lsq/native/geometry.py chooses -DLANES. Thread `lane` of a row owns
+// vectors lane, lane + LANES, ... Blocks stride over the rows, so that sums over columns stay in
+// registers; each block then writes one partial row, and lsq_finish_sums (sums.cu) adds those in
+// order.
 #pragma once
 
 #include "reduce.cuh"
@@ -13,7 +13,7 @@ namespace lsq {
 
 constexpr int kThreads = 256;
 constexpr int kRows = kThreads / LANES;  // of a block at a time
-constexpr int kPadding = 4;               // numbers beyond its sums that a partial row has
+constexpr int kPadding = 4;              // numbers beyond its sums that a partial row has
 constexpr int kVectors = (COLUMNS / kVector + LANES - 1) / LANES;
 
 static_assert(COLUMNS % kVector == 0, "rows are whole vectors");
@@ -21,37 +21,32 @@ static_assert(kThreads % LANES == 0, "LANES divides the threads of a block");
 
 using Values = float[kVectors][kVector];  // what one thread holds of a row
 
-// The same as it lies in memory.
 template <class T>
 struct PackedRow {
     Packed<T> part[kVectors];
 };
 
-__device__ __forceinline__ int row_in_block() { return threadIdx.x / LANES; }
-__device__ __forceinline__ int column_of(int vector) {
-    return kVector * (threadIdx.x % LANES + vector * LANES);
-}
+LSQ_INLINE int row_in_block() { return threadIdx.x / LANES; }
+LSQ_INLINE int column_of(int vector) { return kVector * (threadIdx.x % LANES + vector * LANES); }
 // Whether the thread has that vector at all.
-__device__ __forceinline__ bool has(int vector) {
+LSQ_INLINE bool has(int vector) {
     return (vector + 1) * LANES * kVector <= COLUMNS || column_of(vector) < COLUMNS;
 }
 
-// Blackwell's assembler begins more loads early, and would spill where those of older GPUs do not.
+// Blackwell's assembler begins more loads early, and would spill.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
 constexpr bool kEager = true;
 #else
 constexpr bool kEager = false;
 #endif
-// Blocks that a multiprocessor holds at once, at least: of kernels that keep a row and pointers,
-// and of those that keep sums over rows.
+// Least blocks of a multiprocessor: of kernels that keep a row and pointers, or sums over rows.
 constexpr int kMedium = kVectors > 2 ? 1 : kEager ? 2 : 3;
 constexpr int kSumming = kVectors > 2 || (kEager && sizeof(Float) == 4) ? 1 : 2;
 
-// Calls work(row, inside, operands) for the rows of this block; load(row) says what a row's
-// operands are. Where registers allow, a row is loaded while the row before it is worked on. All
-// threads call `work` equally often.
+// Calls work(row, inside, operands) for the rows of this block; load(row) makes the operands, a row
+// ahead if registers allow. All threads call `work` equally often.
 template <class Load, class Work>
-__device__ __forceinline__ void for_rows(int64_t rows, const Load& load, const Work& work) {
+LSQ_INLINE void for_rows(int64_t rows, const Load& load, const Work& work) {
     const int64_t step = static_cast<int64_t>(kRows) * gridDim.x;
     int64_t first = static_cast<int64_t>(kRows) * blockIdx.x, row = first + row_in_block();
     using Operands = decltype(load(row));
@@ -71,10 +66,23 @@ __device__ __forceinline__ void for_rows(int64_t rows, const Load& load, const W
     }
 }
 
-__device__ __forceinline__ float row_sum(float x) { return group_reduce<Sum, LANES, kThreads>(x); }
+// Loads rows of a matrix [rows, COLUMNS], for for_rows.
+template <class T>
+LSQ_INLINE auto row_loader(const T* from) {
+    return [=](int64_t row) {
+        PackedRow<T> packed;
+#pragma unroll
+        for (int v = 0; v < kVectors; ++v) {
+            if (has(v)) packed.part[v] = load_packed(from + row * COLUMNS + column_of(v));
+        }
+        return packed;
+    };
+}
+
+LSQ_INLINE float row_sum(float x) { return group_reduce<Sum, LANES, kThreads>(x); }
 
 // Largest magnitude of a row; NaN if one is.
-__device__ __forceinline__ float row_largest(const Values& x) {
+LSQ_INLINE float row_largest(const Values& x) {
     float largest = 0.0f;
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
@@ -86,7 +94,7 @@ __device__ __forceinline__ float row_largest(const Values& x) {
 }
 
 // Sums of two numbers over a row.
-__device__ __forceinline__ void row_sums(float& a, float& b) {
+LSQ_INLINE void row_sums(float& a, float& b) {
     a = warp_reduce<Sum>(a);
     b = warp_reduce<Sum>(b);
     if (LANES == kWarp) return;
@@ -101,18 +109,15 @@ __device__ __forceinline__ void row_sums(float& a, float& b) {
     for (int i = 1; i < warps; ++i) a += part[begin + i][0], b += part[begin + i][1];
 }
 
-// Sums per column of what a thread's rows add.
+// Sums of columns over a thread's rows.
 struct ColumnSums {
     Values sum = {};
 
-    __device__ __forceinline__ void add(int vector, const float (&x)[kVector]) {
-#pragma unroll
-        for (int i = 0; i < kVector; ++i) sum[vector][i] += x[i];
-    }
+    LSQ_INLINE void add(int vector, const float (&x)[kVector]) { add8(x, sum[vector]); }
 
     // Writes the block's sums [COLUMNS]: those of its rows in order. All threads of the block must
     // call this.
-    __device__ __forceinline__ void write(float* out) const {
+    LSQ_INLINE void write(float* out) const {
         if (kRows == 1) {
 #pragma unroll
             for (int v = 0; v < kVectors; ++v) {
@@ -148,21 +153,20 @@ struct ColumnSums {
     }
 };
 
-// The same in shared memory, for kernels that have no registers left: every thread has its own
-// words of it.
+// ColumnSums in shared memory, for kernels without registers left; every thread has its own words.
 struct SharedColumnSums {
     static constexpr int kWords = 2 * kVectors * kThreads;
     float4* words;  // [kWords]
 
     // All threads must call this before the first `add`.
-    __device__ __forceinline__ void clear() const {
+    LSQ_INLINE void clear() const {
 #pragma unroll
         for (int i = 0; i < 2 * kVectors; ++i) {
             store_words(words + i * kThreads + threadIdx.x, make_float4(0.0f, 0.0f, 0.0f, 0.0f));
         }
     }
 
-    __device__ __forceinline__ void add(int vector, const float (&x)[kVector]) const {
+    LSQ_INLINE void add(int vector, const float (&x)[kVector]) const {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             float4* sum = words + (2 * vector + half) * kThreads + threadIdx.x;
@@ -174,7 +178,7 @@ struct SharedColumnSums {
 
     // Writes the block's sums [COLUMNS]: those of its rows in order. All threads of the block must
     // call this.
-    __device__ __forceinline__ void write(float* out) const {
+    LSQ_INLINE void write(float* out) const {
         __syncthreads();
         for (int four = threadIdx.x; four < COLUMNS / 4; four += kThreads) {
             const int part = four / 2 / LANES * 2 + four % 2,
@@ -191,9 +195,16 @@ struct SharedColumnSums {
 
 // Writes the block's sum of x [1]. All threads of the block must call this.
 template <int THREADS = kThreads>
-__device__ __forceinline__ void write_block_sum(float x, float* out) {
+LSQ_INLINE void write_block_sum(float x, float* out) {
     const float total = group_reduce<Sum, THREADS, THREADS>(x);
     if (threadIdx.x == 0) out[0] = total;
+}
+
+// Writes the block's partial row: sums of columns, and behind them the sum of `clip`.
+LSQ_INLINE void write_partial(const ColumnSums& sums, float clip, float* partial) {
+    float* out = partial + blockIdx.x * (COLUMNS + kPadding);
+    sums.write(out);
+    write_block_sum(clip, out + COLUMNS);
 }
 
 }  // namespace lsq

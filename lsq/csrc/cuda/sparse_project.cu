@@ -1,10 +1,9 @@
-// A product of codes with a 2:4 sparse weight and its epilogue in one kernel: M rows, P outputs, K
+// Product of codes with a 2:4 sparse weight and its epilogue in one kernel: M rows, P outputs, K
 // values, both multiples of 16.
 //
-// Made for the few rows of a step of decoding, which wait for the weight: outputs stand where
-// tensor cores have most room, and each word of the weight is read once, in the order of registers
-// (lsq/ops/sparse_weight.py). A block makes 16 outputs of 32 rows; its warps share the steps of 64
-// values along K.
+// For the few rows of a step of decoding, which wait for the weight: each word of it is read once,
+// in the order of registers (lsq/ops/sparse_weight.py). A block makes 16 outputs of 32 rows; its
+// warps share the steps of 64 values along K.
 #include "project_epilogue.cuh"
 #include "tensor_core.cuh"
 
@@ -12,7 +11,7 @@ namespace {
 
 constexpr int kSparseThreads = 128, kSparseWarps = kSparseThreads / kWarp;
 constexpr int kOutputs = 16, kRows = 32, kRowTiles = kRows / 8, kStep = 64;
-// Of a row of sums in shared memory: quads keep their alignment.
+// Stride of a row of sums in shared memory; quads stay aligned.
 constexpr int kStride = kOutputs + 4;
 
 }  // namespace
@@ -27,9 +26,9 @@ LSQ_KERNEL __launch_bounds__(kSparseThreads)
     int32_t sums[kRowTiles][4] = {};
 #pragma unroll 1
     for (int64_t step = warp; step < steps; step += kSparseWarps) {
-        const int64_t place = (static_cast<int64_t>(blockIdx.x) * steps + step) * kWarp + lane;
-        const uint4 of_weight = load_words<uint4>(op.weight.values + place * sizeof(uint4));
-        const uint32_t kept = load_words<uint32_t>(op.weight.kept + place * sizeof(uint32_t));
+        const int64_t index = (static_cast<int64_t>(blockIdx.x) * steps + step) * kWarp + lane;
+        const uint4 of_weight = load_words<uint4>(op.weight.values + index * sizeof(uint4));
+        const uint32_t kept = load_words<uint32_t>(op.weight.kept + index * sizeof(uint32_t));
         const uint32_t a[4] = {of_weight.x, of_weight.y, of_weight.z, of_weight.w};
         const int64_t column = step * kStep + part * sizeof(uint4);
 #pragma unroll
@@ -70,9 +69,7 @@ LSQ_KERNEL __launch_bounds__(kSparseThreads)
         float y[kVector], added[kVector], factor[kVector];
         end.bias8(column, added);
         factor8(op, column, factor);
-        const float of_row = row_scale(op.x.coded, first + row);
-#pragma unroll
-        for (int i = 0; i < kVector; ++i) y[i] = static_cast<float>(sum[i]) * (factor[i] * of_row);
+        scale_sums8(sum, factor, row_scale(op.x.coded, first + row), y);
         largest = end.write8((first + row) * op.columns + column, added, y);
     }
     end.codes.finish<kSparseThreads>(ticket, largest);

@@ -1,28 +1,26 @@
-// Adds up what the blocks of other kernels have summed: partial rows of W sums, in order, one
-// result a column.
+// Adds up the partial rows of other kernels' blocks, W sums each, in order, one result per column.
 //
-// A row holds up to three sums of N columns side by side and, where a clip is wanted, one number
-// more or several, whose sum is taken in double precision, as on the CPU. lsq/ops/sums.py is the
-// reference.
-#include "device.cuh"
+// A row holds up to three sums of N columns side by side and, with a clip, one or several numbers
+// more, whose sum is taken in double precision, as on the CPU. lsq/ops/sums.py is the reference.
+#include "reduce.cuh"
 
 namespace {
 
-// Of a block: threads of a column take the rows in `kSlices` runs.
+// A block's columns; its threads of a column take the rows in `kSlices` runs.
 constexpr int kColumns = 32, kSlices = 8;
-// Of a multiprocessor, at once: left to itself, NVRTC 13.0 aims at 5 and spills.
+// Blocks of a multiprocessor: NVRTC 13.0 itself aims at 5 and spills.
 constexpr int kLeastBlocks = 4;
 
-__device__ __forceinline__ float run_sum(
-    const float* partial, int64_t width, int64_t column, int64_t begin, int64_t end) {
+LSQ_INLINE float run_sum(const float* partial, int64_t width, int64_t column, int64_t begin,
+                         int64_t end) {
     float sum = 0.0f;
 #pragma unroll 8
     for (int64_t row = begin; row < end; ++row) sum += partial[row * width + column];
     return sum;
 }
 
-// Columns [kColumns * blockIdx.x, ...) of the totals, and the clip's in the first block.
-__device__ __forceinline__ void finish(const PartialSums& one) {
+// Finishes columns [kColumns * blockIdx.x, ...), and the clip in the first block.
+LSQ_INLINE void finish(const PartialSums& one) {
     const float* partial = one.parts;
     const int64_t rows = one.blocks, width = one.width, all = one.sums * one.columns;
     __shared__ float part[kSlices][kColumns];
@@ -44,9 +42,7 @@ __device__ __forceinline__ void finish(const PartialSums& one) {
         if (out) out[column % one.columns] = total;
     }
     if (one.clip && blockIdx.x == 0) {
-        // Many partial rows, mostly one number of each: every thread takes some, so that their
-        // loads overlap.
-        __shared__ double totals[kColumns * kSlices];
+        // Every thread takes some of the many rows, so that their loads overlap.
         double total = 0.0;
 #pragma unroll 8
         for (int64_t row = threadIdx.x; row < rows; row += kColumns * kSlices) {
@@ -55,25 +51,21 @@ __device__ __forceinline__ void finish(const PartialSums& one) {
 #pragma unroll 4
             for (int64_t i = 1; i < one.clip_parts; ++i) total += numbers[i];
         }
-        totals[threadIdx.x] = total;
-        for (int distance = kColumns * kSlices / 2; distance; distance /= 2) {
-            __syncthreads();
-            if (threadIdx.x < distance) totals[threadIdx.x] += totals[threadIdx.x + distance];
-        }
-        if (threadIdx.x == 0) one.clip[0] = static_cast<float>(totals[0] * one.factor);
+        total = block_total<kColumns * kSlices>(total);
+        if (threadIdx.x == 0) one.clip[0] = static_cast<float>(total * one.factor);
     }
 }
 
 }  // namespace
 
-// Those of many operations, with blockIdx.y.
+// Sums of many operations, by blockIdx.y.
 LSQ_KERNEL __launch_bounds__(kColumns* kSlices, kLeastBlocks)
     lsq_finish_sums(const __grid_constant__ FinishSums op) {
     finish(op.sums[blockIdx.y]);
 }
 LSQ_EXPORT(lsq_finish_sums)
 
-// Those of one operation that runs by itself.
+// Sums of one operation.
 LSQ_KERNEL __launch_bounds__(kColumns* kSlices, kLeastBlocks)
     lsq_finish_own_sums(In<float> parts, Out<float> first, Out<float> second, Out<float> third,
                         Out<float> clip, int64_t sums, int64_t columns, int64_t blocks,

@@ -1,8 +1,7 @@
-// Tensor cores, and what brings their operands from memory to registers: the only file with their
-// PTX beside warpgroup.cuh.
+// Tensor cores, and loads of their operands: the only file with their PTX beside warpgroup.cuh.
 //
 // Fragments are those of mma.sync m16n8k32 of int8 and of m16n8k16 of bfloat16, whose rows are 32
-// bytes alike. Of lane = 4 * group + part: a, 16 rows, has bytes [16 * i + 4 * part, + 4) of row
+// bytes alike. With lane = 4 * group + part: a, 16 rows, has bytes [16 * i + 4 * part, + 4) of row
 // `group` in word 2 * i, and of row group + 8 in word 2 * i + 1; b, 8 rows, of row `group`, in word
 // i; sums [16, 8] has columns 2 * part and 2 * part + 1 of row `group` in numbers 0 and 1, of row
 // group + 8 in 2 and 3. All lanes of a warp must call `multiply` and `load_matrices` together.
@@ -13,7 +12,7 @@
 namespace lsq {
 
 // sums += a times b transposed, of int8: exact modulo 2^32.
-__device__ __forceinline__ void multiply(int32_t (&sums)[4], const uint32_t (&a)[4],
+LSQ_INLINE void multiply(int32_t (&sums)[4], const uint32_t (&a)[4],
                                          const uint32_t (&b)[2]) {
 #ifdef LSQ_EMULATOR
     emulator_multiply(sums, a, b);
@@ -25,12 +24,11 @@ __device__ __forceinline__ void multiply(int32_t (&sums)[4], const uint32_t (&a)
 #endif
 }
 
-// sums += a times b transposed, of int8, where a [16, 64] is 2:4 sparse and has the 32 values of
-// each row that are kept as a dense a would have them; b [8, 64] has byte 16 * i + 4 * part of row
-// `group` in word i. `kept` names the positions of the kept, as lsq/models/sparsity/packed.py does:
-// eight groups of four, four bits each, of row `group` in parts 0 and 2, of row group + 8 in 1 and
-// 3, the first 32 columns in 0 and 1.
-__device__ __forceinline__ void multiply_sparse(int32_t (&sums)[4], const uint32_t (&a)[4],
+// sums += a times b transposed, of int8. a [16, 64] is 2:4 sparse and has its 32 kept values per
+// row as a dense a would; b [8, 64] has byte 16 * i + 4 * part of row `group` in word i. `kept`:
+// their positions, as in lsq/models/sparsity/packed.py: eight groups of four, four bits each, of
+// row `group` in parts 0 and 2, of row group + 8 in 1 and 3, the first 32 columns in 0 and 1.
+LSQ_INLINE void multiply_sparse(int32_t (&sums)[4], const uint32_t (&a)[4],
                                                 const uint32_t (&b)[4], uint32_t kept) {
 #ifdef LSQ_EMULATOR
     emulator_multiply_sparse(sums, a, b, kept);
@@ -44,7 +42,7 @@ __device__ __forceinline__ void multiply_sparse(int32_t (&sums)[4], const uint32
 }
 
 // As `multiply`, of bfloat16. Products are exact, and sums of whole numbers below 2^24 are.
-__device__ __forceinline__ void multiply(float (&sums)[4], const uint32_t (&a)[4],
+LSQ_INLINE void multiply(float (&sums)[4], const uint32_t (&a)[4],
                                          const uint32_t (&b)[2]) {
 #ifdef LSQ_EMULATOR
     emulator_multiply(sums, a, b);
@@ -57,7 +55,7 @@ __device__ __forceinline__ void multiply(float (&sums)[4], const uint32_t (&a)[4
 }
 
 // Two floats as bfloat16, rounded to nearest even, `low` in the lower half.
-__device__ __forceinline__ uint32_t bfloat16_pair(float low, float high) {
+LSQ_INLINE uint32_t bfloat16_pair(float low, float high) {
 #ifdef LSQ_EMULATOR
     return emulator_bfloat16_pair(low, high);
 #else
@@ -67,7 +65,7 @@ __device__ __forceinline__ uint32_t bfloat16_pair(float low, float high) {
 #endif
 }
 
-__device__ __forceinline__ uint32_t shared_address(const void* address) {
+LSQ_INLINE uint32_t shared_address(const void* address) {
 #ifdef LSQ_EMULATOR
     return emulator_shared_address(address);
 #else
@@ -75,11 +73,11 @@ __device__ __forceinline__ uint32_t shared_address(const void* address) {
 #endif
 }
 
-// Matrices of 8 rows of 16 bytes in shared memory; lane i says where row i % 8 of matrix i / 8
-// lies, a multiple of 16. A lane gets bytes [4 * part, + 4) of row `group` of each; transposed, as
-// a matrix of 8 x 8 two-byte values.
+// Loads matrices of 8 rows of 16 bytes from shared memory; lane i gives the address of row i % 8 of
+// matrix i / 8, a multiple of 16, and gets bytes [4 * part, + 4) of row `group` of each;
+// transposed, as a matrix of 8 x 8 two-byte values.
 template <int MATRICES, bool TRANSPOSED = false>
-__device__ __forceinline__ void load_matrices(const void* row, uint32_t (&words)[MATRICES]) {
+LSQ_INLINE void load_matrices(const void* row, uint32_t (&words)[MATRICES]) {
     static_assert(MATRICES == 1 || MATRICES == 2 || MATRICES == 4, "1, 2 or 4 at a time");
 #ifdef LSQ_EMULATOR
     emulator_load_matrices<MATRICES, TRANSPOSED>(row, words);
@@ -104,10 +102,9 @@ __device__ __forceinline__ void load_matrices(const void* row, uint32_t (&words)
 }
 
 // Begins to copy BYTES (4, 8 or 16) from global to shared memory, both at multiples of BYTES; zeros
-// where not `inside`: then nothing is read. What is copied is there for this thread once it has
-// waited for it, for others after a barrier.
+// unless `inside`. This thread sees them once it has waited, others after a barrier.
 template <int BYTES>
-__device__ __forceinline__ void copy_async(void* to, const void* from, bool inside = true) {
+LSQ_INLINE void copy_async(void* to, const void* from, bool inside = true) {
     static_assert(BYTES == 4 || BYTES == 8 || BYTES == 16, "4, 8 or 16 bytes at a time");
 #ifdef LSQ_EMULATOR
     emulator_copy_async(to, from, BYTES, !inside);
@@ -123,8 +120,8 @@ __device__ __forceinline__ void copy_async(void* to, const void* from, bool insi
 #endif
 }
 
-// The copies that this thread has begun since the last call are a group, perhaps an empty one.
-__device__ __forceinline__ void commit_copies() {
+// Makes the copies since the last call a group, perhaps an empty one.
+LSQ_INLINE void commit_copies() {
 #ifdef LSQ_EMULATOR
     emulator_commit_copies();
 #else
@@ -134,7 +131,7 @@ __device__ __forceinline__ void commit_copies() {
 
 // Waits until all but the newest GROUPS groups of this thread have arrived.
 template <int GROUPS>
-__device__ __forceinline__ void wait_copies() {
+LSQ_INLINE void wait_copies() {
 #ifdef LSQ_EMULATOR
     emulator_wait_copies(GROUPS);
 #else

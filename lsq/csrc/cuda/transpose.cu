@@ -1,10 +1,10 @@
-// Transposed codes for the backward products, which need both operands contiguous along the inner
+// Transposes codes for the backward products, whose operands are contiguous along the inner
 // dimension.
 //
-// M rows, N columns, a multiple of 16; P is M rounded up to a multiple of 16, and what lies beyond
-// M is 0. Rounding codes times factors of their rows with a scale for each column takes two
-// launches: largest magnitudes of parts of the rows, then scales and codes. lsq/quant/arithmetic.py
-// (round_columns) is the reference.
+// M rows, N columns, a multiple of 16; P is M rounded up to a multiple of 16, with zeros beyond M.
+// Rounding codes times row factors with a scale per column takes two launches: largest magnitudes
+// of parts of the rows, then scales and codes. lsq/quant/arithmetic.py (round_columns) is the
+// reference.
 #include "random.cuh"
 #include "reduce.cuh"
 #include "rounding.cuh"
@@ -16,7 +16,7 @@ constexpr int kColumnGroups = kTile / kGroupColumns, kRowGroups = kTileThreads /
 constexpr int kSlices = kTileThreads / kTile;  // threads of a column
 
 // 16 codes of a row times its factor.
-__device__ __forceinline__ void load16(const int8_t* from, float factor, float (&x)[16]) {
+LSQ_INLINE void load16(const int8_t* from, float factor, float (&x)[16]) {
     const uint4 words = load_words<uint4>(from);
     const uint32_t four[4] = {words.x, words.y, words.z, words.w};
 #pragma unroll
@@ -24,11 +24,10 @@ __device__ __forceinline__ void load16(const int8_t* from, float factor, float (
         x[i] = static_cast<float>(static_cast<int8_t>(four[i / 4] >> (8 * (i % 4)))) * factor;
 }
 
-// A tile of codes int8 [rows, columns] -> out int8 [columns, padded]. All threads of the block must
-// call this.
-__device__ __forceinline__ void transpose_tile(const TilePlace tile, const int8_t* codes,
-                                               int8_t* out, int64_t rows, int64_t columns,
-                                               int64_t padded) {
+// Transposes a tile of codes [rows, columns] to out [columns, padded]. All threads of the block
+// must call this.
+LSQ_INLINE void transpose_tile(const TilePosition tile, const int8_t* codes, int8_t* out,
+                               int64_t rows, int64_t columns, int64_t padded) {
     const int64_t row = tile.row(), column = tile.column();
     const int8_t* from = codes + (row * columns + column);
     uint4 line[kGroupRows];
@@ -37,9 +36,10 @@ __device__ __forceinline__ void transpose_tile(const TilePlace tile, const int8_
         line[r] = make_uint4(0, 0, 0, 0);
         if (row + r < rows && column < columns) line[r] = load_words<uint4>(from + r * columns);
     }
-    uint32_t word[4][4] = {
-        {line[0].x, line[1].x, line[2].x, line[3].x}, {line[0].y, line[1].y, line[2].y, line[3].y},
-        {line[0].z, line[1].z, line[2].z, line[3].z}, {line[0].w, line[1].w, line[2].w, line[3].w}};
+    uint32_t word[4][4] = {{line[0].x, line[1].x, line[2].x, line[3].x},
+                           {line[0].y, line[1].y, line[2].y, line[3].y},
+                           {line[0].z, line[1].z, line[2].z, line[3].z},
+                           {line[0].w, line[1].w, line[2].w, line[3].w}};
     uint32_t column_word[kGroupColumns];
 #pragma unroll
     for (int i = 0; i < kGroupColumns; ++i) {
@@ -49,10 +49,10 @@ __device__ __forceinline__ void transpose_tile(const TilePlace tile, const int8_
     store_transposed(tile, column_word, out, columns, padded);
 }
 
-// Joins what lanes DISTANCE apart have of the same columns: either keeps HALF of them. -> the first
-// of these
+// Joins lanes DISTANCE apart with the same columns: either keeps HALF of them. -> the first of
+// these
 template <int HALF, int DISTANCE>
-__device__ __forceinline__ int join_half(float (&largest)[16]) {
+LSQ_INLINE int join_half(float (&largest)[16]) {
     const bool upper = threadIdx.x & DISTANCE;
 #pragma unroll
     for (int i = 0; i < HALF; ++i) {
@@ -63,15 +63,14 @@ __device__ __forceinline__ int join_half(float (&largest)[16]) {
     return upper ? HALF : 0;
 }
 
-// What the codes of a row of x are multiplied by.
-__device__ __forceinline__ float factor_of(const ProjectWeightGradient& op, int64_t row) {
+LSQ_INLINE float factor_of(const ProjectWeightGradient& op, int64_t row) {
     return op.gradient.scale[row] * row_scale(op.x.coded, row);
 }
 
 // x [M, N] -> partial float32 [N]: each column's largest magnitude in rows [begin, end), NaN if one
-// is. All threads of the block must call this; it takes one tile of the columns.
-__device__ __forceinline__ void column_largest(
-    int64_t tile, const ProjectWeightGradient& op, float* partial, int64_t begin, int64_t end) {
+// is, for one tile of the columns. All threads of the block must call this.
+LSQ_INLINE void column_largest(int64_t tile, const ProjectWeightGradient& op, float* partial,
+                               int64_t begin, int64_t end) {
     const int8_t* codes = op.x.coded.codes;
     const int64_t columns = op.columns,
                   column = tile * kTile + threadIdx.x % kColumnGroups * kGroupColumns;
@@ -104,11 +103,10 @@ __device__ __forceinline__ void column_largest(
     partial[mine] = overall;
 }
 
-// partial float32 [parts, N] -> the reciprocals of a tile's columns, for rounding to codes within
-// q; and their scales, unless that is null. All threads of the block must call this.
-__device__ __forceinline__ void column_scales(
-    int64_t tile, const float* partial, int64_t parts, int64_t columns, float q, float* scale,
-    float (&reciprocal)[kTile]) {
+// partial [parts, N] -> reciprocals of a tile's columns, for codes within q, and their scales,
+// unless null. All threads of the block must call this.
+LSQ_INLINE void column_scales(int64_t tile, const float* partial, int64_t parts, int64_t columns,
+                              float q, float* scale, float (&reciprocal)[kTile]) {
     __shared__ float slices[kSlices][kTile];
     const int slice = threadIdx.x / kTile, here = threadIdx.x % kTile;
     const int64_t column = tile * kTile + here;
@@ -135,16 +133,16 @@ __device__ __forceinline__ void column_scales(
 }  // namespace
 
 // codes int8 [M, N] -> out int8 [N, P].
-LSQ_KERNEL __launch_bounds__(kTileThreads) lsq_transpose_codes(
-    In<int8_t> codes, Out<int8_t> out, int64_t rows, int64_t columns, int64_t padded) {
+LSQ_KERNEL __launch_bounds__(kTileThreads)
+    lsq_transpose_codes(In<int8_t> codes, Out<int8_t> out, int64_t rows, int64_t columns,
+                        int64_t padded) {
     transpose_tile({blockIdx.x, blockIdx.y}, codes, out, rows, columns, padded);
 }
 LSQ_EXPORT(lsq_transpose_codes)
 
-// What the product for the gradient of a weight begins with, for both of its operands: the codes of
-// the gradient [M, outputs], transposed to [outputs, P]; and partial float32 [parts, N], largest
-// magnitudes of the columns of x [M, N] times the scales of rows in `parts` runs of rows. The first
-// blocks do the latter.
+// Prepares both operands of the product for the gradient of a weight: the gradient's codes [M,
+// outputs], transposed to [outputs, P], and partial [parts, N], largest magnitudes of the columns
+// of x [M, N] times the scales of rows, in `parts` runs of rows, by the first blocks.
 LSQ_KERNEL __launch_bounds__(kTileThreads, 2)
     lsq_begin_weight_gradient(const ProjectWeightGradient op, Out<int8_t> transposed,
                               Out<float> partial, int64_t parts, int64_t outputs, int64_t padded) {
@@ -161,12 +159,12 @@ LSQ_KERNEL __launch_bounds__(kTileThreads, 2)
 }
 LSQ_EXPORT(lsq_begin_weight_gradient)
 
-// x [M, N] of the gradient of a weight times the scales of rows, partial [parts, N] -> scale [N]
-// and out int8 [N, P], rounded at random.
+// x [M, N] times the scales of rows, partial [parts, N] -> scale [N] and out [N, P], rounded at
+// random.
 LSQ_KERNEL __launch_bounds__(kTileThreads)
     lsq_round_transposed(const ProjectWeightGradient op, In<float> partial, Out<float> scale,
                          Out<int8_t> out, int64_t parts, int64_t padded) {
-    const TilePlace tile{blockIdx.x, blockIdx.y};
+    const TilePosition tile{blockIdx.x, blockIdx.y};
     const int64_t row = tile.row(), column = tile.column(), rows = op.rows, columns = op.columns;
     const int8_t* codes = op.x.coded.codes;
     const float q = op.gradient.largest;
@@ -182,8 +180,7 @@ LSQ_KERNEL __launch_bounds__(kTileThreads)
         // A word for each row.
         PhiloxWords drawn = philox_group(op.key[0], op.subsequence, row / kGroupRows);
         const uint32_t offset = static_cast<uint32_t>(column) * kWordStep;
-        // Each row's codes come in at the top of the columns' words; unrolling this would only cost
-        // registers.
+        // Each row's codes enter at the top of the columns' words; unrolling costs registers.
 #pragma unroll 1
         for (int r = 0; r < kGroupRows; ++r) {
             if (row + r >= rows) {
@@ -202,7 +199,6 @@ LSQ_KERNEL __launch_bounds__(kTileThreads)
             }
         }
 #pragma unroll
-        // Where something is not finite.
         for (int i = 0; i < 16; ++i) word[i] = inverse[i] == 0.0f ? 0 : word[i];
     }
     store_transposed(tile, word, out, columns, padded);

@@ -1,6 +1,6 @@
-// Log-softmax, label-smoothed cross-entropy and their gradient on a block of float logits;
-// lsq/ops/vocabulary_loss.py is the reference. vocabulary_sums.cu adds up the losses of rows. Of
-// codes no logits exist: vocabulary_loss_product.cu.
+// Label-smoothed cross-entropy and its gradient on a block of float logits;
+// lsq/ops/vocabulary_loss.py is the reference. vocabulary_sums.cu adds up the losses of rows;
+// vocabulary_loss_product.cu is for codes.
 //
 // M rows, V words, P padded words. ROW_THREADS threads take one row of logits float32 [P], rows
 // `stride` apart, a multiple of 8; a block of logits begins at row `first`.
@@ -14,13 +14,13 @@ namespace {
 
 // Calls use(column) for each vector [column, column + 8) of a row that belongs to the thread.
 template <class Use>
-__device__ __forceinline__ void each8(int columns, Use use) {
+LSQ_INLINE void each8(int columns, Use use) {
     for (int column = kVector * threadIdx.x; column < columns; column += kVector * ROW_THREADS)
         use(column);
 }
 
 template <class Operation>
-__device__ __forceinline__ float block_reduce(float value) {
+LSQ_INLINE float block_reduce(float value) {
     return group_reduce<Operation, ROW_THREADS, ROW_THREADS>(value);
 }
 

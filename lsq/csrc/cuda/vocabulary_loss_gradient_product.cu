@@ -1,35 +1,30 @@
-// The gradient of logits of codes, which are made again, a tile a block: M rows, P words, a
-// multiple of 16, K values, likewise.
+// Gradient of logits of codes, which are computed again, one tile per block: M rows, P words, K
+// values, both multiples of 16.
 //
-// -DROUNDED=1: rounded at random, by a bound that is known for each row; 0: as it is, Float.
+// -DROUNDED=1: rounded at random, by a known bound for each row; 0: Float.
 // lsq/ops/vocabulary_loss.py is the reference.
 #include "random.cuh"
 #include "vocabulary_loss_tile.cuh"
 
-#ifndef ROUNDED
-#define ROUNDED 0
-#endif
-
 namespace {
 
-// What holds for a row of the tile, which threads share.
+// Values of a row of the tile.
 struct alignas(16) GradientRow {
     float shift;       // log of the normaliser
     float reciprocal;  // of its scale, 1 for floats; 0: the row's gradient is 0
-    short place;       // of the target; -1 if it lies elsewhere
-    short likeliest;   // index of the other word that is no code, likewise
+    short target;      // its index in the tile, or -1
+    short likeliest;   // index of the other kept word, or -1
     uint32_t word;     // random, of column 0
 
-    __device__ __forceinline__ static GradientRow of(const VocabularyLossGradient& op,
-                                                     int64_t row) {
+    LSQ_INLINE static GradientRow of(const VocabularyLossGradient& op, int64_t row) {
         const int64_t word = op.prediction.target[row];
         GradientRow made{op.normaliser[row], word != op.prediction.padding ? 1.0f : 0.0f,
-                         place_in_tile(word), -1, 0};
+                         index_in_tile(word), -1, 0};
 #if ROUNDED
         const GradientScale scale = gradient_scale(op.bound[row], op.rounded.largest);
         if (blockIdx.x == 0) op.rounded.scale[row] = scale.scale * op.dloss[0];
         made.reciprocal = scale.reciprocal;
-        if (op.kept.likeliest) made.likeliest = place_in_tile(op.kept.likeliest[row]);
+        if (op.kept.likeliest) made.likeliest = index_in_tile(op.kept.likeliest[row]);
         made.word = philox_word(op.rounded.key[0], op.rounded.subsequence, row);
 #endif
         return made;
@@ -77,7 +72,7 @@ LSQ_KERNEL __launch_bounds__(kProductThreads, kProductBlocks)
                            factor -
                        each;
             }
-            const int at = of_row.place - first, other = of_row.likeliest - first;
+            const int at = of_row.target - first, other = of_row.likeliest - first;
             if (at >= 0 && at < columns.words) {
 #pragma unroll
                 for (int i = 0; i < kVector; ++i) {

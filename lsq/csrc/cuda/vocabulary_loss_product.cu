@@ -1,8 +1,6 @@
-// Logits of codes, a tile a block, added up where they are made: M rows, P words, a multiple of 16,
-// K values, likewise.
-//
-// lsq/ops/vocabulary_loss.py is the reference; vocabulary_sums.cu joins what the tiles of a row
-// leave.
+// Logits of codes, one tile per block, summed in registers: M rows, P words, K values, both
+// multiples of 16. lsq/ops/vocabulary_loss.py is the reference; vocabulary_sums.cu joins the tiles
+// of a row.
 #include "vocabulary_loss_tile.cuh"
 
 namespace {
@@ -12,22 +10,22 @@ static_assert(kRowsBytes + TILE_M * (kWarpsAcross * 2 * sizeof(float4) + 4) <= S
               "fits beside the rows");
 
 // Over the threads that share a row.
-__device__ __forceinline__ TwoLargest of_all_groups(TwoLargest found) {
+LSQ_INLINE TwoLargest of_all_groups(TwoLargest largest) {
 #pragma unroll
     for (int distance = kRowGroups / 2; distance; distance /= 2) {
-        found.add({__shfl_xor_sync(kAllLanes, found.first, distance),
-                   __shfl_xor_sync(kAllLanes, found.second, distance),
-                   __shfl_xor_sync(kAllLanes, found.word, distance)});
+        largest.add({__shfl_xor_sync(kAllLanes, largest.first, distance),
+                     __shfl_xor_sync(kAllLanes, largest.second, distance),
+                     __shfl_xor_sync(kAllLanes, largest.word, distance)});
     }
-    return found;
+    return largest;
 }
 
 }  // namespace
 
-// parts [2, gridDim.x, M] halves of LogitSums, chosen [M]: the logits of the targets that are
-// words.
-LSQ_KERNEL __launch_bounds__(kProductThreads, kProductBlocks) lsq_vocabulary_loss_product(
-    const VocabularyLoss op, int64_t inner, Out<float> parts, Out<float> chosen) {
+// parts [2, gridDim.x, M]: halves of LogitSums; chosen [M]: logits of known targets.
+LSQ_KERNEL __launch_bounds__(kProductThreads, kProductBlocks)
+    lsq_vocabulary_loss_product(const VocabularyLoss op, int64_t inner, Out<float> parts,
+                                Out<float> chosen) {
     extern __shared__ __align__(kPattern) unsigned char stages[];
     const Prediction& given = op.prediction;
     const int64_t rows = given.rows;
@@ -36,12 +34,13 @@ LSQ_KERNEL __launch_bounds__(kProductThreads, kProductBlocks) lsq_vocabulary_los
     constexpr int kWarpRows = kWarpsAcross * TILE_M;
     // [2, kWarpRows] halves of LogitSums.
     float4* of_warps = reinterpret_cast<float4*>(beside_rows(stages));
-    int32_t* places = reinterpret_cast<int32_t*>(of_warps + 2 * kWarpRows);  // [TILE_M], of targets
+    int32_t* targets =
+        reinterpret_cast<int32_t*>(of_warps + 2 * kWarpRows);  // [TILE_M], of targets
     const int thread = threadIdx.x;
     const int64_t own = block_row() + thread;
     const bool has_row = thread < TILE_M && own < rows;
     __syncthreads();  // all have read the last stage
-    if (thread < TILE_M) places[thread] = has_row ? place_in_tile(given.target[own]) : -1;
+    if (thread < TILE_M) targets[thread] = has_row ? index_in_tile(given.target[own]) : -1;
     const LogitColumns columns(given.x.coded, given.weight, given.vocabulary);
     const int first = static_cast<int>(columns.first - block_column());
     for_sums(sums, stages, [&](int64_t row, const int32_t (&sum)[kVector]) {
@@ -54,7 +53,7 @@ LSQ_KERNEL __launch_bounds__(kProductThreads, kProductBlocks) lsq_vocabulary_los
             part.total += x[i];
         }
         fill_up(columns.words, -infinity(), x);
-        const int at = places[line] - first;
+        const int at = targets[line] - first;
         const bool has_target = at >= 0 && at < columns.words;
         if (has_target) {
 #pragma unroll

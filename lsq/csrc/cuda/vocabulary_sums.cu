@@ -1,7 +1,5 @@
-// The losses of rows, from what tiles of logits have left of them, and their sums, in a fixed
-// order.
-//
-// lsq/ops/vocabulary_loss.py is the reference.
+// Losses of rows from tiles of logits, and their sums, in a fixed order. lsq/ops/vocabulary_loss.py
+// is the reference.
 #include "vocabulary_loss.cuh"
 
 namespace {
@@ -10,8 +8,8 @@ constexpr int kThreads = 256, kSlices = kThreads / kWarp;  // threads of a row t
 
 }  // namespace
 
-// 32 rows a block. parts [2, tiles, M] halves of LogitSums; chosen [M]: the logits of the targets.
-// A target outside the vocabulary makes the losses and the row's bound NaN.
+// 32 rows a block. parts [2, tiles, M]: halves of LogitSums; chosen [M]: logits of the targets. A
+// target outside the vocabulary makes the losses and the row's bound NaN.
 LSQ_KERNEL __launch_bounds__(kThreads)
     lsq_vocabulary_losses(const VocabularyLoss op, In<float> parts, int64_t tiles, In<float> chosen,
                           Out<float> losses, Out<float> nlls) {
@@ -53,13 +51,13 @@ LSQ_KERNEL __launch_bounds__(kThreads)
     const float own =
         bounded_exponential(logit - normaliser) * factor - given.each - given.target_weight;
     const float multiple = op.kept.gradient ? row.others.second : row.others.first;
-    uint32_t found =
+    uint32_t bound =
         Largest::join(magnitude_of(multiple * share), magnitude_of(given.each * float_of(most)));
-    if (!known) found = magnitude_of(not_a_number());
+    if (!known) bound = magnitude_of(not_a_number());
     if (known && !op.kept.gradient)
-        found = Largest::join(found, magnitude_of(own * given.weight.scale[word]));
+        bound = Largest::join(bound, magnitude_of(own * given.weight.scale[word]));
     const bool counted = word != given.padding;
-    op.bound[m] = counted ? float_of(found) : 0.0f;
+    op.bound[m] = counted ? float_of(bound) : 0.0f;
     if (!op.kept.gradient) return;
     const int64_t likeliest = row.others.word;
     const float other = row.others.first * share / given.weight.scale[likeliest] - given.each;
@@ -72,16 +70,11 @@ LSQ_EXPORT(lsq_vocabulary_losses)
 // The loss by the first block, the nll by the second; in double precision.
 LSQ_KERNEL __launch_bounds__(kThreads)
     lsq_sum_losses(const VocabularyLoss op, In<float> losses, In<float> nlls) {
-    __shared__ double part[kThreads];
     const float* of_rows = blockIdx.x ? nlls : losses;
     double sum = 0.0;
 #pragma unroll 4
     for (int64_t row = threadIdx.x; row < op.prediction.rows; row += kThreads) sum += of_rows[row];
-    part[threadIdx.x] = sum;
-    for (int half = kThreads / 2; half; half /= 2) {
-        __syncthreads();
-        if (static_cast<int>(threadIdx.x) < half) part[threadIdx.x] += part[threadIdx.x + half];
-    }
-    if (threadIdx.x == 0) (blockIdx.x ? op.nll : op.loss)[0] = static_cast<float>(part[0]);
+    sum = block_total<kThreads>(sum);
+    if (threadIdx.x == 0) (blockIdx.x ? op.nll : op.loss)[0] = static_cast<float>(sum);
 }
 LSQ_EXPORT(lsq_sum_losses)

@@ -1,9 +1,8 @@
-// Tensor cores that read shared memory themselves, for a warpgroup of four warps: wgmma, of compute
-// capability 9.0 alone.
+// wgmma: tensor cores that read shared memory themselves, for a warpgroup of four warps (compute
+// capability 9.0 alone).
 //
-// A multiplication goes on beside the threads that began it. Until they have waited for it, its
-// operands must stay and its sums may not be touched. All threads of a warpgroup must call these
-// functions together.
+// A multiplication runs beside its threads. Until they have waited for it, operands must stay and
+// sums may not be touched. All threads of a warpgroup must call these functions together.
 #pragma once
 
 #include "device.cuh"
@@ -15,14 +14,14 @@ constexpr int kWarpgroup = 128;
 
 // A matrix of 64-byte rows in shared memory, from a multiple of 512 bytes on, chunk c of row r at
 // chunk c ^ r / 2 % 4 of it ("64-byte swizzle"): as wgmma takes it.
-__device__ __forceinline__ uint64_t swizzled_matrix(const void* first) {
+LSQ_INLINE uint64_t swizzled_matrix(const void* first) {
     constexpr uint64_t kSwizzle64 = 2, kEightRows = 8 * 64;
     return kSwizzle64 << 62 | kEightRows / 16 << 32 | 1ull << 16 |
            (shared_address(first) & 0x3ffff) / 16;
 }
 
-// The same from value `k` of its rows on, a multiple of 32.
-__device__ __forceinline__ uint64_t moved(uint64_t matrix, int k) { return matrix + k / 16; }
+// The matrix from value `k` of its rows on, a multiple of 32.
+LSQ_INLINE uint64_t moved(uint64_t matrix, int k) { return matrix + k / 16; }
 
 #ifndef LSQ_EMULATOR
 // An instruction on all sums, as operands that it reads and writes; `more` are operands behind
@@ -51,7 +50,7 @@ __device__ __forceinline__ uint64_t moved(uint64_t matrix, int k) { return matri
 
 // Sums that were touched may be used by multiplications from now on. TILES: of eight columns.
 template <int TILES>
-__device__ __forceinline__ void fence_sums(int32_t (&sums)[TILES][4]) {
+LSQ_INLINE void fence_sums(int32_t (&sums)[TILES][4]) {
 #ifdef LSQ_EMULATOR
     emulator_fence_sums();
 #else
@@ -59,9 +58,9 @@ __device__ __forceinline__ void fence_sums(int32_t (&sums)[TILES][4]) {
 #endif
 }
 
-// What this thread has written to shared memory, copies that it has waited for included, is there
-// for multiplications that begin after a barrier.
-__device__ __forceinline__ void fence_shared() {
+// Shows this thread's writes to shared memory, and copies that it has waited for, to
+// multiplications after a barrier.
+LSQ_INLINE void fence_shared() {
 #ifdef LSQ_EMULATOR
     emulator_fence_shared();
 #else
@@ -73,7 +72,7 @@ __device__ __forceinline__ void fence_shared() {
 // modulo 2^32. Warp w of the warpgroup has rows [16 * w, + 16) of the sums, in tiles as of
 // mma.sync.
 template <int TILES>
-__device__ __forceinline__ void begin_multiplication(int32_t (&sums)[TILES][4], uint64_t a,
+LSQ_INLINE void begin_multiplication(int32_t (&sums)[TILES][4], uint64_t a,
                                                      uint64_t b) {
     static_assert(TILES == 8 || TILES == 16 || TILES == 32, "64, 128 or 256 columns at a time");
 #ifdef LSQ_EMULATOR
@@ -95,8 +94,8 @@ __device__ __forceinline__ void begin_multiplication(int32_t (&sums)[TILES][4], 
 #endif
 }
 
-// The multiplications that were begun since the last call are a group, perhaps an empty one.
-__device__ __forceinline__ void commit_multiplications() {
+// Makes the multiplications since the last call a group, perhaps an empty one.
+LSQ_INLINE void commit_multiplications() {
 #ifdef LSQ_EMULATOR
     emulator_commit_warpgroup();
 #else
@@ -106,7 +105,7 @@ __device__ __forceinline__ void commit_multiplications() {
 
 // Waits until all but the newest GROUPS groups are done.
 template <int GROUPS, int TILES>
-__device__ __forceinline__ void wait_multiplications(int32_t (&sums)[TILES][4]) {
+LSQ_INLINE void wait_multiplications(int32_t (&sums)[TILES][4]) {
 #ifdef LSQ_EMULATOR
     emulator_wait_warpgroup(GROUPS);
 #else

@@ -1,8 +1,7 @@
-// The gradient of a weight from a product that another kernel has made: scales, then
-// weight_gradient_epilogue.cuh.
+// Gradient of a weight from another kernel's product: scales, then weight_gradient_epilogue.cuh.
 //
-// The product is int32 sums (-DSUMS=1), such sums as floats (2), or float32. N rows, K = COLUMNS
-// columns; lsq/ops/weight_gradient.py is the reference.
+// The product is int32 sums (-DSUMS=1), such sums as floats (2), or float32 (0). N rows, K =
+// COLUMNS columns; lsq/ops/weight_gradient.py is the reference.
 #include "rows.cuh"
 #include "weight_gradient_epilogue.cuh"
 
@@ -10,18 +9,10 @@
 #define SUMS 1
 #endif
 
-namespace {
+using Value = Select<SUMS == 1, int32_t, float>;
 
-#if SUMS == 1
-using Value = int32_t;
-#else
-using Value = float;
-#endif
-
-}  // namespace
-
-// product [P, K] or null for zeros; column_scale [K] for int32 sums -> dweight [N, K], clip_sums
-// [N]: what each row adds to the gradient of its clip.
+// product [P, K] or null for zeros; column_scale [K] of int32 sums -> dweight [N, K], clip_sums
+// [N]: each row's part of its clip's gradient.
 LSQ_KERNEL __launch_bounds__(kThreads)
     lsq_project_weight_gradient(const ProjectWeightGradient op, In<Value> product,
                                 In<float> column_scale, Out<float> clip_sums) {

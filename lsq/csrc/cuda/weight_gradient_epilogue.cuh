@@ -1,13 +1,11 @@
-// The epilogue of the product for the gradient of a weight, 8 neighbouring columns of a row at a
-// time: the straight-through mask and what belongs to the clip. lsq/ops/weight_gradient.py is the
-// reference.
+// Epilogue of the product for the gradient of a weight, 8 neighbouring columns at a time:
+// straight-through mask and clips. lsq/ops/weight_gradient.py is the reference.
 #pragma once
 
 #include "vectors.cuh"
 
 namespace lsq {
 
-// What holds for a row of the weight.
 struct WeightRow {
     float limit, step, inverse;  // its clip, its scale, and 1 / scale
 };
@@ -18,20 +16,20 @@ struct WeightGradientEnd {
     float* dweight;
     bool limit_of_row, clips;
 
-    __device__ __forceinline__ explicit WeightGradientEnd(const ProjectWeightGradient& op)
+    LSQ_INLINE explicit WeightGradientEnd(const ProjectWeightGradient& op)
         : weights(op.weight.values), limits(op.weight.clip), scales(op.weight.scale),
           codes(op.learned_step ? static_cast<const int8_t*>(op.weight.codes) : nullptr),
           dweight(op.dweight), limit_of_row(op.clips > 1), clips(!op.weight.absmax) {}
 
-    __device__ __forceinline__ WeightRow row(int64_t row) const {
+    LSQ_INLINE WeightRow row(int64_t row) const {
         const float step = scales ? scales[row] : 1.0f;  // decoded values have none
         return {clips ? limits[limit_of_row ? row : 0] : infinity(), step, 1.0f / step};
     }
 
-    // Writes what elements [element, element + 8) of the product with its scales, all in one row,
-    // become. -> what they add to the gradient of the row's clip
-    __device__ __forceinline__ float write8(const WeightRow& row, int64_t element,
-                                            float (&gradient)[kVector]) const {
+    // Writes the gradient of elements [element, element + 8) of one row. -> their part of the
+    // clip's gradient
+    LSQ_INLINE float write8(const WeightRow& row, int64_t element,
+                            float (&gradient)[kVector]) const {
         float w[kVector], sum = 0.0f;
         int32_t code[kVector] = {};
         load8(weights + element, w);

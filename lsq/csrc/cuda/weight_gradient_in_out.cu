@@ -1,9 +1,8 @@
-// The gradient of a weight whose parameter is [inputs, outputs] from a product that another kernel
-// has made: scales, the straight-through mask and what belongs to the clips, of which each column
-// has one.
+// Gradient of a weight parameter [inputs, outputs] from another kernel's product: scales,
+// straight-through mask, and clips, of which each column has one.
 //
-// The product is int32 sums (-DSUMS=1), such sums as floats (2), or float32. K rows, N = COLUMNS
-// columns; lsq/ops/weight_gradient.py is the reference.
+// The product is int32 sums (-DSUMS=1), such sums as floats (2), or float32 (0). K rows, N =
+// COLUMNS columns; lsq/ops/weight_gradient.py is the reference.
 #include "rows.cuh"
 
 #ifndef SUMS
@@ -12,16 +11,11 @@
 
 namespace {
 
-#if SUMS == 1
-using Value = int32_t;
-#else
-using Value = float;
-#endif
+using Value = Select<SUMS == 1, int32_t, float>;
 
-// Codes of outputs [column, column + 8) for one input: one after another where they are there
-// transposed as well.
-__device__ __forceinline__ void load_codes(
-    const ProjectWeightGradient& op, int64_t row, int64_t column, int32_t (&code)[kVector]) {
+// Codes of outputs [column, column + 8) for one input; neighbours if transposed codes exist.
+LSQ_INLINE void load_codes(const ProjectWeightGradient& op, int64_t row, int64_t column,
+                           int32_t (&code)[kVector]) {
     const int8_t *codes = op.weight.codes, *transposed = op.weight.transposed;
     if (transposed) {
         load8(transposed + (row * COLUMNS + column), code);
@@ -30,8 +24,8 @@ __device__ __forceinline__ void load_codes(
     uint64_t packed = 0;  // a loop that is unrolled would cost registers
 #pragma unroll 1
     for (int i = 0; i < kVector; ++i) {
-        const uint64_t one = static_cast<uint8_t>(codes[(column + i) * op.columns + row]);
-        packed = packed >> 8 | one << 56;
+        const uint64_t byte = static_cast<uint8_t>(codes[(column + i) * op.columns + row]);
+        packed = packed >> 8 | byte << 56;
     }
 #pragma unroll
     for (int i = 0; i < kVector; ++i) code[i] = static_cast<int8_t>(packed >> 8 * i);
@@ -39,10 +33,11 @@ __device__ __forceinline__ void load_codes(
 
 }  // namespace
 
-// product [K, N] or null for zeros; input_scale [K] for int32 sums -> dweight [K, N], parts of the
-// gradients of the clips: [blocks, N] of clips for columns, [blocks] of one clip.
-LSQ_KERNEL __launch_bounds__(kThreads) lsq_weight_gradient_in_out(
-    const ProjectWeightGradient op, In<Value> product, In<float> input_scale, Out<float> parts) {
+// product [K, N] or null for zeros; input_scale [K] of int32 sums -> dweight [K, N], parts of the
+// clips' gradients: [blocks, N] of clips for columns, [blocks] of one clip.
+LSQ_KERNEL __launch_bounds__(kThreads)
+    lsq_weight_gradient_in_out(const ProjectWeightGradient op, In<Value> product,
+                               In<float> input_scale, Out<float> parts) {
     const Value* values = product;
     const float *weights = op.weight.values, *limits = op.weight.clip, *scales = op.weight.scale;
     const float factor = op.clip_factor;

@@ -1,16 +1,54 @@
-// The gradient of a weight in one kernel, product and epilogue: N rows, K columns, a multiple of
-// 16, and P values to multiply, a multiple of 16, which blocks along the third dimension of the
-// grid share.
-//
-// product.cuh makes the sums of a tile, product_split.cuh adds up those of its blocks,
-// product_rows.cuh hands them on by rows, weight_gradient_epilogue.cuh is what is done to them.
+// Product and epilogue for the gradient of a weight in one kernel: N rows, K columns, P values to
+// multiply, K and P multiples of 16; blocks along the third dimension of the grid share P.
 #include "product_rows.cuh"
-#include "product_split.cuh"
 #include "weight_gradient_epilogue.cuh"
 
-// gradient int8 [at least N, P], x int8 [K, P], column_scale [K] -> dweight [N, K], clip_sums: what
-// is added to the gradients of the clips. Of clips for rows, [kWarpsAcross * gridDim.x, N], a row
-// of each column of warps; of one clip [tiles, warps].
+namespace {
+// Adds up the parts of a product whose steps along K are split among gridDim.z blocks: the last
+// block of a tile adds the others' sums to its own. -> whether this block has the whole sums now.
+// parts int32 [tiles, gridDim.z, TILE_M * TILE_N], each as it lies in registers; a ticket a tile.
+// All threads of the block must call this.
+LSQ_INLINE bool add_up_parts(Sums& sums, int32_t* parts, uint32_t* tickets) {
+    if (gridDim.z == 1) return true;
+    const int64_t tile = static_cast<int64_t>(blockIdx.y) * gridDim.x + blockIdx.x;
+    int32_t* first = parts + tile * gridDim.z * (TILE_M * TILE_N) + 4 * threadIdx.x;
+    const auto quad = [&](int64_t part, int i, int j) {
+        return first + part * (TILE_M * TILE_N) + (i * kColumnTiles + j) * 4 * kProductThreads;
+    };
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+        for (int j = 0; j < kColumnTiles; ++j) {
+            const int32_t* four = sums.of[i][j];
+            store_words(quad(blockIdx.z, i, j), make_int4(four[0], four[1], four[2], four[3]));
+        }
+    }
+    if (!last_of(tickets + tile, gridDim.z)) return false;
+#pragma unroll 1
+    for (int64_t part = 0; part < gridDim.z; ++part) {
+        if (part == blockIdx.z) continue;
+#pragma unroll 1
+        for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+            for (int at = 0; at < kRowTiles; ++at) {  // registers have no index
+                if (at != i) continue;
+#pragma unroll
+                for (int j = 0; j < kColumnTiles; ++j) {
+                    const int4 four = load_words<int4>(quad(part, at, j));
+                    sums.of[at][j][0] += four.x, sums.of[at][j][1] += four.y;
+                    sums.of[at][j][2] += four.z, sums.of[at][j][3] += four.w;
+                }
+            }
+        }
+    }
+    return true;
+}
+
+}  // namespace
+
+// gradient int8 [at least N, P], x int8 [K, P], column_scale [K] -> dweight [N, K], clip_sums:
+// parts of the clips' gradients. Clips for rows: [kWarpsAcross * gridDim.x, N], a row of each
+// column of warps; one clip: [tiles, warps].
 LSQ_KERNEL __launch_bounds__(kProductThreads, kProductBlocks)
     lsq_weight_gradient_product(const ProjectWeightGradient op, In<int8_t> gradient, In<int8_t> x,
                                 In<float> column_scale, int64_t inner, Out<float> clip_sums,

@@ -1,5 +1,5 @@
-// Which arithmetic an Activation stands for; lsq/ops/nonlinearity.py is the reference. Included
-// after operations.h.
+// Activations and their slopes; lsq/ops/nonlinearity.py is the reference. Included after
+// operations.h.
 #pragma once
 
 namespace lsq {

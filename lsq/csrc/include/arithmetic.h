@@ -1,9 +1,7 @@
-// Arithmetic that the CPU loops, the CUDA kernels and their emulator share, so that every device
-// rounds alike.
+// Arithmetic shared by CPU loops, CUDA kernels and their emulator, so that all round alike.
 //
-// Compiled by a C++ compiler for the host and by NVRTC for a GPU, which knows no standard headers.
-// Floats are float32; nothing here may be contracted into fused multiply-adds but what asks for
-// them.
+// Compiled for the host and by NVRTC, which has no standard headers. Floats are float32; nothing
+// may be contracted into fused multiply-adds except multiply_add.
 #pragma once
 
 #ifdef __CUDACC_RTC__
@@ -59,17 +57,15 @@ using Magnitude = uint32_t;
 constexpr Magnitude kMissing = 0x7FC00000u;
 LSQ_INLINE Magnitude magnitude_of(float x) { return bits_of(x) & 0x7FFFFFFFu; }
 LSQ_INLINE bool is_missing(Magnitude x) { return x > 0x7F800000u; }
-// The clip under which nothing is clipped of values whose largest magnitude is x, at least 2^-40.
-// Of zeros alone it stays, since gradients carry the scales of rows and a tiny one would vanish;
-// it becomes 1 if it was not finite.
+// The clip of values whose largest magnitude is x, at least 2^-40. For zeros it stays: gradients
+// carry the scales of rows, and a tiny one would vanish; it becomes 1 if it was not finite.
 LSQ_INLINE float clip_of(Magnitude x, float before) {
     const Magnitude least = 0x2B800000u;
     if (x == 0) return magnitude_of(before) < 0x7F800000u ? before : 1.0f;
     return float_of(x > least ? x : least);
 }
 
-// The scale that goes with rounded values: NaN when a value was NaN, so that NaN reaches whatever
-// reads the codes.
+// A scale that is NaN if a value was NaN, so that NaN reaches whatever reads the codes.
 LSQ_INLINE float poisoned(float scale, bool missing) { return missing ? not_a_number() : scale; }
 
 // x / scale within [-q, q], rounded half to even; 0 for NaN.
@@ -83,16 +79,15 @@ struct GradientScale {
     float scale, reciprocal;
 };
 
-// Of gradients whose largest magnitude this is, and is to become code q: (0, 0) for vanishing ones,
-// (NaN, 0) for non-finite ones.
+// Scale of gradients whose largest magnitude becomes code q: (0, 0) for vanishing ones, (NaN, 0)
+// for non-finite ones.
 LSQ_INLINE GradientScale gradient_scale(float largest, float q) {
     if (!(largest < infinity())) return {not_a_number(), 0.0f};
     if (largest < kSmallestGradient) return {0.0f, 0.0f};
     return {largest / q, q / largest};
 }
 
-// The same for values in a message, whose scale is a bfloat16: it is rounded up, so that no value
-// exceeds q.
+// Scale of values in a message, a bfloat16 rounded up, so that no value exceeds q.
 LSQ_INLINE GradientScale message_scale(float largest, float q) {
     const GradientScale exact = gradient_scale(largest, q);
     if (exact.reciprocal == 0.0f) return exact;
@@ -100,13 +95,15 @@ LSQ_INLINE GradientScale message_scale(float largest, float q) {
     return {scale, 1.0f / scale};
 }
 
-// The scale of codes (a Coded) is the product of these two: of a row, and of all rows.
+// The scale of codes is the product of row_scale and shared_scale.
 template <class Codes>
 LSQ_INLINE float row_scale(const Codes& coded, int64_t row) {
     return coded.by_row ? coded.scale[row] : 1.0f;
 }
 template <class Codes>
-LSQ_INLINE float shared_scale(const Codes& coded) { return coded.by_row ? 1.0f : coded.scale[0]; }
+LSQ_INLINE float shared_scale(const Codes& coded) {
+    return coded.by_row ? 1.0f : coded.scale[0];
+}
 
 // x times the reciprocal of its GradientScale, rounded half to even; no bounds are needed. x is
 // finite.
@@ -265,11 +262,10 @@ LSQ_INLINE uint32_t philox_word(uint64_t key, uint32_t subsequence, uint64_t ele
     return element & 2 ? high : low;
 }
 
-// What a row is rounded at random with: the word of column n is the row's philox_word plus n times
-// this.
+// Column n of a row is rounded at random with the row's philox_word plus n times this.
 constexpr uint32_t kWordStep = 0x9E3779B9u;
 
-// That a sentence may have, for the elements of probabilities.
+// Most keys of a sentence, for the elements of probabilities.
 constexpr int64_t kKeys = int64_t{1} << 31;
 
 // The element of the probability of key 0; see lsq/ops/attention.py.

@@ -1,10 +1,9 @@
-// The search for the clip of least squared rounding error among magnitudes, within [0, 1] if it
-// begins anew, as the CPU loop and the CUDA kernel share it; lsq.quant.octav_clip explains it.
+// Search for the clip of least squared rounding error among magnitudes (within [0, 1] if anew),
+// shared by CPU and CUDA; lsq.quant.octav_clip explains it.
 //
-// Sums are taken in one order everywhere, so that every device finds the same clip: value i of a
-// run of kRun belongs to lane i % kRunLanes, a lane adds its values in order, and lanes are joined
-// in halves. Runs are added in order, kJoined of them in float32, and those sums in double
-// precision.
+// Every device adds in one order: value i of a run of kRun belongs to lane i % kRunLanes, a lane
+// adds its values in order, lanes are joined in halves. Runs are added in order, kJoined of them in
+// float32, and those sums in double precision.
 #pragma once
 
 #include "arithmetic.h"
@@ -14,8 +13,7 @@ namespace lsq {
 constexpr int kRun = 512, kRunLanes = 32, kJoined = 8;
 constexpr int kIterations = 16, kTriedRoots = 32;
 
-// Each search goes around the best clip of the one before. Anew, there are three; again, near a
-// clip that was found before, two.
+// Each search goes around the best clip of the one before: three anew, two around an earlier clip.
 constexpr int kAnew = 0, kAgain = 3, kSearches = 5;
 constexpr int kCandidates[kSearches] = {kTriedRoots + 1, 33, 65, 11, 11};
 
@@ -40,7 +38,7 @@ struct FixedPoint {
     double nonzero;
     float q, clip, low, high;
 
-    // Of `values` magnitudes with that sum, so many of which are above 0.
+    // Magnitudes: their sum, and how many are above 0 and in all.
     LSQ_INLINE FixedPoint(double sum, double nonzero, int64_t values, float q)
         : nonzero(nonzero), q(q), clip(static_cast<float>(sum / static_cast<double>(values))),
           low(0.0f), high(1.0f) {}
@@ -56,9 +54,9 @@ struct FixedPoint {
     LSQ_INLINE float start() const { return clip > 1e-30f ? clip : 1e-30f; }
 };
 
-// What a search tries. Anew: from `around` up to 1, then within 50 % of it, then within 3 %. Again:
-// within 31 %, then within 4 %. Roots and products in double precision are the same everywhere,
-// powers are not.
+// Candidates of a search. Anew: from `around` up to 1, then within 50 % of it, then within 3 %.
+// Again: within 31 %, then within 4 %. Only roots and products in double precision are the same
+// everywhere.
 LSQ_INLINE float candidate(int search, int number, float around) {
     const float n = static_cast<float>(number);
     if (search == kAnew + 1) return around * (0.5f + n / 32.0f);
@@ -78,14 +76,13 @@ struct BestClip {
 
     // `errors`: the sum of squared_error under that clip.
     LSQ_INLINE void consider(float tried, double errors) {
-        const double scale = tried / q, found = errors * scale * scale;
-        if (found < error) error = found, clip = tried;
+        const double scale = tried / q, squares = errors * scale * scale;
+        if (squares < error) error = squares, clip = tried;
     }
 
-    // After the first search again, around `before`: whether the least error lies near it. Beyond
-    // 1.5 times the largest magnitude it does not, however the errors there may vary, nor below
-    // 2^-16 of it, where clips differ by less than sums of float32 can tell, nor where none of the
-    // errors is a number.
+    // Whether the least error lies near `before`, after the first search again. Not beyond 1.5
+    // times the largest magnitude; not below 2^-16 of it, where float32 sums cannot tell clips
+    // apart; not without a finite error.
     LSQ_INLINE bool near(float before, float largest) const {
         const float low = candidate(kAgain, 0, before),
                     high = candidate(kAgain, kCandidates[kAgain] - 1, before);

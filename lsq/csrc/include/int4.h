@@ -1,5 +1,4 @@
-// Groups of weights of 4 bits, as the CPU and the kernels of a GPU share them; lsq/quant/formats.py
-// has the formulas.
+// Groups of weights of 4 bits, shared by CPU and GPU; lsq/quant/formats.py has the formulas.
 #pragma once
 
 #include "arithmetic.h"
@@ -22,16 +21,15 @@ LSQ_INLINE float code_of_four_bits(float x, float multiplier) {
     return rounded < -8.0f ? -8.0f : rounded > 7.0f ? 7.0f : rounded;
 }
 
-// The squared error of x under a multiplier, in whole numbers of parts of a step, which add up
-// alike everywhere.
+// Squared error of x under a multiplier, in whole parts of a step, whose sums are exact.
 LSQ_INLINE int32_t squared_parts(float x, float multiplier) {
     const float rest = (x - code_of_four_bits(x, multiplier) * multiplier) * 64.0f;
     const int32_t parts = static_cast<int32_t>(nearbyintf(rest));
     return parts * parts;
 }
 
-// The multiplier to try `less` steps below the one that gives the largest value of a group code -8,
-// by its least and its largest value; its sign is that which makes this code so.
+// Multiplier `less` steps below the one that gives the largest value of a group code -8, whose sign
+// it has; low, high: least and largest value.
 LSQ_INLINE float tried_multiplier(float low, float high, int less) {
     const float largest = -low > high ? -low : high, first = ceilf(largest / 8.0f);
     const float tried = (first < 1.0f ? 1.0f : first) - static_cast<float>(less);

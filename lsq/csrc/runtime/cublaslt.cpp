@@ -1,5 +1,4 @@
-// Opens libcublasLt, describes products to it, and runs them with an algorithm that was chosen
-// before.
+// Opens libcublasLt, describes products and runs them.
 #include "cublaslt.h"
 
 #include <dlfcn.h>
@@ -185,15 +184,15 @@ std::vector<Candidate> MatrixProduct::candidates(size_t workspace_bytes, int lim
     for (int32_t i = kPreferenceFirstAlignment; i <= kPreferenceLastAlignment; ++i)
         prefer(i, kOperandAlignment);
 
-    std::vector<Candidate> found(limit);
+    std::vector<Candidate> proposed(limit);
     int count = 0;
     expect(library_->get_heuristic(library_->handle(), desc_.get(), b_.get(), a_.get(), out_.get(),
-                                   out_.get(), made, limit, found.data(), &count),
+                                   out_.get(), made, limit, proposed.data(), &count),
            "cublasLtMatmulAlgoGetHeuristic");
-    found.resize(count);
+    proposed.resize(count);
     const auto failed = [](const Candidate& candidate) { return candidate.status != kSuccess; };
-    found.erase(std::remove_if(found.begin(), found.end(), failed), found.end());
-    return found;
+    proposed.erase(std::remove_if(proposed.begin(), proposed.end(), failed), proposed.end());
+    return proposed;
 }
 
 Candidate MatrixProduct::check(const Algorithm& algorithm) const {

@@ -1,10 +1,9 @@
-// Matrix products of cuBLASLt. The library is opened at run time and no CUDA header is needed: the
-// enums carry the documented values of cublasLt.h, and only those that are used.
+// Matrix products of cuBLASLt, opened at run time without CUDA headers: enums carry the values of
+// cublasLt.h.
 //
-// out[M,N] = alpha * a[M,K] * b[N,K]^T, everything row-major. cuBLASLt is column-major: our out is
-// its matrix D[N,M], our b its operand A, our a its operand B. The only form that it has for int8
-// ("TN") is this one, both operands contiguous along K. Its vector alpha, one number per row of D,
-// is one per column of out.
+// out[M,N] = alpha * a[M,K] * b[N,K]^T, row-major. cuBLASLt is column-major: out is its D[N,M], b
+// its A, a its B. This form ("TN") is its only one for int8. Its vector alpha has one number per
+// column of out.
 #pragma once
 
 #include <cstddef>
@@ -45,8 +44,7 @@ struct Candidate {
 };
 static_assert(sizeof(Algorithm) == 64 && sizeof(Candidate) == 96, "the layout of cublasLt.h");
 
-// What is multiplied. Leading dimensions count elements; the order of the fields is that of
-// products.py.
+// A product. Leading dimensions count elements; fields in the order of products.py.
 struct ProductSpec {
     int64_t m, n, k;
     int64_t type, out_type;  // DataType
@@ -61,11 +59,10 @@ struct Error : std::runtime_error {
     int status;
 };
 
-// The functions of one libcublasLt and a handle of it, made at the first lookup of an algorithm for
-// the device whose context is current then; use one per device. Descriptors need no handle. Never
-// unloaded: a process may be exiting.
+// A libcublasLt and its handle, made for the current device at the first lookup of an algorithm;
+// use one per device. Never unloaded: a process may be exiting.
 class CublasLt {
-   public:
+public:
     explicit CublasLt(const char* path);
     ~CublasLt();
     CublasLt(const CublasLt&) = delete;
@@ -101,20 +98,18 @@ class CublasLt {
     const char* (*status_name)(int status);
     size_t (*version)();
 
-   private:
+private:
     std::mutex mutex_;
     void* handle_ = nullptr;
 };
 
-// One matrix product: its descriptors and its algorithm. `run` looks nothing up and allocates
-// nothing, so it may be captured in a graph, and several threads may run one product. Whoever runs
-// it has made its device current.
+// A product's descriptors and algorithm. `run` looks nothing up and allocates nothing, so that a
+// graph may capture it and threads may share it. The caller makes the device current.
 class MatrixProduct {
-   public:
+public:
     MatrixProduct(std::shared_ptr<CublasLt> library, const ProductSpec& spec);
 
-    // What the library proposes, best first, with a workspace of at most so many bytes; may be
-    // empty.
+    // Proposed algorithms, best first, with a workspace of at most so many bytes; may be empty.
     std::vector<Candidate> candidates(size_t workspace_bytes, int limit) const;
     // The workspace of an algorithm, or an Error where it does not fit this product, device or
     // library.
@@ -132,7 +127,7 @@ class MatrixProduct {
     std::string describe() const;           // "int8 [41,64] x [48,64]^T -> int32 [41,48]"
     std::string explain(int status) const;  // what a status of `run` means, and what to do
 
-   private:
+private:
     using Descriptor = std::unique_ptr<void, int (*)(void*)>;
     void expect(int status, const char* call) const;
     Descriptor layout(int64_t type, int64_t rows, int64_t columns, int64_t leading) const;

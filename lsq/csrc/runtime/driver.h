@@ -1,5 +1,4 @@
-// The few functions of libcuda.so that launching takes; the library is opened at run time, no CUDA
-// header is needed.
+// Functions of libcuda.so for launching, opened at run time without CUDA headers.
 #pragma once
 
 #include <cstddef>
@@ -10,15 +9,15 @@
 
 namespace lsq {
 
-// One device and its primary context, which PyTorch works in as well. Never unloaded nor released:
-// a process may be exiting. Every function returns a CUresult, 0 for success.
+// A device and its primary context, which PyTorch uses, too. Never released: a process may be
+// exiting. Functions return a CUresult, 0 for success.
 class Driver {
 public:
-    // Opens the library at `path` and starts it, for device `ordinal`. Throws std::runtime_error:
-    // it is missing, lacks a function, or finds no GPU.
+    // Opens the library at `path` for device `ordinal`. Throws std::runtime_error: it is missing,
+    // lacks a function, or finds no GPU.
     Driver(const char* path, int ordinal);
 
-    // The device's primary context, retained, and thereby made, when it is first wanted.
+    // The device's primary context, retained when first asked for.
     int context(void** context) const;
 
     int (*init)(unsigned flags);
@@ -35,8 +34,7 @@ public:
                   unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared_bytes,
                   void* stream, void** parameters, void** extra);
 
-    // Lets what is launched on stream `after` from now on wait for everything that was launched on
-    // `before` so far.
+    // Stream `after` waits for everything launched on `before` so far.
     int follow(void* before, void* after) const;
     int (*is_capturing)(void* stream, int* capturing);
 
@@ -60,8 +58,8 @@ private:
     mutable void* context_ = nullptr;
 };
 
-// As long as it lives, the driver's context is current in this thread; then it is as before. A
-// fresh thread, such as those of autograd, has none.
+// Makes the driver's context current in this thread as long as it lives. Threads of autograd have
+// none.
 class Current {
 public:
     explicit Current(const Driver& driver);

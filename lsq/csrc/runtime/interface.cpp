@@ -1,8 +1,13 @@
-// The C interface of the launcher, as lsq/native/runtime.py calls it. Numbers are int64; a call
-// that can fail returns 0 or a status and writes a message of at most `capacity` bytes.
+// C interface of launch lists for lsq/native/runtime.py. Numbers are int64; a call that can fail
+// returns 0 or a status and writes a message of at most `capacity` bytes.
+#include <algorithm>
+#include <array>
 #include <cstring>
+#include <string>
+#include <vector>
 
-#include "launcher.h"
+#include "cublaslt.h"
+#include "driver.h"
 
 #define LSQ_EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -10,9 +15,121 @@ using namespace lsq;
 
 namespace {
 
+struct Launch {
+    void* function;
+    std::array<unsigned, 3> grid, block;
+    unsigned shared_bytes;
+    std::vector<void*> parameters;  // where each one's bytes stand
+};
+
+// Operands are addresses of words that hold the addresses of matrices.
+struct ProductCall {
+    const MatrixProduct* product;
+    void *const *a, *const *b, *const *out;
+    void* const* alphas;  // floats on the device, or null: `alpha` is the only one
+    float alpha;
+};
+
+struct Workspace {
+    void* memory;
+    size_t bytes;
+};
+
+// Writes *from + offset to *to before every run.
+struct Shift {
+    const uint64_t* from;
+    int64_t offset;
+    uint64_t* to;
+};
+
+// Kernel launches and matrix products, replayed on a stream by one call.
+//
+// Every run reads parameters and operands in words of host memory, which the caller keeps alive and
+// may write between runs. A run allocates nothing, looks nothing up and does not synchronise, so
+// that a CUDA graph can capture it.
+class LaunchList {
+public:
+    explicit LaunchList(const Driver& driver) : driver_(driver) {}
+
+    void add(const std::string& what, const Launch& launch);
+    void add(const std::string& what, const ProductCall& call);
+    void add(const Shift& shift) { shifts_.push_back(shift); }
+    // Returns 0, or the status of the first entry that failed, which `message` then explains.
+    int run(void* stream, const Workspace& workspace, std::string& message);
+
+private:
+    struct Entry {
+        std::string what;
+        bool is_product;
+        size_t index;
+    };
+    int start(const Entry& entry, void* stream, const Workspace& workspace);
+    std::string explain(size_t entry, int status) const;
+
+    const Driver& driver_;
+    std::vector<Entry> entries_;
+    std::vector<Launch> launches_;
+    std::vector<ProductCall> products_;
+    std::vector<Shift> shifts_;
+};
+
+void LaunchList::add(const std::string& what, const Launch& launch) {
+    entries_.push_back({what, false, launches_.size()});
+    launches_.push_back(launch);
+}
+
+void LaunchList::add(const std::string& what, const ProductCall& call) {
+    entries_.push_back({what, true, products_.size()});
+    products_.push_back(call);
+}
+
+int LaunchList::start(const Entry& entry, void* stream, const Workspace& workspace) {
+    if (entry.is_product) {
+        const ProductCall& call = products_[entry.index];
+        const void* alpha = call.alphas ? *call.alphas : &call.alpha;
+        return call.product->run(*call.a, *call.b, *call.out, alpha, workspace.memory,
+                                 workspace.bytes, stream);
+    }
+    Launch& l = launches_[entry.index];
+    return driver_.launch(l.function, l.grid[0], l.grid[1], l.grid[2], l.block[0], l.block[1],
+                          l.block[2], l.shared_bytes, stream, l.parameters.data(), nullptr);
+}
+
+int LaunchList::run(void* stream, const Workspace& workspace, std::string& message) {
+    const Current current(driver_);
+    if (current.status()) {
+        message = driver_.explain_context(current.status());
+        return current.status();
+    }
+    for (const Shift& shift : shifts_) *shift.to = *shift.from + shift.offset;
+    for (size_t i = 0; i < entries_.size(); ++i) {
+        if (const int status = start(entries_[i], stream, workspace)) {
+            message = explain(i, status);
+            return status;
+        }
+    }
+    return 0;
+}
+
+std::string LaunchList::explain(size_t entry, int status) const {
+    const Entry& failed = entries_[entry];
+    std::string text =
+        "entry " + std::to_string(entry + 1) + " of " + std::to_string(entries_.size());
+    text += ", " + failed.what;
+    if (failed.is_product) return text + ": " + products_[failed.index].product->explain(status);
+    const Launch& l = launches_[failed.index];
+    const auto sizes = [](const std::array<unsigned, 3>& size) {
+        return "(" + std::to_string(size[0]) + ", " + std::to_string(size[1]) + ", " +
+               std::to_string(size[2]) + ")";
+    };
+    return text + ", grid " + sizes(l.grid) + ", block " + sizes(l.block) + ", " +
+           std::to_string(l.shared_bytes) +
+           " bytes of dynamic shared memory: " + driver_.explain(status);
+}
+
 constexpr int kFailed = -1;
-constexpr int kSharedSize = 1;              // CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
-constexpr int kMaxDynamicShared = 8;        // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+constexpr int kSharedSize = 1;        // CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
+constexpr int kMaxDynamicShared = 8;  // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 // Static and dynamic bytes; a kernel gets more only when it asks.
 constexpr int64_t kUsualShared = 48 << 10;
 
@@ -47,8 +164,8 @@ LSQ_EXPORT int64_t lsq_driver_open(const char* path, int64_t ordinal, void** dri
     }
 }
 
-// Makes the driver's context current in this thread until lsq_context_leave; a null `current` says
-// that it failed.
+// Makes the driver's context current in this thread until lsq_context_leave; `current` is null on
+// failure.
 LSQ_EXPORT int64_t lsq_context_enter(void* driver, void** current, char* message,
                                      int64_t capacity) {
     const Driver& cuda = *static_cast<Driver*>(driver);
@@ -63,8 +180,7 @@ LSQ_EXPORT int64_t lsq_context_enter(void* driver, void** current, char* message
 // In the same thread.
 LSQ_EXPORT void lsq_context_leave(void* current) { delete static_cast<Current*>(current); }
 
-// What is launched on stream `after` from now on waits for everything that was launched on `before`
-// so far.
+// Stream `after` waits for everything launched on `before` so far.
 LSQ_EXPORT int64_t lsq_stream_follow(void* driver, void* before, void* after, char* message,
                                      int64_t capacity) {
     const Driver& cuda = *static_cast<Driver*>(driver);
@@ -76,8 +192,8 @@ LSQ_EXPORT int64_t lsq_stream_follow(void* driver, void* before, void* after, ch
                   : 0;
 }
 
-// 1: what is launched on the stream goes into a graph. 0: it runs, or it fails, which the launch
-// then explains.
+// 1: the stream is captured into a graph; 0: it is not, or asking failed, which the launch then
+// explains.
 LSQ_EXPORT int64_t lsq_stream_capturing(void* driver, void* stream) {
     const Driver& cuda = *static_cast<Driver*>(driver);
     const Current current(cuda);

@@ -1,5 +1,5 @@
-// The C interface of cublaslt.h, for Python. Every call returns a Status (0: success) and fills
-// `message` otherwise.
+// C interface of cublaslt.h. Every call returns a Status (0: success) and fills `message`
+// otherwise.
 #include <algorithm>
 #include <cstring>
 
@@ -52,7 +52,7 @@ LSQ_EXPORT int64_t lsq_product_open(const char* path, Library** library, char* t
                    [&] { *library = new Library(std::make_shared<lsq::CublasLt>(path)); });
 }
 
-// Products that are left keep the library open.
+// Products keep the library open.
 LSQ_EXPORT void lsq_product_close(Library* library) { delete library; }
 
 LSQ_EXPORT int64_t lsq_product_version(Library* library) {
