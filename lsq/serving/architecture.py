@@ -5,12 +5,7 @@ import json
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from lsq.config import (
-    DIMENSION_MULTIPLE,
-    LayerConfig,
-    QuantConfig,
-    require_choice,
-)
+from lsq.config import DIMENSION_MULTIPLE, LayerConfig, QuantConfig, require_choice
 from lsq.layers.embedding import POSITIONS
 
 OF_OTHERS = """
@@ -28,14 +23,10 @@ LAYERS = 2**10
 
 @dataclass(frozen=True, kw_only=True)
 class StackArchitecture:
-    """An encoder or a decoder: embedding, layers, final norm.
+    """An encoder or a decoder: embedding, layers, final norm; ValueError if a value is out of its
+    range, or the layers are not in int8."""
 
-    Raises:
-        ValueError: a value is out of its range, or the layers are not in int8.
-    """
-
-    config: LayerConfig
-    """Of each layer; dropout does not count."""
+    config: LayerConfig  # of each layer; dropout does not count
     layers: int
     words: int
     max_positions: int
@@ -47,7 +38,6 @@ class StackArchitecture:
     embedding_norm: bool
     """Whether a LayerNorm follows the sum of words and positions."""
     final_norm: bool
-    """Whether a norm follows the last layer."""
 
     def __post_init__(self) -> None:
         for name, most in (("layers", LAYERS), ("words", MOST), ("max_positions", MOST)):
@@ -76,12 +66,8 @@ class StackArchitecture:
 
 
 def check_codes(quant: QuantConfig) -> None:
-    """Refuse a model that cannot be kept as codes.
-
-    Raises:
-        ValueError: it is in floats, or has formats without fast products, or several; the message
-            names all, as they were given.
-    """
+    """Raise ValueError for a model that is not kept as codes: it is in floats, or has several
+    formats, or formats without fast products."""
     if quant.coded and not quant.formats_differ:
         return
     formats = (
@@ -115,8 +101,8 @@ class Architecture:
     @property
     def stacks(self) -> dict[str, StackArchitecture]:
         """Encoder, if there is one, and decoder, by name."""
-        encoder = {} if self.encoder is None else {"encoder": self.encoder}
-        return encoder | {"decoder": self.decoder}
+        both = {"encoder": self.encoder, "decoder": self.decoder}
+        return {side: stack for side, stack in both.items() if stack is not None}
 
     def to_json(self) -> str:
         """Return text that `from_json` reads."""
@@ -136,12 +122,8 @@ class Architecture:
         return _read(Architecture, value, "architecture")
 
 
-CLASSES = {
-    "config": LayerConfig,
-    "quant": QuantConfig,
-    "encoder": StackArchitecture,
-    "decoder": StackArchitecture,
-}
+CLASSES = {"config": LayerConfig, "quant": QuantConfig}
+CLASSES |= dict.fromkeys(("encoder", "decoder"), StackArchitecture)
 """Classes of the fields that are dataclasses."""
 
 
@@ -151,10 +133,7 @@ def _read(cls: type, value: Any, where: str) -> Any:
         raise ValueError(f"{where} is {value!r:.80}; it must be an object")
     value = (ADDED if cls is LayerConfig else {}) | value
     types = {field.name: field.type for field in fields(cls) if field.name not in LEFT_OUT}
-    for problem, names in (
-        ("lacks", types.keys() - value),
-        ("has unknown", value.keys() - types),
-    ):
+    for problem, names in (("lacks", types.keys() - value), ("has unknown", value.keys() - types)):
         if names:
             raise ValueError(
                 f"{where} {problem} {', '.join(sorted(names))}; it was written by another version"

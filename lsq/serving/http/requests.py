@@ -43,11 +43,8 @@ class Limits:
 
 
 def parse(body: bytes, defaults: SearchOptions) -> tuple[list[str], list[str], SearchOptions]:
-    """Read a request: (lines, prefixes, options). `defaults` are options that it does not name.
-
-    Raises:
-        ValueError: it is not JSON, or something in it is wrong.
-    """
+    """Read a request: (lines, prefixes, options), with `defaults` for options that it does not
+    name; ValueError names what is wrong."""
     try:
         given = json.loads(body)
     except (ValueError, RecursionError) as error:
