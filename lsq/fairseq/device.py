@@ -61,10 +61,10 @@ def check(options: Any, *, on_cpu: bool) -> None:
             " here, in float32; leave it out, or give --lsq-device"
         )
     if device == EMULATOR:
-        _chosen(options)
+        chosen(options)
 
 
-def _chosen(options: Any) -> Backend | None:
+def chosen(options: Any) -> Backend | None:
     """Return the backend of the options; None: that of the parameters' device."""
     activations = options.lsq_activations
     if options.lsq_device == EMULATOR:
@@ -78,17 +78,11 @@ def _chosen(options: Any) -> Backend | None:
     return None
 
 
-def place(model: nn.Module, options: Any) -> None:
-    """Let the layers of `model` compute as the options say, else where their parameters are."""
-    if (chosen := _chosen(options)) is not None:
-        use(model, chosen)
-
-
-def use(model: nn.Module, chosen: Backend | None) -> None:
+def use(model: nn.Module, target: Backend | None) -> None:
     """Let the layers of `model` compute on a backend; None: that of the parameters' device."""
     for module in model.modules():
         if isinstance(module, ProgramModule):
-            module.backend = chosen
+            module.backend = target
 
 
 def report(model: nn.Module, options: Any) -> None:

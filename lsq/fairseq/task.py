@@ -130,7 +130,7 @@ class LSQTask(GradientTask):
         if not from_checkpoint:
             device.check(self.cfg, on_cpu=self.cfg.cpu or not torch.cuda.is_available())
         model = super().build_model(args, from_checkpoint)
-        device.place(model, self.cfg)
+        device.use(model, device.chosen(self.cfg))
         return model
 
     def build_generator(

@@ -5,7 +5,7 @@ import json
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from lsq.config import DIMENSION_MULTIPLE, LayerConfig, QuantConfig, require_choice
+from lsq.config import LayerConfig, QuantConfig, require_choice
 from lsq.layers.embedding import POSITIONS
 
 OF_OTHERS = """
@@ -58,11 +58,6 @@ class StackArchitecture:
                     " leave it out"
                 )
         check_codes(self.config.quant)
-
-    @property
-    def padded_words(self) -> int:
-        """Rows of the codes of a projection onto the words."""
-        return -(-self.words // DIMENSION_MULTIPLE) * DIMENSION_MULTIPLE
 
 
 def check_codes(quant: QuantConfig) -> None:

@@ -42,7 +42,7 @@ class Candidates:
     """Words that may follow each of R rows."""
 
     words: Tensor
-    """int64 [R, K], the most probable first; of equally probable ones the lower number first."""
+    """int64 [R, K], the most probable first."""
     log_probabilities: Tensor
     """float32 [R, K]"""
     wanted: Tensor | None
@@ -133,9 +133,8 @@ class FairseqSteps:
         self, words: Tensor, parents: Tensor, *, top: int, wanted: Tensor | None = None
     ) -> Candidates:
         values = self.step_all(words, parents)
-        best, columns = highest(values, top)
-        named = None if wanted is None else values.gather(1, wanted)
-        return Candidates(words=columns, log_probabilities=best, wanted=named)
+        best, named = values.topk(top, dim=1), None if wanted is None else values.gather(1, wanted)
+        return Candidates(words=best.indices, log_probabilities=best.values, wanted=named)
 
     @torch.no_grad()
     def step_all(self, words: Tensor, parents: Tensor) -> Tensor:
@@ -166,13 +165,3 @@ class FairseqSteps:
         if len(results) == 1:
             return results[0]
         return torch.stack(results).logsumexp(0) - math.log(len(results))
-
-
-def highest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the `count` highest of float32 [R, V], best first, and their columns int64 [R, count];
-    of equal ones the first."""
-    best, columns = values.topk(count, dim=1)
-    if ((values >= best[:, -1:]).sum(1) > count).any() or (best[:, 1:] == best[:, :-1]).any():
-        ordered = values.sort(dim=1, descending=True, stable=True)
-        best, columns = ordered.values[:, :count], ordered.indices[:, :count]
-    return best, columns

@@ -21,7 +21,7 @@ from lsq.fairseq.language_model import LSQTransformerLanguageModel, base_archite
 from lsq.fairseq.model import LSQTransformerModel
 from lsq.serving import Hypothesis, SearchOptions, decoding_model, search
 from lsq.serving.engine import Engine
-from lsq.serving.steps import FairseqSteps, highest
+from lsq.serving.steps import FairseqSteps
 from tests.sampling import in_turn
 
 VOCABULARY = 20
@@ -252,13 +252,6 @@ def test_memory_follows_its_sentence_where_the_number_of_rows_stays():
         steps.step_all(torch.full((4,), END), torch.arange(4))
         found.append(steps.step_all(torch.full((len(kept),), 6), kept)[:4])
     torch.testing.assert_close(*found)
-
-
-def test_of_equal_words_the_first_is_the_best():
-    values = torch.tensor([[1.0, 3.0, 2.0, 3.0, 2.0, 2.0], [0.0, 5.0, 4.0, 3.0, 2.0, 1.0]])
-    best, places = highest(values, 4)
-    assert places.tolist() == [[1, 3, 2, 4], [1, 2, 3, 4]]
-    assert best.tolist() == [[3.0, 3.0, 2.0, 2.0], [5.0, 4.0, 3.0, 2.0]]
 
 
 def test_other_models_are_refused():
