@@ -235,8 +235,7 @@ def trained_with(args: Any) -> dict[str, Any]:
 
 
 def options_in(path: Path, part: str) -> Mapping[str, Any]:
-    """Read the options of a part, "model" or "task", in a checkpoint; none if it is missing or
-    unreadable."""
+    """Read the options of "model" or "task" in a checkpoint; none if it is unreadable."""
     if not path.is_file():
         return {}
     try:

@@ -18,8 +18,7 @@ from lsq.fairseq.model import PADDINGS
     "lsq_label_smoothed_cross_entropy", dataclass=LabelSmoothedCrossEntropyCriterionConfig
 )
 class LSQLabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion):
-    """The same loss, options and log as fairseq's label_smoothed_cross_entropy; no logits are
-    stored."""
+    """Loss, options and log of fairseq's label_smoothed_cross_entropy; no logits are stored."""
 
     def forward(
         self, model: BaseFairseqModel, sample: dict[str, Any], reduce: bool = True

@@ -123,8 +123,7 @@ def install(options: GradientOptions, model: nn.Module) -> GradientCompression |
 
 
 def configuration(options: GradientOptions) -> GradientConfig:
-    """Make the GradientConfig of the options, not for "none"; ValueError if a value is not
-    allowed."""
+    """Make the GradientConfig of options that are not "none"; ValueError if a value is wrong."""
     try:
         return GradientConfig(
             mode=str(options.lsq_gradients),

@@ -31,8 +31,7 @@ SUFFIXES = """
 
 @register_model(MODEL)
 class LSQTransformerLanguageModel(LSQModel, FairseqLanguageModel):
-    """A Transformer that predicts each word from those before it, with fairseq's options and
-    interface."""
+    """A Transformer language model with fairseq's options and interface."""
 
     task = TASK
 

@@ -87,13 +87,11 @@ class LSQModel:
 
 @register_model(MODEL)
 class LSQTransformerModel(LSQModel, TransformerModel):
-    """A Transformer (Vaswani et al. 2017) whose projections compute in int8, with fairseq's options
-    and interface."""
+    """A Transformer (Vaswani et al. 2017) in int8, with fairseq's options and interface."""
 
     @classmethod
     def build_model(cls, args: Namespace | DictConfig, task) -> "LSQTransformerModel":
-        """Build from fairseq's options; ValueError if one is not supported, or the checkpoint of
-        --lsq-from does not fit."""
+        """Build from fairseq's options; ValueError if one, or --lsq-from, does not fit."""
         with options.as_namespace(args, cls) as args:
             transformer_legacy.base_architecture(args)
             options.set_defaults(args)

@@ -110,8 +110,7 @@ def check_report(path: str | None) -> None:
 
 
 def report_tuned(path: str | None) -> None:
-    """Log how many products of a GPU were tuned, and list the others in `path` for `lsq tune
-    --shapes`."""
+    """Log how many products of a GPU were tuned, and list the others for `lsq tune --shapes`."""
     table = lookup.loaded()
     if table is not None and table.uses():
         logger.info(coverage(table))

@@ -101,8 +101,7 @@ class LSQTask(GradientTask):
         super().load_state_dict(kept)
 
     def check_resumed(self, state_dict: dict[str, Any]) -> None:
-        """Raise ValueError if a checkpoint whose `state_dict` this is was trained with other words,
-        or with the same in another order."""
+        """Raise ValueError if a checkpoint of this `state_dict` was trained with other words."""
         trained = state_dict.get(DICTIONARIES)
         if trained is None:
             return
@@ -239,8 +238,7 @@ class LSQTranslationTask(LSQTask, TranslationTask):
         *arguments,
         **options,
     ) -> list[list[dict[str, Any]]]:
-        """Translate a batch with `search`, any generator; an empty line has one hypothesis without
-        words, as in `lsq translate`."""
+        """Translate a batch; an empty line has one hypothesis without words."""
         found = super().inference_step(search, models, sample, *arguments, **options)
         words, sources = self.target_dictionary, sample["net_input"]["src_tokens"]
         for number, source in enumerate(generator.without(sources, self.source_dictionary.pad())):

@@ -408,8 +408,7 @@ class Engine:
 
     @torch.inference_mode(False)
     def _reserve(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return the tensor of that name, at least so large. If it has to grow, all that was
-        prepared is forgotten."""
+        """Return the tensor of that name; if it has to grow, all that was prepared is forgotten."""
         kept = self._tensors.get(name)
         if kept is None or any(have < want for have, want in zip(kept.shape, shape, strict=True)):
             before = kept.shape if kept is not None else (0,) * len(shape)

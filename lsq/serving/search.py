@@ -73,8 +73,7 @@ def search(
 
 
 def length_limit(steps: Steps, sources: Sequence[Tensor], options: SearchOptions) -> int:
-    """Return how many words a hypothesis may have before its end; ValueError if the options want
-    more."""
+    """Return the most words of a hypothesis before its end; ValueError if options want more."""
     longest = max(len(source) for source in sources)
     limit = most_words(options, longest, steps.longest)
     if options.min_len > limit:
@@ -306,8 +305,7 @@ def drawn(
 def _limited(
     words: Tensor, log_probabilities: Tensor, top: int | None, limit: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the words to draw from and their probabilities, whose sum may be below 1: [S, B, C']
-    each."""
+    """Return the words to draw from, [S, B, C'], and their probabilities, of a sum of up to 1."""
     if top is not None:
         highest, columns = log_probabilities.topk(min(top, words.shape[2]), dim=2)
         # the end alone is one word; as many random numbers are drawn at every step
@@ -398,8 +396,7 @@ class _Search:
         return best(words, values, totals, 2 * self.beam, self.continuations.steps.words)
 
     def _repeat_first_row(self, sentences: Tensor, rows: int) -> None:
-        """Make all rows of sentences bool [S] the first: only their prefix has a probability, and
-        all end now."""
+        """Make all rows of sentences bool [S] the first: all are their prefix and end now."""
         order = torch.arange(len(self.history), device=sentences.device).view(-1, rows)
         order = torch.where(sentences[:, None], order[:, :1], order).view(-1)
         self.history, self.totals = self.history[order], self.totals[order]
@@ -440,8 +437,7 @@ class _Search:
         self._extend(*(each.gather(1, first) for each in (origins, words, scores)))
 
     def _extend(self, origins: Tensor, words: Tensor, scores: Tensor) -> None:
-        """Make the rows of the next step: rows of this one, their next words and scores, [S, beam]
-        each."""
+        """Make the next step's rows of rows of this one, their next words and scores, [S, beam]."""
         self.parents = origins.reshape(-1)
         self.history = torch.cat([self.history[self.parents], words.reshape(-1, 1)], 1)
         self.totals = torch.cat([self.totals[self.parents], scores.reshape(-1, 1)], 1)

@@ -119,8 +119,7 @@ class FairseqSteps:
         self.encoded = [self._encode(model, sources) for model in self.models]
 
     def _encode(self, model: nn.Module, sources: Sequence[Tensor]) -> dict | None:
-        """Return the encoder's output for sentences, padded on their left as fairseq does; None for
-        a language model."""
+        """Encode sentences, padded on their left as fairseq does; None for a language model."""
         if not hasattr(model, "encoder"):
             return None
         lengths = torch.tensor([len(source) for source in sources], device=sources[0].device)

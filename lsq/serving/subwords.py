@@ -95,8 +95,7 @@ class Subwords:
 
 
 def processor_of(model: Path | bytes) -> "SentencePieceProcessor":
-    """Load sentencepiece's model from its file or the file's content; ValueError if it is damaged
-    or another file."""
+    """Load sentencepiece's model from its file or content; ValueError if it is damaged."""
     extras.require("a vocabulary", "text")
     from sentencepiece import SentencePieceProcessor
 

@@ -395,8 +395,7 @@ class TextTranslator:
     def joined(
         self, sources: Sequence[Source], results: Iterable[list[Hypothesis]], options: SearchOptions
     ) -> list[list[Translation]]:
-        """Return what `translate` returns: the best hypotheses of all parts of a line together,
-        then the second best of all, and so on."""
+        """Join the best hypotheses of all parts of a line, then the second best, and so on."""
         hypotheses, lines = iter(results), []
         for source in sources:
             translations, parts = [], [next(hypotheses) for _ in source.parts]

@@ -70,8 +70,7 @@ def keep_dummy_batch(trainer: Trainer, batch: object) -> None:
 
 
 def iterator_state(iterator: EpochBatchIterator) -> dict:
-    """Replace EpochBatchIterator.state_dict, to keep how many batches the epoch has and among how
-    many processes they were divided."""
+    """Replace EpochBatchIterator.state_dict; also keeps numbers of batches and of processes."""
     batches = {} if callable(iterator.batch_sampler) else {"batches": len(iterator.frozen_batches)}
     return {**_fairseq_iterator_state(iterator), "num_shards": iterator.num_shards, **batches}
 

@@ -99,8 +99,7 @@ def newest_sound(path: str | Path) -> Path | None:
 
 
 def updates_in(path: str | Path) -> int:
-    """Read after how many updates a sound checkpoint was written; any Exception if it is none of
-    fairseq's."""
+    """Read the updates of a sound checkpoint; any Exception if it is none of fairseq's."""
     state = torch.load(path, map_location="cpu", mmap=True)
     return int(state["optimizer_history"][-1]["num_updates"])
 
@@ -153,8 +152,7 @@ def require_file(path: str | Path) -> None:
 
 
 def register_types() -> None:
-    """Let torch.load take the types in fairseq's checkpoints, as on disk and as processes send them
-    to each other."""
+    """Let torch.load take the types in checkpoints and in what processes send to each other."""
     of_numpy = [numpy.ndarray, numpy.dtype, multiarray._reconstruct, multiarray.scalar]
     dtypes = ("bool", "int32", "int64", "float32", "float64")
     of_numpy += [type(numpy.dtype(name)) for name in dtypes]

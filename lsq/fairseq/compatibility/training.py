@@ -34,8 +34,7 @@ def clip_grad_norm(trainer: Trainer, *arguments: object) -> Tensor:
 
 
 def train_step(trainer: Trainer, samples: list, raise_oom: bool = False) -> dict | None:
-    """Replace Trainer.train_step, whose error names no tensor; Diverged if a parameter or a
-    gradient holds NaN or infinity."""
+    """Replace Trainer.train_step, whose error names no tensor that is not finite."""
     try:
         return _fairseq_train_step(trainer, samples, raise_oom)
     except Diverged:

@@ -44,8 +44,7 @@ class QueueFull(Exception):
 
 
 class Job:
-    """A request that is being translated: its parts, the numbers of those that wait, and the
-    hypotheses of those that are done."""
+    """A request: its parts, the numbers of those that wait, and hypotheses of those done."""
 
     def __init__(self, options: SearchOptions, parts: list[Part]):
         self.options, self.parts = options, parts
@@ -151,8 +150,7 @@ class Batcher:
         return batch
 
     async def _translate(self, batch: Batch) -> None:
-        """Translate a batch; if it fails, each of its requests alone, so that none fails for
-        another."""
+        """Translate a batch; if it fails, each of its requests alone."""
         batch = [(job, number) for job, number in batch if not job.left]
         jobs = dict.fromkeys(job for job, _ in batch)
         if not batch:

@@ -29,8 +29,7 @@ class Limits:
             require_positive(field.name, getattr(self, field.name))
 
     def check(self, options: SearchOptions, longest_source: int) -> None:
-        """Raise ValueError if options allow more than the service does for sources of up to
-        `longest_source` words."""
+        """Raise ValueError for options that allow more, if sources have up to so many words."""
         if options.beam > self.beam:
             raise ValueError(f"beam is {options.beam}; this service takes {self.beam} at most")
         most = self.words - options.max_len_a * longest_source

@@ -23,8 +23,7 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """End the server on signals within this context; uvicorn would raise them again after its
-        clean end."""
+        """End the server on signals, which uvicorn would raise again after its clean end."""
         loop, numbers = asyncio.get_running_loop(), (signal.SIGINT, signal.SIGTERM)
         if threading.current_thread() is not threading.main_thread():  # others get no signals
             numbers = ()

@@ -136,8 +136,7 @@ class Service:
 
 
 async def _body(request: Request) -> bytes:
-    """Read a request's body; one that is too large is read to its end and thrown away, so that its
-    client listens."""
+    """Read a request's body; one that is too large is read to its end, so its client listens."""
     body, size = bytearray(), 0
     try:
         async with asyncio.timeout(RECEIVE_SECONDS):

@@ -195,18 +195,6 @@ def test_copy_is_whole_or_not_at_all(tmp_path, on_a_full_disk):
         PathManager.copy(str(source), str(target))
 
 
-def test_links_and_files_of_somebody_else_stay(tmp_path):
-    path, theirs = tmp_path / "checkpoint_last.pt", tmp_path / "theirs"
-    theirs.write_text("precious")
-    (tmp_path / "checkpoint_last.pt.tmp").write_text("precious, too")
-    (tmp_path / ".checkpoint_last.pt.partial").symlink_to(theirs)
-    with pytest.raises(CheckpointNotWritten):
-        checkpoint_utils.torch_persistent_save({"x": 1}, str(path))
-    checkpoint_utils.torch_persistent_save({"x": 1}, str(path))
-    assert theirs.read_text() == "precious" and not path.is_symlink()
-    assert (tmp_path / "checkpoint_last.pt.tmp").read_text() == "precious, too"
-
-
 def test_other_failures_of_a_save_are_not_disguised(tmp_path):
     with pytest.raises(Exception, match="pickle|local object"):
         checkpoint_utils.torch_persistent_save({"x": lambda: 0}, str(tmp_path / "x.pt"))
