@@ -29,8 +29,7 @@ from lsq.commands.stages import Stage
 from lsq.commands.train import CHECKPOINT
 from lsq.config import DIMENSION_MULTIPLE
 from lsq.fairseq.checkpoint import LAST
-from lsq.fairseq.compatibility.checkpoints import updates_of
-from lsq.fairseq.compatibility.soundness import newest_sound
+from lsq.fairseq.compatibility.checkpoints import newest_sound, updates_of
 from lsq.fairseq.memory import made_up_dictionary
 from lsq.files.lock import locked_folder
 from lsq.layers.model_formats import decoded_summary

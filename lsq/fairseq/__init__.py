@@ -3,8 +3,9 @@
 fairseq imports it through `--user-dir $(lsq user-dir)`; docs/fairseq.md says how to use it.
 """
 
-from lsq.fairseq import (  # isort: skip
-    compatibility,  # first: it prepares fairseq for this PyTorch
+# compatibility first: it prepares fairseq for this PyTorch
+from lsq.fairseq import compatibility  # noqa: F401  isort: skip
+from lsq.fairseq import (  # noqa: F401  isort: skip
     architectures,
     criterion,
     language_model,
@@ -12,13 +13,3 @@ from lsq.fairseq import (  # isort: skip
     optimizer,
     task,
 )
-
-__all__ = [
-    "architectures",
-    "compatibility",
-    "criterion",
-    "language_model",
-    "model",
-    "optimizer",
-    "task",
-]

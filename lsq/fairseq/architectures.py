@@ -15,8 +15,7 @@ SUFFIXES = ("", "_iwslt_de_en", "_wmt_en_de", "_wmt_en_de_big")
 
 
 def register(model: str, name: str, of_fairseq: Callable[[Namespace], None]) -> None:
-    """Register the architecture `name` of a model of lsq, with the dimensions that fairseq's own
-    function fills in."""
+    """Register an architecture of a model, with the dimensions that `of_fairseq` fills in."""
 
     def fill_in(given: Namespace | DictConfig) -> None:
         with options.as_namespace(given, ARCH_MODEL_REGISTRY[name]) as args:

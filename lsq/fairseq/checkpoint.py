@@ -1,6 +1,7 @@
-"""Checkpoints: starting from those of float models, and what is checked in checkpoints of this
-model."""
+"""Checkpoints: starting from float models, and what is checked in those of this model."""
 
+import re
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -14,7 +15,6 @@ from torch import Tensor, nn
 from lsq import quant
 from lsq.config import QuantConfig
 from lsq.config.quantization import CONSTANT, RENAMED, of_trained
-from lsq.fairseq.parameter_names import rename
 from lsq.layers import ProgramModule, clip_format, weight_masks
 from lsq.models.sparsity import wants_sparsity
 from lsq.observe import quantized_tensors
@@ -34,10 +34,80 @@ LAST = "checkpoint_last.pt"
 """fairseq's name of the checkpoint in --save-dir to go on from; any other name is a path."""
 
 
+# here the projections of self-attention (query, key, value) and of cross-attention (key, value) are
+# rows of one weight
+_RENAMED = (
+    ("embed_positions.weight", "embed_tokens.position_weight"),
+    ("layernorm_embedding.", "embed_tokens.layer_norm."),
+    (".self_attn.out_proj.", ".self_attn.out_"),
+    (".encoder_attn.out_proj.", ".encoder_attn.out_"),
+    (".encoder_attn.q_proj.", ".encoder_attn.query_"),
+    (".fc1.", ".feed_forward.fc1_"),
+    (".fc2.", ".feed_forward.fc2_"),
+)
+"""Parts of names: (fairseq's, ours)."""
+_JOINED = (
+    (".self_attn.{}_proj.", "qkv", ".self_attn.qkv_"),
+    (".encoder_attn.{}_proj.", "kv", ".encoder_attn.key_value_"),
+)
+"""(part of fairseq's name, letters of the projections in order, part of our name)"""
+_CONSTANT = re.compile(r"(en|de)coder\.(version|embed_positions\._float_tensor)")
+"""What fairseq's checkpoints hold besides parameters."""
+
+
+def rename(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Rename parameters of fairseq's transformer, and concatenate those of one joined weight;
+    ValueError if a part of it is missing, or does not fit. Unknown names stay."""
+    renamed: dict[str, Tensor] = {}
+    joined: dict[tuple[str, str], dict[str, Tensor]] = defaultdict(dict)
+    parts = {
+        theirs.format(letter): (letter, letters, ours)
+        for theirs, letters, ours in _JOINED
+        for letter in letters
+    }
+    for name, tensor in state.items():
+        if part := next((part for part in parts if part in name), None):
+            letter, letters, ours = parts[part]
+            joined[name.replace(part, ours), letters][letter] = tensor
+        elif not _CONSTANT.fullmatch(name):
+            for theirs, ours in _RENAMED:
+                name = name.replace(theirs, ours)
+            renamed[name] = tensor
+    for (name, letters), tensors in joined.items():
+        if missing := [letter for letter in letters if letter not in tensors]:
+            raise ValueError(
+                f"{name} needs the projections {', '.join(letters)} of fairseq's transformer, but"
+                f" the checkpoint has no {', '.join(missing)}"
+            )
+        projections = [tensors[letter] for letter in letters]
+        if len({one.shape[1:] for one in projections}) > 1 or not projections[0].dim():
+            shapes = ", ".join(str(list(one.shape)) for one in projections)
+            raise ValueError(
+                f"{name} joins projections, whose shapes in the checkpoint do not fit: {shapes}"
+            )
+        renamed[name] = torch.cat(projections)
+    return renamed
+
+
+def restore(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Undo `rename`."""
+    restored: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        for theirs, letters, ours in _JOINED:
+            if ours in name:
+                names = [name.replace(ours, theirs.format(letter)) for letter in letters]
+                restored |= zip(names, tensor.chunk(len(letters)), strict=True)
+                break
+        else:
+            for theirs, ours in _RENAMED:
+                name = name.replace(ours, theirs)
+            restored[name] = tensor
+    return restored
+
+
 def load_float(model: nn.Module, state: dict[str, Tensor]) -> None:
-    """Copy the parameters of a float model, fairseq's transformer or lsq's, into `model`, and
-    measure the clips of its weights on them; those of activations follow on the next batch. Of a
-    sparse model the weights are what its masks leave.
+    """Copy the parameters of a float model, fairseq's or lsq's, as its masks leave them, and
+    measure the clips of weights on them; those of activations follow on the next batch.
 
     Raises:
         ValueError: lists every parameter that only one of the two has, or that has another shape;
@@ -87,12 +157,8 @@ def load_float(model: nn.Module, state: dict[str, Tensor]) -> None:
 
 
 def check_fits(model: nn.Module, state: dict[str, Tensor]) -> None:
-    """Check clips and masks in a checkpoint of this model before it is loaded.
-
-    Raises:
-        ValueError: the checkpoint has no clips and the model needs them, or the other way round; a
-            clip is not above 0, NaN or infinite; or the checkpoint is sparse and the model dense.
-    """
+    """Raise ValueError for a checkpoint of this model that lacks clips, or has them where the model
+    needs none, or a clip out of range, or that is sparse where the model is dense."""
     wanted = any(True for _ in quantized_tensors(model))
     clips = sorted(name for name in state if name.endswith(CLIP))
     if wanted and not clips:
@@ -116,8 +182,8 @@ def check_fits(model: nn.Module, state: dict[str, Tensor]) -> None:
 
 
 def say_formats(state: dict[str, Tensor], path: str) -> None:
-    """Add the formats of clips, which earlier versions did not write, to the parameters of any
-    model, as the options in the file at `path` say them. Works in place."""
+    """Add the formats of clips, which earlier versions did not write, in place, as the options in
+    the file at `path` say them."""
     counted = [name.removesuffix("calibrated") for name in state if name.endswith(".calibrated")]
     missing = [
         prefix
@@ -132,11 +198,7 @@ def say_formats(state: dict[str, Tensor], path: str) -> None:
 
 
 def quantization(given: Mapping[str, Any]) -> QuantConfig:
-    """Read QuantConfig from the options of a checkpoint; fields that it lacks have their defaults.
-
-    Raises:
-        ValueError: one has a value that is not allowed.
-    """
+    """Read QuantConfig from the options of a checkpoint; ValueError if a value is not allowed."""
     return QuantConfig(**of_trained(quantizer_fields(given)))
 
 
@@ -148,12 +210,8 @@ def quantizer_fields(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def start_from(model: nn.Module, path: str, args: Any) -> None:
     """Start `model`, built from fairseq's options `args`, from the float checkpoint at `path`.
-
-    Raises:
-        FileNotFoundError, IsADirectoryError: there is no such file.
-        ValueError: it is damaged, another kind of file, does not fit (see `load_float`), or has
-            options under which the same parameters compute something else.
-    """
+    ValueError: it does not fit (see `load_float`), or has options under which the same parameters
+    compute something else; others as loading a checkpoint raises."""
     state = checkpoint_utils.load_checkpoint_to_cpu(path)
     before, now = map(TransformerConfig.from_namespace, (options_of(state, "model"), args))
     different = [
@@ -170,16 +228,14 @@ def start_from(model: nn.Module, path: str, args: Any) -> None:
 
 
 def trained_with(args: Any) -> dict[str, Any]:
-    """The fields of QuantConfig in the checkpoint that a training with these options goes on from;
-    without one, none."""
+    """Read the fields of QuantConfig in the checkpoint, if any, that these options go on from."""
     name = getattr(args, "restore_file", None)  # lacking where there is no training
     path = Path(args.save_dir, name) if name == LAST else Path(name or "")
     return of_trained(quantizer_fields(options_in(path, "model")))
 
 
 def options_in(path: Path, part: str) -> Mapping[str, Any]:
-    """The options of a part, "model" or "task", in a checkpoint; none where there is no
-    checkpoint."""
+    """Read the options of "model" or "task" in a checkpoint; none if it is unreadable."""
     if not path.is_file():
         return {}
     try:
@@ -191,6 +247,5 @@ def options_in(path: Path, part: str) -> Mapping[str, Any]:
 
 
 def options_of(state: dict[str, Any], part: str) -> Any:
-    """The options of a part in a checkpoint: fairseq before 0.10 kept all together in `args`, later
-    in `cfg`."""
+    """Take the options of a part; fairseq before 0.10 kept all in `args`, later in `cfg`."""
     return state["args"] if state.get("args") is not None else state["cfg"][part]

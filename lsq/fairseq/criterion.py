@@ -1,5 +1,4 @@
-"""Label-smoothed cross-entropy that leaves projection, softmax and loss to one operation of the
-model."""
+"""Label-smoothed cross-entropy by one operation of the model."""
 
 from typing import Any
 
@@ -19,11 +18,7 @@ from lsq.fairseq.model import PADDINGS
     "lsq_label_smoothed_cross_entropy", dataclass=LabelSmoothedCrossEntropyCriterionConfig
 )
 class LSQLabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion):
-    """The same loss, options and log as fairseq's label_smoothed_cross_entropy, without storing
-    logits.
-
-    M words of the batch, H hidden, V vocabulary.
-    """
+    """Loss, options and log of fairseq's label_smoothed_cross_entropy; no logits are stored."""
 
     def forward(
         self, model: BaseFairseqModel, sample: dict[str, Any], reduce: bool = True
@@ -63,7 +58,7 @@ class LSQLabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion):
             tokens = net_input.get("prev_output_tokens", net_input["src_tokens"])
             words = target[tokens.ne(self.padding_idx)]
             counted = words.ne(self.padding_idx)
-            with torch.no_grad():  # makes the logits [M, V] once more
+            with torch.no_grad():  # makes the logits once more
                 best = model.decoder.output_layer(features.detach()).argmax(dim=1)
             logging_output["n_correct"] = int((best.eq(words) & counted).sum())
             logging_output["total"] = int(counted.sum())

@@ -43,15 +43,8 @@ class DeviceOptions:
 
 
 def check(options: Any, *, on_cpu: bool) -> None:
-    """Refuse options that contradict each other, or the machine.
-
-    Args:
-        options: DeviceOptions, or a namespace that has them.
-        on_cpu: whether fairseq keeps models on the CPU.
-
-    Raises:
-        ValueError: names what was given and what to do.
-    """
+    """Raise ValueError for DeviceOptions that contradict each other or the machine; `on_cpu`:
+    whether fairseq keeps models on the CPU."""
     device = options.lsq_device
     if device == CUDA:
         fault = "--cpu was given, too; leave one of them out" if options.cpu else gpu_fault()
@@ -68,11 +61,11 @@ def check(options: Any, *, on_cpu: bool) -> None:
             " here, in float32; leave it out, or give --lsq-device"
         )
     if device == EMULATOR:
-        _chosen(options)
+        chosen(options)
 
 
-def _chosen(options: Any) -> Backend | None:
-    """The backend of the options; None: that of the parameters' device."""
+def chosen(options: Any) -> Backend | None:
+    """Return the backend of the options; None: that of the parameters' device."""
     activations = options.lsq_activations
     if options.lsq_device == EMULATOR:
         dtype = ACTIVATIONS[str(activations or DEFAULT_ACTIVATIONS[EMULATOR])]
@@ -85,27 +78,15 @@ def _chosen(options: Any) -> Backend | None:
     return None
 
 
-def place(model: nn.Module, options: Any) -> None:
-    """Let the layers of `model` compute as the options say; without any, where their parameters
-    are.
-
-    Raises:
-        ValueError: the emulator was asked for, and there is no C++ compiler.
-    """
-    if (chosen := _chosen(options)) is not None:
-        use(model, chosen)
-
-
-def use(model: nn.Module, chosen: Backend | None) -> None:
+def use(model: nn.Module, target: Backend | None) -> None:
     """Let the layers of `model` compute on a backend; None: that of the parameters' device."""
     for module in model.modules():
         if isinstance(module, ProgramModule):
-            module.backend = chosen
+            module.backend = target
 
 
 def report(model: nn.Module, options: Any) -> None:
-    """Log where the layers of `model` compute, if it has any, why not on a GPU where nothing was
-    asked for, and what they decode."""
+    """Log where the layers of `model` compute, why not on a GPU, and what they decode."""
     layer = next((module for module in model.modules() if isinstance(module, ProgramModule)), None)
     if layer is None:
         return

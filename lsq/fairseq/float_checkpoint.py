@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from lsq import files
 from lsq.fairseq import checkpoint
-from lsq.fairseq.parameter_names import restore
 from lsq.layers import ProgramModule
 from lsq.observe import quantized_tensors
 from lsq.serving.decoding_model import model_of
@@ -46,7 +45,7 @@ def write(
     *,
     updates: int = 0,
 ) -> None:
-    """Write the checkpoint, whole or not at all.
+    """Write the checkpoint, whole or not at all; ValueError if clips were never measured.
 
     Args:
         path: the file, which is written over.
@@ -54,10 +53,6 @@ def write(
         options: fairseq's options that it was built with.
         languages: of its data.
         updates: that it was trained for.
-
-    Raises:
-        ValueError: the clips of the model were never measured.
-        OSError: it cannot be written.
     """
     translates = hasattr(model, "encoder")
     given = (of_translation if translates else of_language_model)(options)
@@ -92,7 +87,7 @@ def write(
 
 @torch.no_grad()
 def floats(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters as fairseq names them, float32; those that are rounded as codes times scale."""
+    """Return parameters as fairseq names them, float32; rounded ones are codes times scale."""
     clips = {name + checkpoint.CLIP for name, _ in quantized_tensors(model)}
     state = {
         name: parameter.detach().clone()
@@ -112,11 +107,11 @@ def floats(model: nn.Module) -> dict[str, Tensor]:
                 rows, columns = value.shape
                 scale = decoding.tensors[name + ".scale"][:rows, None]
                 state[name] = decoding.codes(name, columns)[:rows] * scale
-    return restore(state)
+    return checkpoint.restore(state)
 
 
 def of_translation(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of fairseq's transformer among those of ours, and its defaults."""
+    """Take the options of fairseq's transformer among ours, and its defaults."""
     parser = ArgumentParser()
     TransformerModel.add_args(parser)
     known = vars(parser.parse_args([]))
@@ -126,14 +121,14 @@ def of_translation(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def of_language_model(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of fairseq's transformer_lm among those of ours."""
+    """Take the options of fairseq's transformer_lm among ours."""
     names = {field.name for field in fields(TransformerLanguageModelConfig)} - {"_name"}
     known = {name: value for name, value in options.items() if name in names}
     return {"_name": "transformer_lm", **_plain(known)}
 
 
 def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of types that torch.load takes by itself; choices are strings."""
+    """Keep types that torch.load takes by itself; choices are strings."""
     texts = {name: str(value) for name, value in options.items() if isinstance(value, str)}
     kept = {name: value for name, value in options.items() if type(value) in PLAIN}
     return kept | texts

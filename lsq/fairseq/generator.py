@@ -19,42 +19,27 @@ from lsq.layers.module import ProgramModule
 from lsq.run.backends import Backend, backend
 from lsq.serving import Engine, Hypothesis, SearchOptions, Steps, Symbols, search
 from lsq.serving.decoding_model import model_of
-from lsq.serving.fairseq_steps import FairseqSteps
+from lsq.serving.steps import FairseqSteps
 from lsq.serving.subwords import Words
 
 logger = logging.getLogger(__name__)
 
-FIELDS = {
-    **{
-        name: name
-        for name in """
-        beam max_len_a max_len_b min_len temperature no_repeat_ngram_size sampling sampling_topk
-        sampling_topp diverse_beam_groups diverse_beam_strength
-    """.split()
-    },
-    "length_penalty": "lenpen",
-    "unk_penalty": "unkpen",
-}
+SAME = """
+    beam max_len_a max_len_b min_len temperature no_repeat_ngram_size sampling sampling_topk
+    sampling_topp
+""".split()
+FIELDS = {name: name for name in SAME} | {"length_penalty": "lenpen", "unk_penalty": "unkpen"}
 """Field of SearchOptions -> fairseq's name for it."""
-OTHERS = {
-    "print_alignment": None,
-    "score_reference": False,
-    "match_source_len": False,
-    "diversity_rate": -1.0,
-    "constraints": None,
-    "prefix_allowed_tokens_fn": None,
-}
-"""Options that lsq's search does not have -> the value that wants nothing of it."""
+OTHERS = """
+    print_alignment score_reference match_source_len diversity_rate diverse_beam_groups constraints
+    prefix_allowed_tokens_fn
+""".split()
+"""Options that lsq's search does not have."""
 
 
 def obstacle(models: Sequence[nn.Module], args: Any, given: dict[str, Any]) -> str | None:
-    """Why fairseq's generator is needed, in words that name the option; None where lsq's search
-    will do.
-
-    Args:
-        args: fairseq's options of a generation.
-        given: what else fairseq's generator would be built from, by name.
-    """
+    """Name why fairseq's generator is needed for options `args` of a generation, and what else it
+    would be built from, by name; None where lsq's search will do."""
     if (option := obstacle_of_options(args)) is not None:
         return option
     for name, value in given.items():
@@ -68,23 +53,26 @@ def obstacle(models: Sequence[nn.Module], args: Any, given: dict[str, Any]) -> s
 
 
 def obstacle_of_options(args: Any) -> str | None:
-    """The option of a generation that lsq's search does not have; None where it has all."""
-    for name, unused in OTHERS.items():
+    """Name the option of a generation that lsq's search does not have; None where it has all."""
+    for name in OTHERS:
         value = getattr(args, name, None)
-        if value not in (None, unused, False):
+        if value not in (None, False, -1):
             return f"--{name.replace('_', '-')} {value}"
+    if getattr(args, "unkpen", 0) < 0:
+        return f"--unkpen {args.unkpen}"
     if getattr(args, "sampling_topk", -1) > 0 and getattr(args, "sampling_topp", -1.0) > 0:
         return "--sampling-topk and --sampling-topp together"
     return None
 
 
 def options_of(args: Any) -> SearchOptions:
-    """fairseq's options of a generation for lsq's search, which finds as many hypotheses as the
-    beam has; ValueError if one is out of its range, or two do not go together."""
+    """Make SearchOptions of fairseq's options of a generation, for as many hypotheses as the beam
+    has; ValueError if one is out of its range, or two do not go together."""
     given = {own: getattr(args, theirs) for own, theirs in FIELDS.items() if hasattr(args, theirs)}
-    for name in ("sampling_topk", "sampling_topp", "diverse_beam_groups"):
+    for name in ("sampling_topk", "sampling_topp"):
         if given.get(name, -1) <= 0:
             given[name] = -1
+    given["unk_penalty"] = max(given.get("unk_penalty", 0), 0)  # see obstacle_of_options
     beam = given.setdefault("beam", SearchOptions.beam)
     return SearchOptions(
         **given, nbest=beam, normalize_scores=not getattr(args, "unnormalized", False)
@@ -92,8 +80,7 @@ def options_of(args: Any) -> SearchOptions:
 
 
 def evaluation_of_task(task: Any) -> SearchOptions | None:
-    """How a training with --eval-bleu translates its validation set, by the options of its task;
-    None: it does not."""
+    """How a training with --eval-bleu translates its validation set; None: it does not."""
     if not getattr(task, "eval_bleu", False):
         return None
     args = Namespace(**json.loads(task.eval_bleu_args or "{}"))
@@ -106,12 +93,9 @@ def evaluation_of_task(task: Any) -> SearchOptions | None:
 
 
 def engine_backend(models: Sequence[nn.Module]) -> Backend | None:
-    """Where the int8 engine decodes `models`: where their layers compute. None: they decode by
-    steps of their own.
-
-    The engine takes one model of lsq whose layers all are in int8, or all in int4, and compute in
-    one backend, with compiled loops or kernels.
-    """
+    """Where the int8 engine decodes `models`: where their layers compute. None unless that is one
+    model of lsq whose layers all are in int8, or all in int4, and compute in one backend, with
+    compiled loops or kernels."""
     if len(models) != 1 or not isinstance(models[0], LSQModel):
         return None
     modules = [module for module in models[0].modules() if isinstance(module, ProgramModule)]
@@ -123,15 +107,9 @@ def engine_backend(models: Sequence[nn.Module]) -> Backend | None:
 
 
 def steps_of(models: Sequence[nn.Module], target: Backend | None = None) -> Steps:
-    """The int8 engine where it can decode `models`, else their own incremental steps.
-
-    Args:
-        target: where the engine decodes; None: where the layers compute.
-
-    Raises:
-        ValueError: clips were never measured, or the models need their own steps, and not on the
-            CPU.
-    """
+    """Make the int8 engine where it can decode `models`, on `target` or where their layers compute,
+    else their own incremental steps; ValueError if clips were never measured, or the models need
+    their own steps, and not on the CPU."""
     own = engine_backend(models)
     if own is not None:
         return Engine(model_of(models[0]), target or own)
@@ -143,16 +121,8 @@ def steps_of(models: Sequence[nn.Module], target: Backend | None = None) -> Step
 
 
 class LSQGenerator:
-    """Replace fairseq's SequenceGenerator.
-
-    Args:
-        models: an ensemble; they are put into eval mode, as fairseq does.
-        dictionary: the target words.
-        args: fairseq's options of a generation, without an `obstacle`.
-
-    Raises:
-        ValueError: an option is out of its range (see SearchOptions).
-    """
+    """Replace fairseq's SequenceGenerator, for options `args` without an `obstacle`; ValueError if
+    one is out of its range. Puts the models into eval mode, as fairseq does."""
 
     def __init__(self, models: Sequence[nn.Module], dictionary: Dictionary, args: Any):
         self.options = options_of(args)
@@ -183,9 +153,6 @@ class LSQGenerator:
             sample: a batch of fairseq's with src_tokens int64 [B, S].
             prefix_tokens: int64 [B, P], what the hypotheses begin with, filled with padding.
             bos_token: what every hypothesis starts from; the end of a sentence unless given.
-
-        Raises:
-            ValueError: there are constraints, a model's clips were never measured, or see `search`.
         """
         if constraints is not None:
             raise ValueError(
@@ -208,14 +175,9 @@ class LSQGenerator:
 
 
 def words_of(dictionary: Dictionary) -> Words:
-    """The words of a dictionary."""
-    return Words(
-        symbols=dictionary.symbols,
-        beginning=dictionary.bos(),
-        padding=dictionary.pad(),
-        end=dictionary.eos(),
-        unknown=dictionary.unk(),
-    )
+    special = {"beginning": dictionary.bos(), "padding": dictionary.pad()}
+    special |= {"end": dictionary.eos(), "unknown": dictionary.unk()}
+    return Words(symbols=dictionary.symbols, **special)
 
 
 def without_words(end: int, device: torch.device) -> dict[str, Tensor]:
@@ -225,7 +187,7 @@ def without_words(end: int, device: torch.device) -> dict[str, Tensor]:
 
 
 def without(rows: Tensor, padding: int) -> list[Tensor]:
-    """The rows of int64 [B, S] without padding."""
+    """Rows of int64 [B, S] without padding."""
     return [row[row != padding] for row in rows]
 
 

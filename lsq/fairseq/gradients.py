@@ -1,12 +1,7 @@
-"""Gradients between workers: the options, for any task, and when fairseq exchanges them as
-`lsq.dist` does.
-
-A task takes part by deriving its options from GradientOptions and itself from GradientTask, before
-fairseq's classes.
-"""
+"""Gradients between workers, as `lsq.dist` exchanges them, for any task that derives its options
+from GradientOptions and itself from GradientTask, before fairseq's classes."""
 
 import logging
-from argparse import SUPPRESS
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Optional
@@ -26,8 +21,6 @@ logger = logging.getLogger(__name__)
 NONE = "none"
 GONE = ("int4_hier",)
 """Modes of version 0.1, whose error says what to take instead."""
-EARLIER = ("block", "rounding", "error_feedback")
-"""Options of version 0.1 that are constant now; see lsq.config.checks.without_constants."""
 DDP_BACKENDS = ("pytorch_ddp", "c10d")
 """fairseq's names of PyTorch's DistributedDataParallel."""
 _fairseq_begin_epoch = Trainer.begin_epoch
@@ -55,29 +48,20 @@ class GradientOptions:
         GradientConfig.timeout_s,
         "seconds that a worker waits for the others in an exchange before the training fails",
     )
-    lsq_gradients_block: Optional[int] = option(None, SUPPRESS)  # noqa: UP045
-    lsq_gradients_rounding: Optional[str] = option(None, SUPPRESS)  # noqa: UP045
-    lsq_gradients_error_feedback: bool = option(False, SUPPRESS)
     ddp_backend: str = II("distributed_training.ddp_backend")
     ddp_comm_hook: str = II("distributed_training.ddp_comm_hook")
 
 
 class GradientTask:
-    """Mixin of tasks that exchange gradients as `--lsq-gradients` says, with GradientOptions in
-    `cfg`."""
+    """Mixin of tasks that exchange gradients as the GradientOptions in `cfg` say."""
 
     compression: GradientCompression | None = None
-    """Once the hook is installed; None under "none" and with one worker."""
     updates_done: int | None = None
     """Updates of the checkpoint that this training goes on from; None before the first epoch."""
 
     def prepare(self, trainer: Trainer) -> None:
-        """Called once, before the first epoch: fairseq answers a mistake in a step by writing
-        crash.pt.
-
-        Raises:
-            ValueError: the options do not fit each other or the launch.
-        """
+        """Called once, before the first epoch, since fairseq answers a mistake in a step by writing
+        crash.pt; ValueError if the options do not fit each other or the launch."""
         self.updates_done = trainer.get_num_updates()
         limit_waiting(self.cfg.lsq_timeout)
         roll_call.register()
@@ -87,11 +71,7 @@ class GradientTask:
     def train_step(
         self, sample: dict[str, Any], model, criterion, optimizer, update_num: int, *rest, **options
     ):
-        """Called by fairseq for each batch; `update_num` counts the updates that are done.
-
-        Raises:
-            RankLost: other processes are gone.
-        """
+        """Called by fairseq for each batch; RankLost if other processes are gone."""
         try:
             return super().train_step(
                 sample, model, criterion, optimizer, update_num, *rest, **options
@@ -111,15 +91,8 @@ Trainer.begin_epoch = begin_epoch
 
 
 def install(options: GradientOptions, model: nn.Module) -> GradientCompression | None:
-    """Exchange the gradients of `model`, which data parallel training has wrapped, as the options
-    say.
-
-    Returns:
-        None with one worker, where there is nothing to exchange.
-
-    Raises:
-        ValueError: the options do not fit each other or the launch.
-    """
+    """Exchange the gradients of `model`, which data parallel training has wrapped; None with one
+    worker. ValueError: the options do not fit each other or the launch."""
     mode, config = str(options.lsq_gradients), configuration(options)
     together = distributed.is_available() and distributed.is_initialized()
     if not together or distributed.get_world_size() == 1:
@@ -150,18 +123,12 @@ def install(options: GradientOptions, model: nn.Module) -> GradientCompression |
 
 
 def configuration(options: GradientOptions) -> GradientConfig:
-    """The GradientConfig that the options ask for; not for "none".
-
-    Raises:
-        ValueError: a value is not allowed, or two do not fit together.
-    """
-    earlier = {name: getattr(options, f"lsq_gradients_{name}", None) for name in EARLIER}
+    """Make the GradientConfig of options that are not "none"; ValueError if a value is wrong."""
     try:
         return GradientConfig(
             mode=str(options.lsq_gradients),
             node_size=options.lsq_gradients_node_size,
             timeout_s=options.lsq_timeout,
-            **{name: value for name, value in earlier.items() if value},
         )
     except ValueError as error:
         raise ValueError(
@@ -170,12 +137,7 @@ def configuration(options: GradientOptions) -> GradientConfig:
 
 
 def limit_waiting(seconds: float) -> None:
-    """Let exchanges of fairseq's groups fail after so long; until then they wait for as long as
-    PyTorch has it.
-
-    Raises:
-        ValueError: `seconds` is not above 0.
-    """
+    """Let exchanges of fairseq's groups fail after so long; ValueError if that is not above 0."""
     if not seconds > 0:
         raise ValueError(f"--lsq-timeout is {seconds}; it must be a number of seconds above 0")
     if distributed.is_available() and distributed.is_initialized():

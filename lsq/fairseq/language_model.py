@@ -1,5 +1,4 @@
-"""fairseq's transformer_lm with lsq's layers: the model, its architectures, and the task that
-trains it."""
+"""fairseq's transformer_lm with lsq's layers: model, architectures, task."""
 
 from argparse import Namespace
 from dataclasses import dataclass, fields
@@ -32,8 +31,7 @@ SUFFIXES = """
 
 @register_model(MODEL)
 class LSQTransformerLanguageModel(LSQModel, FairseqLanguageModel):
-    """A Transformer that predicts each word from those before it, with fairseq's options and
-    interface."""
+    """A Transformer language model with fairseq's options and interface."""
 
     task = TASK
 
@@ -44,13 +42,8 @@ class LSQTransformerLanguageModel(LSQModel, FairseqLanguageModel):
 
     @classmethod
     def build_model(cls, args: Namespace | DictConfig, task) -> "LSQTransformerLanguageModel":
-        """Build from fairseq's options.
-
-        Raises:
-            ValueError: an option is not supported or does not fit, the task is a translation, or
-                the checkpoint of --lsq-from does not fit.
-            FileNotFoundError, IsADirectoryError: there is no such checkpoint.
-        """
+        """Build from fairseq's options; ValueError if one is not supported, the task is a
+        translation, or the checkpoint of --lsq-from does not fit."""
         if isinstance(task, TranslationTask):
             raise ValueError(
                 f"{MODEL} is a language model and does not translate; train it with --task {TASK}"
@@ -80,13 +73,9 @@ class LSQTransformerLanguageModel(LSQModel, FairseqLanguageModel):
     ) -> tuple:
         """Predict the words after each of src_tokens int64 [B, T].
 
-        Without `target`: (logits float32 [B, T, V], extra outputs) as fairseq's language models
-        return them, `extra` as the decoder takes it. With `target` int64 [B, T]: (loss, nll_loss,
-        features) as `LSQDecoder.loss` has them. On a GPU it waits, unless the `paddings` of the
-        tokens are given.
-
-        Raises:
-            ValueError: attention weights are wanted, or a sentence is too long.
+        Without `target`: (logits float32 [B, T, V], extra outputs), `extra` as the decoder takes
+        it. With `target` int64 [B, T]: (loss, nll_loss, features) of `LSQDecoder.loss`. On a GPU it
+        waits unless the `paddings` of the tokens are given.
         """
         if target is None:
             return self.decoder(src_tokens, **extra)
@@ -101,8 +90,7 @@ class LSQTransformerLanguageModel(LSQModel, FairseqLanguageModel):
 
 
 def base_architecture(args: Namespace) -> None:
-    """The defaults of transformer_lm, which fairseq has in a dataclass; but all widths are that of
-    the layers."""
+    """Fill in the defaults of transformer_lm; but all widths are that of the layers."""
     args.decoder_embed_dim = getattr(
         args, "decoder_embed_dim", TransformerLanguageModelConfig.decoder_embed_dim
     )
@@ -139,7 +127,6 @@ class LSQLanguageModelingTask(LSQTask, LanguageModelingTask):
         return super().build_model(args, from_checkpoint)
 
     def bounding_batch(self, model: FairseqLanguageModel) -> dict[str, Any]:
-        """A batch that bounds every batch of this training; see `memory.bounding_batch`."""
         tokens, sentences = self.cfg.max_tokens, self.cfg.batch_size
         if tokens and self.cfg.add_bos_token:  # fairseq counts sentences without it
             tokens += min(tokens, sentences or tokens)

@@ -33,8 +33,7 @@ def bounding_batch(
     max_positions: tuple[int, int],
     length_multiple: int = 1,
 ) -> dict[str, Any]:
-    """A batch, as fairseq's collater makes them, none of whose tensors is exceeded by any batch of
-    these limits.
+    """Make a batch none of whose tensors is exceeded by any batch of these limits.
 
     With B sentences of S source and T target tokens, fairseq keeps B * S and B * T to `max_tokens`,
     and then pads S and T to a multiple of `length_multiple`. Tensors grow with B * S, B * T, or,
@@ -43,13 +42,9 @@ def bounding_batch(
 
     Args:
         dictionary: of the target.
-        max_tokens, max_sentences: of a batch; at least one is given.
+        max_tokens, max_sentences: of a batch; ValueError unless one is given.
         max_positions: tokens of the longest source and target.
-        length_multiple: lengths are padded to a multiple of this, which may make a batch of short
-            sentences so many times as large.
-
-    Raises:
-        ValueError: neither limit is given.
+        length_multiple: lengths are padded to a multiple of this.
     """
     if max_tokens is None and max_sentences is None:
         raise ValueError(
@@ -78,11 +73,8 @@ def bounding_batch(
 def plan_training(
     model: nn.Module, criterion: nn.Module, batch: dict[str, Any], mode: str
 ) -> StepMemory | None:
-    """Plan the memory of `model` for batches bounded by `batch`, and log the plan.
-
-    Other criterions than lsq's compute on logits by themselves, on a batch that may be larger than
-    any that will come, and are not rehearsed: their trainings use fresh memory.
-    """
+    """Plan the memory of `model` for batches bounded by `batch`, and log the plan. Other criterions
+    than lsq's compute on logits by themselves: their trainings use fresh memory."""
     if mode != "naive" and not isinstance(criterion, LSQLabelSmoothedCrossEntropyCriterion):
         logger.warning("memory is not planned: %s", REFUSED.format(type(criterion).__name__))
         return None
@@ -110,8 +102,8 @@ def plan_training(
 def describe_training(
     given: Namespace, vocabulary: int, backend: Backend | None = None
 ) -> StepPlan:
-    """The plan of a training step by its options alone: the model is built, but no data is read and
-    no layer computes. See `build_training`; `backend`: where its layers would compute."""
+    """Plan a training step by its options alone, on `backend`: no data is read and no layer
+    computes; see `build_training`."""
     task, model, criterion = build_training(given, vocabulary)
     device.use(model, backend)
     batch = task.bounding_batch(model)
@@ -119,8 +111,7 @@ def describe_training(
 
 
 def made_up_dictionary(size: int) -> Dictionary:
-    """A dictionary of `size` words, fairseq's special ones included, which are there in any
-    case."""
+    """Make a dictionary of `size` words, fairseq's special ones included."""
     words = Dictionary()
     for number in range(len(words), size):
         words.add_symbol(f"word{number}")
@@ -128,15 +119,8 @@ def made_up_dictionary(size: int) -> Dictionary:
 
 
 def build_training(given: Namespace, vocabulary: int) -> tuple[Any, nn.Module, nn.Module]:
-    """(task, model, criterion) of a training, without data.
-
-    Args:
-        given: fairseq-train's options with a task of lsq and a limit of batches.
-        vocabulary: words of the joined dictionary.
-
-    Raises:
-        ValueError: the options do not fit, or the architecture is not of lsq.
-    """
+    """Make (task, model, criterion) of a training, without data, of fairseq-train's options and a
+    joined dictionary of so many words; ValueError if the options do not fit."""
     architectures.model_of(given.arch)
     words = made_up_dictionary(vocabulary)
     task = tasks.TASK_REGISTRY[given.task](given, words, words)

@@ -25,11 +25,8 @@ PADDINGS = "lsq_paddings"
 
 @dataclass(frozen=True)
 class Paddings:
-    """Masks bool [B, T] of a batch's tokens, True is padding, which stay on the CPU: the sizes of a
-    batch choose the programs that run, and nobody should wait for a GPU to know them.
-
-    No dict: fairseq and PyTorch leave it where it is.
-    """
+    """Masks bool [B, T] of a batch's tokens, True is padding, which stay on the CPU, so that nobody
+    waits for a GPU to know the sizes of a batch. No dict: fairseq leaves it where it is."""
 
     src_tokens: Tensor
     prev_output_tokens: Tensor | None
@@ -50,15 +47,9 @@ class LSQModel:
         options.add_arguments(parser)
 
     def started(self, args: Namespace) -> "LSQModel":
-        """This model, built from fairseq's options; with --lsq-from, after loading that checkpoint.
-
-        The option is then cleared in `args`, which fairseq keeps in its own checkpoints, so that
-        resuming or generating from those does not look for that file again.
-
-        Raises:
-            ValueError: the checkpoint does not fit, or a pattern of formats fits no tensor.
-            FileNotFoundError, IsADirectoryError: there is no such checkpoint.
-        """
+        """Return this model after loading the checkpoint of --lsq-from. The option is then cleared
+        in `args`, which fairseq keeps in its own checkpoints; ValueError if the checkpoint does not
+        fit, or a pattern of formats fits no tensor."""
         check_patterns(self, options.quantization(args))
         if args.lsq_from is not None:
             try:
@@ -74,14 +65,12 @@ class LSQModel:
     def load_state_dict(
         self, state_dict: dict[str, Tensor], strict: bool = True, model_cfg=None, args=None
     ):
-        """Load a checkpoint of this model; ValueError if its clips or counts of passes are
-        unusable, missing or not wanted, or it is sparse and this model is dense."""
+        """Load a checkpoint of this model; see `checkpoint.check_fits`."""
         checkpoint.check_fits(self, state_dict)
         return super().load_state_dict(state_dict, strict, model_cfg, args)
 
     def prepare_for_inference_(self, cfg) -> None:
-        """Called by fairseq before generating; ValueError if the generation wants attention weights
-        or dropout."""
+        """Called by fairseq before generating, which must not want attention weights or dropout."""
         for name in ("print_alignment", "retain_dropout"):
             value = getattr(cfg.generation, name, None)
             if value:
@@ -98,18 +87,11 @@ class LSQModel:
 
 @register_model(MODEL)
 class LSQTransformerModel(LSQModel, TransformerModel):
-    """A Transformer (Vaswani et al. 2017) whose projections compute in int8, with fairseq's options
-    and interface."""
+    """A Transformer (Vaswani et al. 2017) in int8, with fairseq's options and interface."""
 
     @classmethod
     def build_model(cls, args: Namespace | DictConfig, task) -> "LSQTransformerModel":
-        """Build from fairseq's options.
-
-        Raises:
-            ValueError: an option is not supported or does not fit, or the checkpoint of --lsq-from
-                does not.
-            FileNotFoundError, IsADirectoryError: there is no such checkpoint.
-        """
+        """Build from fairseq's options; ValueError if one, or --lsq-from, does not fit."""
         with options.as_namespace(args, cls) as args:
             transformer_legacy.base_architecture(args)
             options.set_defaults(args)
@@ -143,13 +125,8 @@ class LSQTransformerModel(LSQModel, TransformerModel):
 
         Without `target`: (logits float32 [B, T, V], extra outputs) as fairseq's transformer returns
         them, which takes `options`. With `target` int64 [B, T]: (loss, nll_loss, features float32
-        [M, H]), the losses summed over the targets that are not padding, the features of the M
-        words of prev_output_tokens alone; the logits are never stored. It is a part of this method
-        so that data parallel wrappers see it. On a GPU it waits, unless the `paddings` of the
-        tokens are given.
-
-        Raises:
-            ValueError: attention weights are wanted, or a sentence is too long.
+        [M, H]) of `LSQDecoder.loss`, of the M words of prev_output_tokens alone; here, so that data
+        parallel wrappers see it. On a GPU it waits unless the `paddings` of the tokens are given.
         """
         run = partial(
             super().forward, src_tokens, src_lengths, prev_output_tokens, return_all_hiddens

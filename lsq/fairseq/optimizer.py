@@ -1,8 +1,5 @@
-"""`--optimizer lsq_adam`: lsq.optim.Adam under fairseq, with the options and the arithmetic of
-fairseq's adam.
-
-fairseq multiplies and clips gradients in passes of their own; here both wait for the step.
-"""
+"""`--optimizer lsq_adam`: lsq.optim.Adam with the options and the arithmetic of fairseq's adam,
+which multiplies and clips gradients in passes of their own; here both wait for the step."""
 
 import ast
 from collections.abc import Callable, Collection
@@ -51,7 +48,6 @@ class LSQAdam(FairseqOptimizer):
 
     @property
     def optimizer_config(self) -> dict[str, Any]:
-        """What a checkpoint's options give way to."""
         rate, betas = self.cfg.lr, self.cfg.adam_betas
         betas = ast.literal_eval(betas) if isinstance(betas, str) else OmegaConf.to_container(betas)
         return {
@@ -64,16 +60,13 @@ class LSQAdam(FairseqOptimizer):
 
     @property
     def gradient_factor(self) -> float | Tensor:
-        """What the next step multiplies gradients by."""
         return self.optimizer.gradient_factor
 
     def multiply_grads(self, c: float | Tensor) -> None:
-        """Multiply all gradients by a number, in the next step."""
         self.optimizer.multiply_grads(c)
 
     def clip_grad_norm(
         self, max_norm: float, aggregate_norm_fn: Callable[[Tensor], Tensor] | None = None
     ) -> Tensor:
-        """The norm [] of all gradients, which the next step shortens to `max_norm` if that is above
-        0."""
+        """Return the norm of all gradients; the next step shortens it to a `max_norm` above 0."""
         return self.optimizer.clip_grad_norm(max_norm, aggregate_norm_fn)

@@ -1,5 +1,4 @@
-"""Options of the model: --lsq-<field> for every field of QuantConfig, and those of fairseq that are
-refused."""
+"""Options of the model: --lsq-<field> for fields of QuantConfig, and fairseq's that are refused."""
 
 import contextlib
 import difflib
@@ -20,17 +19,13 @@ logger = logging.getLogger(__name__)
 
 
 def option(name: str) -> str:
-    """The option on the command line of a name in fairseq's namespaces."""
+    """Spell a name of fairseq's namespaces as on the command line."""
     return "--" + name.replace("_", "-")
 
 
 def add_arguments(parser: ArgumentParser, without: tuple[str, ...] = ()) -> None:
-    """Add --lsq-from and an option for every field of QuantConfig but `without`, and hidden ones
-    for those of version 0.1.
-
-    No option has a default here: `set_defaults` fills in what was not given, so that architectures
-    may have their own.
-    """
+    """Add --lsq-from, an option for every field of QuantConfig but `without`, and hidden ones for
+    those of version 0.1, without defaults: see `set_defaults`."""
     for name, value in CONSTANT.items():
         parser.add_argument(option(PREFIX + name), type=type(value), help=SUPPRESS)
     for name in RENAMED:
@@ -50,11 +45,8 @@ def add_arguments(parser: ArgumentParser, without: tuple[str, ...] = ()) -> None
 
 
 def set_defaults(args: Namespace) -> None:
-    """Give `args` every option of `add_arguments` that it lacks, in place.
-
-    A training that goes on from a checkpoint keeps what it was trained with, unless other values
-    are given.
-    """
+    """Give `args` every option of `add_arguments` that it lacks, in place: what the checkpoint that
+    a training goes on from was trained with, or the defaults."""
     args.lsq_from = getattr(args, "lsq_from", None)
     given = checkpoint.quantizer_fields(vars(args))
     chosen = (of_trained if _of_checkpoint(given) else of_this_version)(given)
@@ -74,8 +66,7 @@ def set_defaults(args: Namespace) -> None:
 
 
 def _of_checkpoint(given: Collection[str]) -> bool:
-    """Whether these fields of QuantConfig are those of a checkpoint, which has all of its
-    version."""
+    """Whether fields of QuantConfig are a checkpoint's, which has all of its version."""
     names = {field.name for field in fields(QuantConfig)} - {"clips", "clip_init"}
     return names <= set(given)
 
@@ -88,13 +79,10 @@ GROUPS = ("common", "checkpoint")
 
 @contextlib.contextmanager
 def as_namespace(given: Any, model: type, task: Any = None) -> Iterator[Any]:
-    """Give the options of a model as fairseq-train has them: flat, of all groups.
+    """Give the options of a model as fairseq-train has them: flat, of all groups, `task` included.
 
     fairseq-hydra-train has the model's in a DictConfig, which holds all of them afterwards, so that
-    checkpoints do as well; anything else stays as it is. `task`: options of the task.
-
-    Raises:
-        ValueError: the model, a class, has no option of a name.
+    checkpoints do as well; ValueError if the model's class has no option of a name.
     """
     if not isinstance(given, DictConfig):
         yield given
@@ -131,8 +119,7 @@ def _check_known(given: dict[str, Any], model: type) -> None:
 
 
 def quantization(args: Any) -> QuantConfig:
-    """The QuantConfig that the options ask for; ValueError if an option has a value that is not
-    allowed."""
+    """Make the QuantConfig of the options; ValueError if a value is not allowed."""
     return QuantConfig(
         **{field.name: getattr(args, PREFIX + field.name) for field in fields(QuantConfig)}
     )
@@ -143,8 +130,7 @@ ACTIVATIONS = {"gelu_accurate": "gelu_tanh", "gelu_fast": "gelu_tanh"}
 
 
 def layer_config(args: Any, side: str) -> LayerConfig:
-    """The LayerConfig of one side, "encoder" or "decoder", from fairseq's options; ValueError if a
-    size or an option that the layers cannot take."""
+    """Make the LayerConfig of a side; ValueError if layers cannot take an option."""
     return LayerConfig(
         hidden=getattr(args, f"{side}_embed_dim"),
         heads=getattr(args, f"{side}_attention_heads"),
@@ -173,11 +159,7 @@ UNSUPPORTED = """
 
 
 def check_supported(args: Any) -> None:
-    """Refuse options of fairseq that this model would otherwise ignore.
-
-    Raises:
-        ValueError: names every such option that is on, with its value.
-    """
+    """Raise ValueError for options of fairseq that this model would ignore; it names all."""
     given = [
         f"{option(name)} ({getattr(args, name)})"
         for name in UNSUPPORTED

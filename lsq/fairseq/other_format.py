@@ -1,5 +1,4 @@
-"""Checkpoints of fairseq of one number format as those of another, to go on training from or to
-translate with."""
+"""Conversion of checkpoints between number formats, to go on training from or translate with."""
 
 from argparse import Namespace
 from collections.abc import Collection, Mapping
@@ -26,13 +25,8 @@ class Converted(NamedTuple):
 
 
 def converted(path: Path, changes: Mapping[str, Any]) -> Converted:
-    """The checkpoint of fairseq at `path` with other values of fields of QuantConfig.
-
-    Raises:
-        FileNotFoundError, IsADirectoryError: there is no such file.
-        ValueError: it is damaged, of another model than lsq's, or of a float one; or has these
-            values already; or a value is not allowed.
-    """
+    """Convert a checkpoint to other values of fields of QuantConfig; ValueError if it is damaged,
+    of a float model or another than lsq's, or has these values already."""
     tensors = checkpoint_utils.load_checkpoint_to_cpu(str(path))["model"]  # checks for damage
     state = torch.load(path, map_location="cpu")  # unchanged by fairseq
     stored = checkpoint.options_of(state, "model")
@@ -69,7 +63,7 @@ def converted(path: Path, changes: Mapping[str, Any]) -> Converted:
 
 
 def _build(args: Namespace, state: Mapping[str, Tensor]) -> nn.Module:
-    """The model of a checkpoint, with dictionaries of the right sizes."""
+    """Build the model of a checkpoint, with dictionaries of the right sizes."""
     tables = (state.get(f"{side}.embed_tokens.weight") for side in ("encoder", "decoder"))
     source, target = (None if one is None else made_up_dictionary(len(one)) for one in tables)
     task = SimpleNamespace(source_dictionary=source or target, target_dictionary=target)
@@ -85,11 +79,8 @@ def _convert_optimizer(
     measured: Collection[str],
     obstacle: str | None,
 ) -> str:
-    """Let moments of clips that were measured anew begin at zero, or leave all of the optimizer's
-    state out; return what was done.
-
-    `shapes`: of the former parameters. `obstacle`: why the state cannot be kept, if that is known.
-    """
+    """Let moments of clips that were measured anew begin at zero, or leave the optimizer's state
+    out, because of `obstacle` or other `shapes` of parameters; return what was done."""
     kept = state.get("last_optimizer_state")
     if not kept:
         return "it holds no optimizer's state"

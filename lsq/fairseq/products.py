@@ -1,5 +1,4 @@
-"""The matrix products of a training and its translations on a GPU, from their options alone, and
-the report of those that were tuned."""
+"""The matrix products of a training and its translations on a GPU, and which of them are tuned."""
 
 import logging
 import os
@@ -33,20 +32,14 @@ def products_of_training(
     tokens: Sequence[int],
     rows: Sequence[int],
 ) -> list[ProductKey]:
-    """Every product once: of a training step for each number of tokens, then of generation.
-
-    The model is built, but no data is read and no layer computes. Products of attention's kernels
-    are not among them.
+    """List every product once: of a training step for each number of tokens, then of generation,
+    without those of attention's kernels. No data is read and no layer computes.
 
     Args:
-        given: fairseq-train's options with a task of lsq and a limit of batches.
-        vocabulary: words of the joined dictionary.
+        given, vocabulary: see `build_training`.
         backward: values of --lsq-backward to take together.
         tokens: of batches, source and target alike.
         rows: of a step of generation: sentences times beam.
-
-    Raises:
-        ValueError: the options do not fit, or the architecture is not of lsq.
     """
     models = []
     for mode in backward:
@@ -67,7 +60,7 @@ def products_of_training(
 
 
 def training_programs(model: nn.Module, criterion: nn.Module, tokens: int) -> list[Program]:
-    """The programs of a training step on `tokens` source and target tokens, in sentences of one."""
+    """List the programs of a training step on sentences of one token each."""
     batch = bounding_batch(
         model.decoder.dictionary, max_tokens=tokens, max_sentences=None, max_positions=(1, 1)
     )
@@ -80,8 +73,7 @@ def training_programs(model: nn.Module, criterion: nn.Module, tokens: int) -> li
 
 @torch.no_grad()
 def generation_programs(model: nn.Module, rows: int) -> list[Program]:
-    """The programs of encoding `rows` sentences of one word, and of one step of decoding. The
-    model's clips are measured or fixed."""
+    """List the programs of encoding `rows` sentences of one word, and of one step of decoding."""
     words, encoded = torch.full((rows, 1), model.decoder.dictionary.unk()), None
     model.eval()
     with rehearsing() as rehearsed:
@@ -92,12 +84,8 @@ def generation_programs(model: nn.Module, rows: int) -> list[Program]:
 
 
 def token_counts(max_tokens: int, step: int) -> list[int]:
-    """Numbers of tokens of batches, the largest first: `max_tokens`, and the multiples of `step`
-    below it.
-
-    Raises:
-        ValueError: the step is not a multiple of 32, in whose steps products are looked up.
-    """
+    """List `max_tokens` and the multiples of `step` below it, the largest first; ValueError unless
+    the step is a multiple of 32, in whose steps products are looked up."""
     if step % TOKEN_STEP:
         raise ValueError(
             f"step is {step}; products are looked up in steps of {TOKEN_STEP} tokens: use a"
@@ -107,16 +95,14 @@ def token_counts(max_tokens: int, step: int) -> list[int]:
 
 
 def generation_rows(beam: int, sentences: int) -> list[int]:
-    """Rows of the steps of generation as sentences finish, the largest first: the beam times 1, 2,
-    4 ... sentences."""
+    """List rows of a step as sentences finish, the largest first: the beam times 1, 2, 4 ..."""
     counts = {sentences, *(2**power for power in range(sentences.bit_length()))}
     exact = {beam * count for count in counts if beam * count <= EXACT_TOKENS}
     return sorted({*exact, beam * sentences}, reverse=True)
 
 
 def check_report(path: str | None) -> None:
-    """Refuse, before a training, a file that `report_tuned` could not write after it; ValueError if
-    it is a folder, or its own folder is missing or cannot be written."""
+    """Raise ValueError, before a training, for a file that `report_tuned` could not write."""
     if path and (os.path.isdir(path) or not os.access(Path(path).absolute().parent, os.W_OK)):
         raise ValueError(
             f"--lsq-gemm-coverage {path} cannot be written; name a file in a folder that is there"
@@ -124,8 +110,7 @@ def check_report(path: str | None) -> None:
 
 
 def report_tuned(path: str | None) -> None:
-    """Log how many products of a GPU were tuned, and list the others in `path` for `lsq tune
-    --shapes`. Products of CPUs are not tuned, so none of them is listed."""
+    """Log how many products of a GPU were tuned, and list the others for `lsq tune --shapes`."""
     table = lookup.loaded()
     if table is not None and table.uses():
         logger.info(coverage(table))
@@ -135,7 +120,7 @@ def report_tuned(path: str | None) -> None:
 
 
 def coverage(table: Table) -> str:
-    """The share of arithmetic in tuned products and the largest missed one, in one line."""
+    """Describe the share of arithmetic in tuned products and the largest missed one."""
     name, uses = f"tuned products on {table.here.device}", table.uses()
     if not table.used:
         return f"{name}: none, for there is no file for this device; lsq tune makes one"
@@ -150,6 +135,6 @@ def coverage(table: Table) -> str:
 
 
 def _missed(table: Table) -> list[Use]:
-    """The products without an entry of their own, the largest first."""
+    """List the products without an entry of their own, the largest first."""
     missed = [use for use in table.uses() if not use.hit]
     return sorted(missed, key=lambda use: (-use.key.arithmetic, str(use.key)))

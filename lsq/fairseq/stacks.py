@@ -34,8 +34,7 @@ IncrementalState = dict[str, dict[str, Tensor]]
 
 
 def layer_configs(args: Any, side: str, *, cross: bool = False) -> list[LayerConfig]:
-    """Configurations of the layers of one side, "encoder" or "decoder"; `cross`: they attend to an
-    encoder, too."""
+    """List configurations of the layers of a side; `cross`: they attend to an encoder, too."""
     config, one = layer_config(args, side), PackedSequences(rows=1, count=1)
     build = (
         partial(programs.decoder_layer, config, one, one)
@@ -85,7 +84,6 @@ class FairseqStack(Stack):
         self.layer_norm = nn.LayerNorm(weight.shape[1]) if normed else None
 
     def max_positions(self) -> int:
-        """The longest sentence."""
         return self.embed_tokens.max_positions
 
 
@@ -113,9 +111,6 @@ class LSQTransformerEncoder(FairseqStack, FairseqEncoder):
                 `return_all_hiddens`. All are zero where there is padding.
             src_lengths: [int32 [B, 1]].
             encoder_embedding, fc_results, src_tokens: empty.
-
-        Raises:
-            ValueError: the tokens are not on the device of the parameters.
         """
         padding = src_tokens.eq(self.padding_idx)
         packing = Packing(padding, **packing_options(self))
@@ -155,11 +150,8 @@ class LSQDecoder(FairseqStack, FairseqIncrementalDecoder):
         features_only: bool = False,
         **options,
     ) -> tuple[Tensor, dict[str, list]]:
-        """Logits float32 [B, T, V], or features [B, T, H] if `features_only`, and extra outputs.
-
-        With an incremental state, only the last token counts and T is 1. `options`: as
-        `extract_features` takes them.
-        """
+        """Return logits float32 [B, T, V], or features [B, T, H] if `features_only`, and extra
+        outputs. With an incremental state, only the last token counts and T is 1."""
         x, extra = self.extract_features(
             prev_output_tokens, encoder_out, incremental_state, **options
         )
@@ -177,11 +169,7 @@ class LSQDecoder(FairseqStack, FairseqIncrementalDecoder):
         return_all_hiddens: bool = False,
     ) -> tuple[Tensor, dict[str, list]]:
         """prev_output_tokens int64 [B, T] -> features float32 [B, T, H], {"attn": [None],
-        "inner_states": [...]}.
-
-        Raises:
-            ValueError: attention weights or an unmasked future are wanted.
-        """
+        "inner_states": [...]}; ValueError if attention weights are wanted."""
         if full_context_alignment or alignment_layer is not None or alignment_heads is not None:
             raise ValueError(
                 "lsq_transformer keeps no attention weights: full_context_alignment,"
@@ -209,18 +197,16 @@ class LSQDecoder(FairseqStack, FairseqIncrementalDecoder):
     def loss(
         self, features: Tensor, targets: Tensor, label_smoothing: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(loss, nll_loss, features) of features float32 [M, H] and targets int64 [M], summed over
-        the targets that are not padding; the logits are never stored."""
+        """Return (loss, nll_loss, features) of features float32 [M, H] and targets int64 [M], sums
+        over the targets that are not padding; the logits are never stored."""
         return *self.output_projection.loss(features, targets, label_smoothing), features
 
     def output_layer(self, features: Tensor) -> Tensor:
-        """features float32 [B, T, H] -> logits float32 [B, T, V]."""
         return self.output_projection(features)
 
     def reorder_incremental_state(
         self, incremental_state: IncrementalState, new_order: Tensor
     ) -> None:
-        """Keep the sentences `new_order` int64 [B'] of every layer's keys and values, in place."""
         self.reorder(incremental_state, new_order)
 
 

@@ -1,5 +1,4 @@
-"""Tasks of lsq: fairseq's, with planned memory, signals, sparse weights and the gradients of
-lsq.fairseq.gradients."""
+"""Tasks of lsq: fairseq's, with planned memory, signals, sparse weights and gradients in int8."""
 
 import logging
 import weakref
@@ -92,8 +91,7 @@ class LSQTask(GradientTask):
             lookup.set_files([Path(cfg.lsq_gemm_config)])
 
     def state_dict(self) -> dict[str, Any]:
-        """What fairseq keeps of the task in a checkpoint: also which words the model was trained
-        with."""
+        """Return what fairseq keeps of the task in a checkpoint: also checksums of its words."""
         return {**super().state_dict(), DICTIONARIES: self._dictionaries()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -103,9 +101,7 @@ class LSQTask(GradientTask):
         super().load_state_dict(kept)
 
     def check_resumed(self, state_dict: dict[str, Any]) -> None:
-        """Look at what `state_dict` gave when a checkpoint was written, before a training goes on
-        from it; ValueError if the checkpoint is of other words, or of the same in another order,
-        which the data cannot tell."""
+        """Raise ValueError if a checkpoint of this `state_dict` was trained with other words."""
         trained = state_dict.get(DICTIONARIES)
         if trained is None:
             return
@@ -123,22 +119,17 @@ class LSQTask(GradientTask):
             )
 
     def _dictionaries(self) -> dict[str, int]:
-        """CRC-32 of the words of each side."""
         sides = {"source": self.source_dictionary, "target": self.target_dictionary}
         return {
             side: zlib.crc32("\n".join(words.symbols).encode()) for side, words in sides.items()
         }
 
     def build_model(self, args: Any, from_checkpoint: bool = False) -> BaseFairseqModel:
-        """Build the model of these options, to compute on the device of the task's own options.
-
-        Raises:
-            ValueError: that device does not work; or see the model's `build_model`.
-        """
+        """Build a model for the device of the options; ValueError if that does not work."""
         if not from_checkpoint:
             device.check(self.cfg, on_cpu=self.cfg.cpu or not torch.cuda.is_available())
         model = super().build_model(args, from_checkpoint)
-        device.place(model, self.cfg)
+        device.use(model, device.chosen(self.cfg))
         return model
 
     def build_generator(
@@ -149,12 +140,7 @@ class LSQTask(GradientTask):
         extra_gen_cls_kwargs: dict[str, Any] | None = None,
         prefix_allowed_tokens_fn: Any = None,
     ) -> Any:
-        """What generates with `models`: lsq's search where fairseq's options `args` allow, else
-        fairseq's generator.
-
-        Raises:
-            ValueError: an option is out of its range.
-        """
+        """Make lsq's search where fairseq's options `args` allow it, else fairseq's generator."""
         special = {"seq_gen_cls": seq_gen_cls, "prefix_allowed_tokens_fn": prefix_allowed_tokens_fn}
         reason = generator.obstacle(models, args, {**(extra_gen_cls_kwargs or {}), **special})
         if reason is not None:
@@ -198,7 +184,6 @@ class LSQTask(GradientTask):
         update_num: int,
         ignore_grad: bool = False,
     ):
-        """Called by fairseq for each batch; `update_num` counts the updates that are done."""
         if not self.planned and self.model is not None:  # of a loop without epochs there is none
             self.planned = True
             if any(isinstance(module, ProgramModule) for module in self.model.modules()):
@@ -208,7 +193,7 @@ class LSQTask(GradientTask):
             return super().train_step(sample, model, criterion, optimizer, update_num, ignore_grad)
 
     def get_batch_iterator(self, dataset, *arguments, **options):
-        """fairseq's iterator over `dataset`, whose batches have their Paddings."""
+        """Make fairseq's iterator over `dataset`, whose batches have their Paddings."""
         iterator = super().get_batch_iterator(dataset, *arguments, **options)
         collate = iterator.collate_fn
         if getattr(collate, "func", None) is not with_paddings:  # fairseq keeps iterators
@@ -216,7 +201,7 @@ class LSQTask(GradientTask):
         return iterator
 
     def bounding_batch(self, model: BaseFairseqModel) -> dict[str, Any]:
-        """A batch that bounds every batch of this training; see `memory.bounding_batch`."""
+        """Make a batch that bounds every batch of this training; see `memory.bounding_batch`."""
         raise NotImplementedError
 
     def optimizer_step(self, optimizer, model, update_num: int) -> None:
@@ -253,11 +238,7 @@ class LSQTranslationTask(LSQTask, TranslationTask):
         *arguments,
         **options,
     ) -> list[list[dict[str, Any]]]:
-        """Called by fairseq to translate a batch with `search`, any generator.
-
-        Returns:
-            The hypotheses of each sentence; of an empty line one without words, as `lsq translate`.
-        """
+        """Translate a batch; an empty line has one hypothesis without words."""
         found = super().inference_step(search, models, sample, *arguments, **options)
         words, sources = self.target_dictionary, sample["net_input"]["src_tokens"]
         for number, source in enumerate(generator.without(sources, self.source_dictionary.pad())):
@@ -266,14 +247,12 @@ class LSQTranslationTask(LSQTask, TranslationTask):
         return found
 
     def begin_valid_epoch(self, epoch: int, model) -> None:
-        """Called by fairseq before each validation, which translates with --eval-bleu."""
         super().begin_valid_epoch(epoch, model)
         found = getattr(self, "sequence_generator", None)
         if isinstance(found, generator.LSQGenerator):
             found.forget_weights()
 
     def bounding_batch(self, model: BaseFairseqModel) -> dict[str, Any]:
-        """A batch that bounds every batch of this training; see `memory.bounding_batch`."""
         limits = zip(self.max_positions(), model.max_positions(), strict=True)
         return bounding_batch(
             self.target_dictionary,

@@ -5,12 +5,7 @@ import json
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from lsq.config import (
-    DIMENSION_MULTIPLE,
-    LayerConfig,
-    QuantConfig,
-    require_choice,
-)
+from lsq.config import LayerConfig, QuantConfig, require_choice
 from lsq.config.quantization import RENAMED, of_trained
 from lsq.layers.embedding import POSITIONS
 
@@ -29,14 +24,10 @@ LAYERS = 2**10
 
 @dataclass(frozen=True, kw_only=True)
 class StackArchitecture:
-    """An encoder or a decoder: embedding, layers, final norm.
+    """An encoder or a decoder: embedding, layers, final norm; ValueError if a value is out of its
+    range, or the layers are not in int8."""
 
-    Raises:
-        ValueError: a value is out of its range, or the layers are not in int8.
-    """
-
-    config: LayerConfig
-    """Of each layer; dropout does not count."""
+    config: LayerConfig  # of each layer; dropout does not count
     layers: int
     words: int
     max_positions: int
@@ -48,7 +39,6 @@ class StackArchitecture:
     embedding_norm: bool
     """Whether a LayerNorm follows the sum of words and positions."""
     final_norm: bool
-    """Whether a norm follows the last layer."""
 
     def __post_init__(self) -> None:
         for name, most in (("layers", LAYERS), ("words", MOST), ("max_positions", MOST)):
@@ -70,19 +60,10 @@ class StackArchitecture:
                 )
         check_codes(self.config.quant)
 
-    @property
-    def padded_words(self) -> int:
-        """Rows of the codes of a projection onto the words."""
-        return -(-self.words // DIMENSION_MULTIPLE) * DIMENSION_MULTIPLE
-
 
 def check_codes(quant: QuantConfig) -> None:
-    """Refuse a model that cannot be kept as codes.
-
-    Raises:
-        ValueError: it is in floats, or has formats without fast products, or several; the message
-            names all, as they were given.
-    """
+    """Raise ValueError for a model that is not kept as codes: it is in floats, or has several
+    formats, or formats without fast products."""
     if quant.coded and not quant.formats_differ:
         return
     formats = (
@@ -116,8 +97,8 @@ class Architecture:
     @property
     def stacks(self) -> dict[str, StackArchitecture]:
         """Encoder, if there is one, and decoder, by name."""
-        encoder = {} if self.encoder is None else {"encoder": self.encoder}
-        return encoder | {"decoder": self.decoder}
+        both = {"encoder": self.encoder, "decoder": self.decoder}
+        return {side: stack for side, stack in both.items() if stack is not None}
 
     def to_json(self) -> str:
         """Return text that `from_json` reads."""
@@ -137,12 +118,8 @@ class Architecture:
         return _read(Architecture, value, "architecture")
 
 
-CLASSES = {
-    "config": LayerConfig,
-    "quant": QuantConfig,
-    "encoder": StackArchitecture,
-    "decoder": StackArchitecture,
-}
+CLASSES = {"config": LayerConfig, "quant": QuantConfig}
+CLASSES |= dict.fromkeys(("encoder", "decoder"), StackArchitecture)
 """Classes of the fields that are dataclasses."""
 
 
@@ -155,10 +132,7 @@ def _read(cls: type, value: Any, where: str) -> Any:
         texts = {name: str(value[name]) for name in RENAMED.keys() & value.keys()}
         value = of_trained(value | texts, goes_on=False)
     types = {field.name: field.type for field in fields(cls) if field.name not in LEFT_OUT}
-    for problem, names in (
-        ("lacks", types.keys() - value),
-        ("has unknown", value.keys() - types),
-    ):
+    for problem, names in (("lacks", types.keys() - value), ("has unknown", value.keys() - types)):
         if names:
             raise ValueError(
                 f"{where} {problem} {', '.join(sorted(names))}; it was written by another version"

@@ -130,14 +130,12 @@ def model_of(module: nn.Module) -> DecodingModel:
     """Make the decoding model of a trained module, with the integers that it computes with.
 
     Args:
-        module: in eval mode, with a `decoder`, and an `encoder` if it translates, which have
-            `dictionary`, `embed_tokens`, `layers`, `layer_norm`, and the decoder also
-            `output_projection`, as LSQTransformerModel and LSQTransformerLanguageModel.
+        module: in eval mode, with a `decoder`, and an `encoder` if it translates, as
+            LSQTransformerModel and LSQTransformerLanguageModel have them.
 
     Raises:
-        ValueError: it is in training mode or in float mode, its clips were never measured, its
-            layers are in different formats, or its final norm is of another kind than those of its
-            layers.
+        ValueError: it is in training or float mode, its clips were never measured, its layers are
+            in different formats, or its final norm is of another kind than those of its layers.
     """
     encoder, decoder = getattr(module, "encoder", None), module.decoder
     for each in module.modules():
@@ -146,7 +144,7 @@ def model_of(module: nn.Module) -> DecodingModel:
             each.bring_clips_up()
     _check_alike(module)
     shared = encoder is not None and encoder.embed_tokens.weight is decoder.embed_tokens.weight
-    words, projection = decoder.dictionary, decoder.output_projection
+    words = decoder.dictionary
     if encoder is not None and encoder.padding_idx != decoder.padding_idx:
         raise ValueError(
             f"padding is word {encoder.padding_idx} of the source and {decoder.padding_idx} of the"
@@ -156,7 +154,7 @@ def model_of(module: nn.Module) -> DecodingModel:
         encoder=None if encoder is None else _architecture(encoder),
         decoder=_architecture(decoder),
         shared_words=shared,
-        tied_projection=projection.weight is decoder.embed_tokens.weight,
+        tied_projection=decoder.output_projection.weight is decoder.embed_tokens.weight,
         padding=decoder.padding_idx,
         bos=words.bos(),
         eos=words.eos(),
@@ -170,11 +168,8 @@ def model_of(module: nn.Module) -> DecodingModel:
 
 def _check_alike(module: nn.Module) -> None:
     """Refuse layers in different formats, which patterns of names may choose."""
-    rounding = {
-        path: each.quant
-        for path, each in module.named_modules()
-        if isinstance(each, ProgramModule) and each.quant.quantized
-    }
+    modules = ((p, each) for p, each in module.named_modules() if isinstance(each, ProgramModule))
+    rounding = {path: each.quant for path, each in modules if each.quant.quantized}
     for field in FAST_FORMATS:
         first = {getattr(quant, field): path for path, quant in reversed(rounding.items())}
         if len(first) > 1:
@@ -194,13 +189,8 @@ def _architecture(stack: nn.Module) -> StackArchitecture:
             f"the final norm is a {type(norm).__name__} behind layers of another norm; use"
             f" {wanted.__name__}"
         )
-    config = replace(
-        config,
-        dropout=0.0,
-        attention_dropout=0.0,
-        activation_dropout=0.0,
-        quant=replace(config.quant, sparsity=""),
-    )
+    dropouts = dict.fromkeys(("dropout", "attention_dropout", "activation_dropout"), 0.0)
+    config = replace(config, **dropouts, quant=replace(config.quant, sparsity=""))
     return StackArchitecture(
         config=config,
         layers=len(stack.layers),
@@ -214,26 +204,22 @@ def _architecture(stack: nn.Module) -> StackArchitecture:
 
 
 def _tensors(side: str, stack: nn.Module) -> dict[str, Tensor]:
-    """Copy all tensors of a stack that are kept to the CPU, by name."""
     tensors = {}
     for path, module in stack.named_modules():
         prefix = f"{side}.{path}." if path else f"{side}."
         if isinstance(module, ProgramModule):
             for name, declared in module.declared.items():
+                values = module.values_of(name).detach()
                 if declared.clip is None:
-                    tensors[prefix + name] = module.values_of(name)
-                else:
-                    weight = round_weight(
-                        module.values_of(name).detach(),
-                        module.own_parameter(declared.clip).detach(),
-                        module.quant.weights,
-                        module.target,
-                        programs.padded_words(module.quant, len(module.values_of(name)))
-                        if isinstance(module, VocabularyProjection)
-                        else None,
-                    )
-                    tensors[f"{prefix}{name}.codes"] = weight.codes
-                    tensors[f"{prefix}{name}.scale"] = weight.scale
+                    tensors[prefix + name] = values
+                    continue
+                rows = len(values)
+                if isinstance(module, VocabularyProjection):
+                    rows = programs.padded_words(module.quant, rows)
+                clip = module.own_parameter(declared.clip).detach()
+                weight = round_weight(values, clip, module.quant.weights, module.target, rows)
+                tensors[f"{prefix}{name}.codes"] = weight.codes
+                tensors[f"{prefix}{name}.scale"] = weight.scale
         elif isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
             tensors |= {prefix + name: parameter for name, parameter in module.named_parameters()}
     return {

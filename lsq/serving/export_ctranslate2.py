@@ -28,14 +28,6 @@ EPSILON = 1e-5
 """CTranslate2's, of LayerNorm."""
 
 
-def specifications() -> ModuleType:
-    """Import CTranslate2's descriptions of models; MissingPackage if it is not installed."""
-    extras.require("exporting to CTranslate2", "ctranslate2")
-    import ctranslate2.specs
-
-    return ctranslate2.specs
-
-
 def write(
     folder: Path,
     model: DecodingModel,
@@ -44,19 +36,15 @@ def write(
     *,
     subwords: bytes | None = None,
 ) -> None:
-    """Write model.bin, config.json and the vocabularies, all or nothing; replaces an existing
-    folder.
+    """Write model.bin, config.json and the vocabularies, all or nothing; replaces a folder.
 
     Args:
-        folder: its path.
-        model: the model.
         source: the words by number, special ones as fairseq names them; None for a language model.
         target: the words that are generated.
         subwords: sentencepiece's model, which is written beside them.
 
     Raises:
-        MissingPackage: CTranslate2 is not installed.
-        ValueError: it cannot compute this model.
+        MissingPackage, ValueError: CTranslate2 is not installed, or cannot compute this model.
         OSError: it cannot be written.
     """
     spec = specification(model, source, target)
@@ -75,12 +63,12 @@ def is_model_folder(folder: Path) -> bool:
 
 
 def specification(model: DecodingModel, source: Sequence[str] | None, target: Sequence[str]) -> Any:
-    """Make CTranslate2's specification of the model, filled and validated.
+    """Make CTranslate2's specification, filled and validated; raises as `write`, and ValueError if
+    the words do not fit the model."""
+    extras.require("exporting to CTranslate2", "ctranslate2")
+    from ctranslate2 import specs
 
-    Raises:
-        ValueError: see `write`; or the words do not fit the model.
-    """
-    architecture, specs = model.architecture, specifications()
+    architecture = model.architecture
 
     def named(words: Sequence[str]) -> list[str]:
         padding = architecture.padding
@@ -109,7 +97,6 @@ def specification(model: DecodingModel, source: Sequence[str] | None, target: Se
 
 
 def _options(specs: ModuleType, stack: StackArchitecture) -> dict[str, Any]:
-    """Return the arguments of the specification of an encoder or a decoder."""
     config = stack.config
     if config.norm != "layer" or config.layer_norm_epsilon != EPSILON:
         raise ValueError(

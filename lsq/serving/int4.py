@@ -44,8 +44,7 @@ def with_int4(model: DecodingModel) -> DecodingModel:
 
 
 def least_squares(values: Tensor, form: WeightFormat) -> tuple[Tensor, Tensor]:
-    """Round floats [P, K] under the clip of each row, of those that are TRIED, with the least sum
-    of squared errors.
+    """Round floats [P, K] under the clip of each row, of those TRIED, with the least squared error.
 
     Returns:
         (stored codes int8 [P, stored columns], scale float32 [P], NaN for a row with a NaN or an

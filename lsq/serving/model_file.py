@@ -1,5 +1,4 @@
-"""lsq's own file of a decoding model: one safetensors file, whose codes are mapped, and checked
-when it is read.
+"""lsq's own file of a decoding model: one safetensors file, checked when it is read.
 
 Its tensors are those of a DecodingModel. Codes W.codes int8 [N, K] that are 2:4 sparse stand as the
 values that are kept and their indices, in 5/8 of the bytes: W.codes.values int8 [N, K / 2] and
@@ -35,6 +34,8 @@ CHECKSUM = "checksum"
 """Name of the checksum of the metadata, in the metadata."""
 CODES, VALUES, INDICES = ".codes", ".codes.values", ".codes.indices"
 FORMAT_NAME, CHECKSUMS = "format", "tensors"
+GONE = ("diverse_beam_groups", "diverse_beam_strength")
+"""Options of the search that older files name."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -87,12 +88,7 @@ def is_exported(path: Path) -> bool:
 
 
 def write(path: Path, exported: ExportedModel) -> None:
-    """Write the file, whole or not at all.
-
-    Raises:
-        ValueError: a tensor holds NaN or infinity.
-        OSError: it cannot be written.
-    """
+    """Write the file, whole or not at all; ValueError if a tensor holds NaN or infinity."""
     tensors = dict(exported.model.tensors)
     if not exported.model.architecture.decoder.config.quant.weights.packed:
         tensors = split_sparse(tensors)
@@ -119,11 +115,8 @@ def write(path: Path, exported: ExportedModel) -> None:
 
 
 def read(path: Path) -> ExportedModel:
-    """Read a model; every tensor is read once, for its checksum.
-
-    Codes are mapped, except sparse ones: the file must not be written into until they have been
-    copied, as the engine does when it packs them. Floats are copied here. `write` replaces a file
-    by another, so that a mapped one stays as it was.
+    """Read a model. Codes that are not sparse are mapped: the file must not be written into until
+    they have been copied, as the engine does. `write` replaces a file by another.
 
     Raises:
         FileNotFoundError, IsADirectoryError: there is no such file.
@@ -172,6 +165,7 @@ def _model(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> Export
     search = {} if length is None else {"max_len_b": length}
     if "search" in rest:
         search = _read(rest, "search", dict)
+    search = {name: value for name, value in search.items() if name not in GONE}
     try:
         options = SearchOptions(**search)
     except TypeError as error:
@@ -200,8 +194,7 @@ def _read(metadata: Mapping[str, str], name: str, kind: Any) -> Any:
 
 
 def split_sparse(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Replace sparse codes by their values and indices, in tensors of a DecodingModel whose format
-    of weights is not packed."""
+    """Replace sparse codes, of a format that is not packed, by their values and indices."""
     result = {}
     for name, tensor in tensors.items():
         if name.endswith(CODES) and is_sparse(tensor):
@@ -213,8 +206,7 @@ def split_sparse(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def join_sparse(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Undo `split_sparse`; ValueError if one of a pair is missing, or they do not fit each
-    other."""
+    """Undo `split_sparse`; ValueError if one of a pair is missing, or they do not fit."""
     ends = (VALUES, INDICES)
     result = {name: tensor for name, tensor in tensors.items() if not name.endswith(ends)}
     names = {name.removesuffix(end) for end in ends for name in tensors if name.endswith(end)}

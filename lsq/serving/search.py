@@ -1,27 +1,27 @@
-"""The search: follows the most probable hypotheses of many sentences at once.
+"""The search: follows the most probable hypotheses of many sentences at once, or drawn ones.
 
 It finds what fairseq's generator finds on the same model, scores included. S open sentences, B rows
-of each (one at the first step, then `beam`), N continuations of a sentence, T words of a row so
-far.
+of each (one at the first step, then `beam`), R = S * B rows, V words of the vocabulary, C words
+that may follow a row, N continuations that are chosen of a sentence, T words of a row so far.
 """
 
 import math
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
-from lsq.serving.continuations import (
-    BeamSelection,
-    Chosen,
-    Continuations,
-    GroupSelection,
-    SamplingSelection,
-)
 from lsq.serving.search_options import SearchOptions
 from lsq.serving.steps import Hypothesis, Steps, Symbols
+
+FORBIDDEN = -math.inf
+NO_WORD = -1
+"""Fills rows that have fewer banned words than others."""
+BANNED_TOGETHER = 8
+"""Extra words for banned ones are asked for in multiples of this: few different numbers of them."""
 
 
 @torch.no_grad()
@@ -48,24 +48,18 @@ def search(
             be used for another.
 
     Raises:
-        ValueError: no hypothesis can be as long as the options want, prefixes or groups do not fit,
-            or no hypothesis of a sentence has a probability above 0.
+        ValueError: no hypothesis can be as long as the options want, prefixes do not fit, or no
+            hypothesis of a sentence has a probability above 0.
     """
     if not sources:
         return []
-    limit = length_limit(steps, sources, options)
-    beam = min(options.beam, steps.words - 1)  # padding is never chosen
-    forced = forced_words(steps, len(sources), prefixes, symbols, sources[0].device)
-    if options.sampling:
-        generator = generator or torch.Generator(sources[0].device).manual_seed(options.seed)
-        selection = SamplingSelection(options, beam, steps.words, generator)
-    elif options.diverse_beam_groups != -1:
-        selection = GroupSelection(options, beam, steps.words)
-    else:
-        selection = BeamSelection(beam, steps.words)
-    continuations = Continuations(steps, options, symbols, limit, selection.needed, forced)
-    steps.begin(sources, rows=len(sources) * beam, steps=limit + 1)
-    results = _Search(continuations, selection, beam, sources).run(before_step)
+    limit, device = length_limit(steps, sources, options), sources[0].device
+    forced = forced_words(steps, len(sources), prefixes, symbols, device)
+    continuations = _Continuations(steps, options, symbols, limit, forced)
+    if options.sampling and generator is None:
+        generator = torch.Generator(device).manual_seed(options.seed)
+    steps.begin(sources, rows=len(sources) * continuations.beam, steps=limit + 1)
+    results = _Search(continuations, len(sources), device, generator).run(before_step)
     for number, sentence in enumerate(results):
         if not sentence or any(math.isnan(hypothesis.score) for hypothesis in sentence):
             raise ValueError(
@@ -79,8 +73,7 @@ def search(
 
 
 def length_limit(steps: Steps, sources: Sequence[Tensor], options: SearchOptions) -> int:
-    """Return how many words a hypothesis may have before its end; ValueError if the options want
-    more."""
+    """Return the most words of a hypothesis before its end; ValueError if options want more."""
     longest = max(len(source) for source in sources)
     limit = most_words(options, longest, steps.longest)
     if options.min_len > limit:
@@ -128,26 +121,226 @@ def forced_words(
     return table.to(device) if table.shape[1] else None
 
 
-class _Search:
-    """The state of a search.
+class _Continuations:
+    """Asks a model for as many words as the options can need, and applies the options to them.
 
-    When sampling, and in groups, too few rows may be left to replace that of a hypothesis that has
-    ended: it keeps its row, marked as ignored, until its sentence is finished, and goes on to
-    influence its group, as in fairseq.
+    The most probable words are enough: if up to f words of a row are forbidden or made less
+    probable, its best n are among the n + f best that the model gives. `needed` is n; None: all
+    words. Forced words, int64 [S, P] with padding behind them, are asked for by name.
     """
 
     def __init__(
         self,
-        continuations: Continuations,
-        selection: BeamSelection | SamplingSelection | GroupSelection,
-        beam: int,
-        sources: Sequence[Tensor],
+        steps: Steps,
+        options: SearchOptions,
+        symbols: Symbols,
+        limit: int,
+        forced: Tensor | None,
     ):
-        self.continuations, self.selection, self.beam = continuations, selection, beam
+        self.steps, self.options, self.symbols, self.limit = steps, options, symbols, limit
+        self.forced, self.step = forced, 0
+        self.beam = min(options.beam, steps.words - 1)  # padding is never chosen
+        self.top = min(options.sampling_topk, steps.words) if options.sampling_topk > 0 else None
+        self.needed = self.top if options.sampling else 2 * self.beam  # half may end
+        if options.all_words:
+            self.needed = None
+
+    def next(self, history: Tensor, parents: Tensor, sentences: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (words int64 [R, C] that may follow at the next step, their log-probabilities
+        float32 [R, C], -inf for forbidden ones).
+
+        Args:
+            history: int64 [R, T + 1], the start and the words of each row.
+            parents: int64 [R], as `Steps.step` takes them.
+            sentences: int64 [R], the sentence of each row.
+        """
+        step, self.step = self.step, self.step + 1
+        last, end = history[:, -1], self.symbols.end
+        if step == self.limit:  # the end alone may follow the longest hypotheses
+            if self.needed is None:
+                words, values = self._all(last, parents)
+                return words, values.masked_fill(words != end, FORBIDDEN)
+            wanted = last.new_full((len(last), 1), end)
+            return wanted, self.steps.step(last, parents, top=1, wanted=wanted).wanted
+        forced, banned, fixed = None, history[:, :0], [self.symbols.padding]
+        if self.forced is not None and step < self.forced.shape[1]:
+            forced = self.forced[sentences, step]
+        # forced words may be the end; fairseq waits for the prefixes of all sentences instead
+        if step < self.options.min_len:
+            fixed.append(end)
+        if self.options.no_repeat_ngram_size:
+            banned = repeating(history[:, 1:], self.options.no_repeat_ngram_size)
+        words, values, wanted = self._ask(last, parents, forced, banned.shape[1])
+        values = self._penalise_unknown(words, values)
+        for word in (*fixed, *banned.T[:, :, None]):
+            values = values.masked_fill(words == word, FORBIDDEN)
+        return (words, values) if forced is None else self._force(words, values, forced, wanted)
+
+    def forced_to_end(self, sentences: Tensor) -> Tensor | None:
+        """bool [S]: whether the prefixes of sentences int64 [S] end at the next step; None: no."""
+        if self.forced is None or self.step >= min(self.limit, self.forced.shape[1]):
+            return None
+        return self.forced[sentences, self.step] == self.symbols.end
+
+    def _all(self, last: Tensor, parents: Tensor) -> tuple[Tensor, Tensor]:
+        values = self.steps.step_all(last, parents)
+        if self.options.temperature != 1:
+            values = (values / self.options.temperature).log_softmax(1)
+        return torch.arange(values.shape[1], device=last.device).expand(len(values), -1), values
+
+    def _ask(
+        self, last: Tensor, parents: Tensor, forced: Tensor | None, banned: int
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return (words, log-probabilities, those of `forced` words [R, 1]) before the options
+        count; up to `banned` words will be banned."""
+        wanted = None if forced is None else forced[:, None]
+        if self.needed is None:
+            words, values = self._all(last, parents)
+            return words, values, None if wanted is None else values.gather(1, wanted)
+        if wanted is not None:
+            wanted = torch.where(wanted == self.symbols.padding, self.symbols.end, wanted)
+        # 3: padding, end and unknown word, forbidden or not, since a model may prepare a step for
+        # each number
+        top = self.needed + 3 + -(-banned // BANNED_TOGETHER) * BANNED_TOGETHER
+        given = self.steps.step(last, parents, top=min(self.steps.words, top), wanted=wanted)
+        return given.words, given.log_probabilities, given.wanted
+
+    def _penalise_unknown(self, words: Tensor, values: Tensor) -> Tensor:
+        penalty = self.options.unk_penalty
+        if not penalty:
+            return values
+        return torch.where(words == self.symbols.unknown, values - penalty, values)
+
+    def _force(
+        self, words: Tensor, values: Tensor, forced: Tensor, wanted: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Allow a row's forced word alone, if it has one. No option forbids it."""
+        word = forced[:, None]
+        free = word == self.symbols.padding
+        value = self._penalise_unknown(word, wanted).masked_fill(free, FORBIDDEN)
+        if self.needed is None:
+            return words, torch.where(free, values, torch.where(words == word, value, FORBIDDEN))
+        values = torch.cat([values.masked_fill(~free, FORBIDDEN), value], 1)
+        return torch.cat([words, word], 1), values
+
+
+def repeating(history: Tensor, size: int) -> Tensor:
+    """Return the words that would repeat an n-gram of their row (Paulus et al. 2018, section 2.5).
+
+    Args:
+        history: int64 [R, T], the words of each row without its start, which is in no n-gram.
+        size: n, at least 1.
+
+    Returns:
+        int64 [R, W], filled with NO_WORD; W: the largest number of such words of a row.
+    """
+    length = history.shape[1]
+    if length < size:
+        return history.new_empty(len(history), 0)
+    last = history[:, length - size + 1 :]  # the n - 1 words that the next one would complete
+    before = history[:, :-1].unfold(1, size - 1, 1) if size > 1 else history[:, :, None][:, :, :0]
+    repeats = (before == last[:, None]).all(2)
+    words = history[:, size - 1 :].masked_fill(~repeats, NO_WORD)
+    return words.sort(1, descending=True).values[:, : int(repeats.sum(1).max())]
+
+
+class Chosen(NamedTuple):
+    """Continuations of S sentences."""
+
+    scores: Tensor
+    """float32 [S, N], sums of log-probabilities from the start on."""
+    words: Tensor
+    """int64 [S, N]."""
+    rows: Tensor
+    """int64 [S, N], the row of its sentence that each extends, 0 to B - 1."""
+
+
+def best(
+    words: Tensor, log_probabilities: Tensor, totals: Tensor | None, count: int, vocabulary: int
+) -> Chosen:
+    """Choose the `count` continuations with the highest scores, best first; never the whole
+    vocabulary, since padding is no word.
+
+    Args:
+        words: int64 [S, B, C].
+        log_probabilities: float32 [S, B, C], -inf where a word is forbidden.
+        totals: float32 [S, B], the scores of the rows; None at the first step.
+    """
+    sentences, rows, width = log_probabilities.shape
+    scores = log_probabilities if totals is None else log_probabilities + totals[:, :, None]
+    count = min(count, rows * vocabulary - 1, rows * width)
+    highest, columns = scores.reshape(sentences, -1).topk(count, dim=1)
+    chosen = words.reshape(sentences, -1).gather(1, columns)
+    return Chosen(highest, chosen, torch.div(columns, width, rounding_mode="floor"))
+
+
+def drawn(
+    words: Tensor,
+    log_probabilities: Tensor,
+    totals: Tensor | None,
+    count: int,
+    top: int | None,
+    limit: float,
+    generator: torch.Generator,
+) -> Chosen:
+    """Draw `count` continuations, as many of each row: from its `top` most probable words (Fan et
+    al. 2018) or, if that is None, from the most probable ones up to a sum of `limit` (Holtzman et
+    al. 2020), -1: from all; see `best`."""
+    sentences, rows, _ = words.shape
+    words, probabilities = _limited(words, log_probabilities, top, limit)
+    # any column, with probability 0, where a row is all zeros or NaN
+    possible = probabilities.sum(2, keepdim=True) > 0
+    weights = torch.where(possible, probabilities, 1.0).view(sentences * rows, -1)
+    columns = torch.multinomial(weights, count // rows, replacement=True, generator=generator).view(
+        sentences, rows, -1
+    )
+    scores = probabilities.gather(2, columns).log()
+    if totals is not None:
+        scores = scores + totals[:, :, None]
+    numbers = torch.arange(rows, device=words.device)[:, None].expand_as(columns)
+    parts = (scores, words.gather(2, columns), numbers)
+    return Chosen(*(each.reshape(sentences, count) for each in parts))
+
+
+def _limited(
+    words: Tensor, log_probabilities: Tensor, top: int | None, limit: float
+) -> tuple[Tensor, Tensor]:
+    """Return the words to draw from, [S, B, C'], and their probabilities, of a sum of up to 1."""
+    if top is not None:
+        highest, columns = log_probabilities.topk(min(top, words.shape[2]), dim=2)
+        # the end alone is one word; as many random numbers are drawn at every step
+        padding = (0, top - highest.shape[2])
+        words = functional.pad(words.gather(2, columns), padding)
+        return words, functional.pad(highest.exp(), padding)
+    probabilities = log_probabilities.exp()
+    if limit == -1:
+        return words, probabilities
+    probabilities, columns = probabilities.sort(dim=2, descending=True)
+    before = functional.pad(probabilities.cumsum(2)[:, :, :-1], (1, 0), value=-1.0)
+    kept = before < limit
+    most = int(kept.sum(2).max())
+    return words.gather(2, columns[:, :, :most]), (probabilities * kept)[:, :, :most]
+
+
+class _Search:
+    """The state of a search.
+
+    When sampling, no row may be left to replace that of a hypothesis that has ended: it keeps its
+    row, marked as ignored, until its sentence is finished, as in fairseq.
+    """
+
+    def __init__(
+        self,
+        continuations: _Continuations,
+        count: int,
+        device: torch.device,
+        generator: torch.Generator | None,
+    ):
+        self.continuations, self.beam = continuations, continuations.beam
         self.options, self.limit = continuations.options, continuations.limit
-        symbols, device, count = continuations.symbols, sources[0].device, len(sources)
-        self.end = symbols.end
-        self.results: list[list[Hypothesis]] = [[] for _ in sources]
+        symbols = continuations.symbols
+        self.end, self.generator = symbols.end, generator
+        self.results: list[list[Hypothesis]] = [[] for _ in range(count)]
         self.sentences = torch.arange(count, device=device)
         # int64 [S * B, T + 1], with the start
         self.history = torch.full((count, 1), symbols.start, device=device)
@@ -177,8 +370,7 @@ class _Search:
             each.view(len(self.sentences), rows, -1)
             for each in self.continuations.next(self.history, self.parents, of_rows)
         )
-        totals = self.totals[:, -1].view(-1, rows) if step else None
-        chosen = self.selection.choose(words, values, totals, self.sentences)
+        chosen = self._choose(words, values, self.totals[:, -1].view(-1, rows) if step else None)
         firsts = torch.arange(0, len(self.history), rows, device=words.device)
         origins = chosen.rows + firsts[:, None]
         ends = chosen.words == self.end
@@ -197,9 +389,14 @@ class _Search:
         else:
             self._drop_ended(chosen, origins, ends, some=len(ended) > 0)
 
+    def _choose(self, words: Tensor, values: Tensor, totals: Tensor | None) -> Chosen:
+        if self.options.sampling:
+            limits = self.continuations.top, self.options.sampling_topp
+            return drawn(words, values, totals, self.beam, *limits, self.generator)
+        return best(words, values, totals, 2 * self.beam, self.continuations.steps.words)
+
     def _repeat_first_row(self, sentences: Tensor, rows: int) -> None:
-        """Make all rows of sentences bool [S] the first: only their prefix has a probability, and
-        all end now."""
+        """Make all rows of sentences bool [S] the first: all are their prefix and end now."""
         order = torch.arange(len(self.history), device=sentences.device).view(-1, rows)
         order = torch.where(sentences[:, None], order[:, :1], order).view(-1)
         self.history, self.totals = self.history[order], self.totals[order]
@@ -240,8 +437,7 @@ class _Search:
         self._extend(*(each.gather(1, first) for each in (origins, words, scores)))
 
     def _extend(self, origins: Tensor, words: Tensor, scores: Tensor) -> None:
-        """Make the rows of the next step: rows of this one, their next words and scores, [S, beam]
-        each."""
+        """Make the next step's rows of rows of this one, their next words and scores, [S, beam]."""
         self.parents = origins.reshape(-1)
         self.history = torch.cat([self.history[self.parents], words.reshape(-1, 1)], 1)
         self.totals = torch.cat([self.totals[self.parents], scores.reshape(-1, 1)], 1)

@@ -12,12 +12,11 @@ LEAST = {
     "max_len_b": 0,
     "min_len": 0,
     "no_repeat_ngram_size": 0,
-    "unk_penalty": -80.0,  # a probability times e to a higher power overflows float32
+    "unk_penalty": 0.0,
 }
-FINITE = ("length_penalty", "max_len_a", "unk_penalty", "diverse_beam_strength")
-LARGEST = {"length_penalty": 10, "diverse_beam_strength": 1000}
-"""Magnitudes. Lengths to a higher power overflow float32; words of a higher cost are never chosen
-while anything else is possible."""
+FINITE = ("length_penalty", "max_len_a", "unk_penalty")
+LARGEST_PENALTY = 10
+"""Magnitude: lengths to a higher power overflow float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +45,7 @@ class SearchOptions:
     min_len: int = 1
     """Words of a hypothesis before its end, at least."""
     unk_penalty: float = 0.0
-    """Taken from the log-probability of the unknown word; below 0 makes it more probable."""
+    """Taken from the log-probability of the unknown word."""
     temperature: float = 1.0
     """Logits are divided by this."""
     no_repeat_ngram_size: int = 0
@@ -58,12 +57,6 @@ class SearchOptions:
     sampling_topp: float = -1.0
     """Draw from the fewest words whose probabilities reach this sum (Holtzman et al. 2020); -1:
     from all."""
-    diverse_beam_groups: int = -1
-    """Search in so many groups that avoid each other's words (Vijayakumar et al. 2018); -1: in one.
-    """
-    diverse_beam_strength: float = 0.5
-    """What a word costs for each hypothesis of an earlier group that has it at the same position.
-    """
     seed: int = 1
     """Seed of what is drawn at random."""
 
@@ -89,40 +82,39 @@ class SearchOptions:
         for name in FINITE:
             if not math.isfinite(getattr(self, name)):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be a finite number")
-        for name, most in LARGEST.items():
-            if abs(getattr(self, name)) > most:
-                raise ValueError(
-                    f"{name} is {getattr(self, name)}; it must be from -{most} to {most}"
-                )
-        if not -(2**63) <= self.seed < 2**64:
-            raise ValueError(f"seed is {self.seed}; it must be from -2^63 to 2^64 - 1")
-        groups = self.diverse_beam_groups
-        if groups != -1 and (groups < 1 or self.beam % groups):
-            raise ValueError(
-                f"diverse_beam_groups is {groups} and beam {self.beam}; groups must divide the"
-                " beam, or be -1"
-            )
-        if self.sampling_topk != -1 and self.sampling_topk < 1:
-            raise ValueError(
-                f"sampling_topk is {self.sampling_topk}; it must be at least 1, or -1 for all words"
-            )
-        if self.sampling_topp != -1 and not 0 < self.sampling_topp <= 1:
-            raise ValueError(
+        limits = (
+            (
+                abs(self.length_penalty) <= LARGEST_PENALTY,
+                f"length_penalty is {self.length_penalty}; it must be from -{LARGEST_PENALTY} to"
+                f" {LARGEST_PENALTY}",
+            ),
+            (
+                -(2**63) <= self.seed < 2**64,
+                f"seed is {self.seed}; it must be from -2^63 to 2^64 - 1",
+            ),
+            (
+                self.sampling_topk == -1 or self.sampling_topk >= 1,
+                f"sampling_topk is {self.sampling_topk}; it must be at least 1, or -1 for all",
+            ),
+            (
+                self.sampling_topp == -1 or 0 < self.sampling_topp <= 1,
                 f"sampling_topp is {self.sampling_topp}; it must be above 0 and at most 1, or -1"
-                " for all words"
-            )
-        if not self.sampling and (self.sampling_topk != -1 or self.sampling_topp != -1):
-            raise ValueError(
-                "sampling_topk and sampling_topp limit what is drawn; they need sampling"
-            )
-        if self.sampling_topk != -1 and self.sampling_topp != -1:
-            raise ValueError("give sampling_topk or sampling_topp, not both")
-        if self.sampling and self.diverse_beam_groups != -1:
-            raise ValueError("diverse_beam_groups is of a search; it does not go with sampling")
+                " for all words",
+            ),
+            (
+                self.sampling or self.sampling_topk == self.sampling_topp == -1,
+                "sampling_topk and sampling_topp limit what is drawn; they need sampling",
+            ),
+            (
+                self.sampling_topk == -1 or self.sampling_topp == -1,
+                "give sampling_topk or sampling_topp, not both",
+            ),
+        )
+        for holds, message in limits:
+            if not holds:
+                raise ValueError(message)
 
     @property
     def all_words(self) -> bool:
         """Whether a search needs the probabilities of all words, not of the highest alone."""
-        drawn = self.sampling and self.sampling_topk == -1
-        rewarded = self.diverse_beam_groups != -1 and self.diverse_beam_strength < 0
-        return drawn or rewarded or self.temperature != 1
+        return self.sampling and self.sampling_topk == -1 or self.temperature != 1

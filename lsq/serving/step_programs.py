@@ -24,7 +24,6 @@ PROJECTION_CLIP = "decoder.output_projection.input_clip"
 
 
 def builder_of(name: str, architecture: Architecture, backend: Backend) -> LayerBuilder:
-    """Begin a program for decoding; its weights need not be unpacked, however they are stored."""
     quant = architecture.decoder.config.quant
     quant = replace(quant, weight_format="int8", clips="learned" if quant.learned else "absmax")
     return Mode(training=False, backward=False, backend=backend).builder(name, quant)
@@ -70,7 +69,6 @@ def step_program(architecture: Architecture, rows: int, backend: Backend) -> Pro
     x = embedded(b, architecture, "decoder", rows)
 
     def indices(lists: str, lengths: str, owned: str) -> dict[str, VirtualTensor]:
-        """Declare inputs of these names, by which rows find keys in caches."""
         return {
             "lists": b.input(lists, (1, 1), torch.int64),
             "lengths": b.input(lengths, (1,), torch.int64),
@@ -78,7 +76,6 @@ def step_program(architecture: Architecture, rows: int, backend: Backend) -> Pro
         }
 
     def attended(prefix: str, queries: Rows, **cached) -> VirtualTensor:
-        """Add attention of queries to a cache and its output projection: floats [R, H]."""
         context = b.result(prefix + "context", (rows, hidden), prefix + "context_clip")
         b.add(
             CachedAttention(

@@ -24,10 +24,7 @@ SPACE = "\u2581"
 """sentencepiece's sign for a space (Kudo and Richardson 2018)."""
 SENTENCE_END = re.compile(r"(?<![.!?…])[.!?…]+[\"'”’»)\]]*\s+|[。！？]+[”’」』）]*\s*")
 """A full stop or the like with the quotes and brackets that it closes, before a space except in
-scripts without spaces.
-
-A row of full stops is looked at once, from its first: from each, a million would take hours.
-"""
+scripts without spaces; a row of full stops is looked at once, or a million would take hours."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,16 +39,12 @@ class Words:
 
     @cached_property
     def numbers(self) -> dict[str, int]:
-        """Symbol -> number."""
         return {symbol: number for number, symbol in enumerate(self.symbols)}
 
     @cached_property
     def _silent(self) -> frozenset[int]:
-        blank = (
-            number
-            for number, symbol in enumerate(self.symbols)
-            if not has_text(symbol.replace(SPACE, " "))
-        )
+        texts = (symbol.replace(SPACE, " ") for symbol in self.symbols)
+        blank = (number for number, text in enumerate(texts) if not has_text(text))
         return frozenset((self.beginning, self.end, self.unknown, *blank))
 
     def says_nothing(self, words: Iterable[int]) -> bool:
@@ -84,7 +77,6 @@ class Subwords:
         return torch.tensor(self._encode(text, self.target), dtype=torch.int64)
 
     def begins_word(self, word: int) -> bool:
-        """Whether a word of the source vocabulary begins a word of the text."""
         return self.processor is None or self.source.symbols[word].startswith(SPACE)
 
     def _encode(self, text: str, words: Words) -> list[int]:
@@ -103,12 +95,7 @@ class Subwords:
 
 
 def processor_of(model: Path | bytes) -> "SentencePieceProcessor":
-    """Load sentencepiece's model from its file or from the content of the file.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it is damaged or another file.
-    """
+    """Load sentencepiece's model from its file or content; ValueError if it is damaged."""
     extras.require("a vocabulary", "text")
     from sentencepiece import SentencePieceProcessor
 
@@ -124,11 +111,8 @@ def processor_of(model: Path | bytes) -> "SentencePieceProcessor":
 
 
 def sentences(line: str) -> list[str]:
-    """Split a line into sentences without the spaces around them; joined by spaces they are the
-    line again, or nearly so.
-
-    Abbreviations count as ends of sentences: this is for lines that are too long as they are.
-    """
+    """Split a line into sentences without the spaces around them. Abbreviations count as ends of
+    sentences: this is for lines that are too long as they are."""
     starts = [0, *(end.end() for end in SENTENCE_END.finditer(line))]
     parts = (
         line[start:end].strip() for start, end in zip(starts, [*starts[1:], len(line)], strict=True)

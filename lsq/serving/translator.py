@@ -1,5 +1,4 @@
-"""Translation of lines of text, empty, long and unknown ones included, in batches of any size, by
-models that `lsq export` or a training has written."""
+"""Translation of lines of text, in batches, by models of `lsq export` or of a training."""
 
 import logging
 import os
@@ -27,14 +26,11 @@ logger = logging.getLogger(__name__)
 DEVICES = {"cpu": "cpu", "cuda": "cuda", "emulator": "emulated"}
 """Devices -> backends."""
 BATCH_TOKENS = 2048
-"""Words of a batch's sources, with padding; hypotheses are limited in proportion."""
 SHORT = 256
 """Hypotheses count as so many words at least: many short ones together gain nothing."""
 HYPOTHESIS_WORDS, PROBABILITIES = 64, 8192
-"""Words of hypotheses, and probabilities of a step, for each word of the sources."""
 SENTENCES = 10_000
-"""A line with more sentences is cut without regard to them: a line of full stops has half as many
-as it has bytes."""
+"""A line with more sentences, as one of full stops, is cut without regard to them."""
 LONG_LINES = {
     "cut": "are cut and translated in parts",
     "skip": "are left empty",
@@ -47,8 +43,7 @@ SHOWN = 60
 
 
 def backend_of(device: str) -> Backend:
-    """Return the backend of a device, one of DEVICES, with activations in float32; ValueError if
-    there is no device of that name, or it does not work here."""
+    """Return the backend of one of DEVICES, in float32; ValueError if it does not work here."""
     require_choice("device", device, DEVICES)
     fault = gpu_fault() if device == "cuda" else None
     if fault:
@@ -74,7 +69,6 @@ class TranslationModel:
 
     @property
     def symbols(self) -> Symbols:
-        """The special words of a search."""
         words = self.subwords.target
         return Symbols(start=words.end, padding=words.padding, end=words.end, unknown=words.unknown)
 
@@ -98,27 +92,18 @@ def stamp_of(file: Path) -> tuple:
 
 
 def read_exported(path: Path, device: Backend | None = None) -> TranslationModel:
-    """Read a file of `lsq export`, to compute on a backend; None: on the CPU.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it is damaged, or a language model, or another file.
-    """
+    """Read a file of `lsq export`, to compute on a backend; None: on the CPU. FileNotFoundError or
+    ValueError: it is missing, damaged, a language model, or another file."""
     stamp = stamp_of(path)
     exported = model_file.read(path)
     architecture = exported.model.architecture
     if exported.source is None or architecture.encoder is None:
         raise ValueError(f"{path} is a language model; it does not translate")
     end = architecture.eos
+    special = {"beginning": architecture.bos, "padding": architecture.padding}
+    special |= {"end": end, "unknown": architecture.unk}
     source, target = (
-        Words(
-            symbols=symbols,
-            beginning=architecture.bos,
-            padding=architecture.padding,
-            end=end,
-            unknown=architecture.unk,
-        )
-        for symbols in (exported.source, exported.target)
+        Words(symbols=symbols, **special) for symbols in (exported.source, exported.target)
     )
     steps = Engine(exported.model, device)
     # copies all weights: the file may change from now on
@@ -177,13 +162,10 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchLimit:
-    """How much is translated together.
-
-    Of S sentences with `beam` hypotheses each, the sources have at most `tokens` words, with
-    padding; the hypotheses, at the largest length that the options allow, HYPOTHESIS_WORDS times as
-    many; and the words that may follow them, which are the whole vocabulary if words are drawn from
-    it, PROBABILITIES times as many. A hypothesis has at most `positions` words.
-    """
+    """How much is translated together: sources of at most `tokens` words, with padding;
+    hypotheses, at the largest length that the options allow, of HYPOTHESIS_WORDS times as many; and
+    PROBABILITIES times as many words that may follow them. A hypothesis has at most `positions`
+    words."""
 
     tokens: int
     options: SearchOptions
@@ -205,8 +187,7 @@ class BatchLimit:
 
 
 def batches(lengths: Sequence[int], limit: BatchLimit) -> Iterator[list[int]]:
-    """Yield batches of numbers of sentences, the longest first, each within the limit or with one
-    sentence."""
+    """Yield numbers of sentences, the longest first, each batch within the limit or of one."""
     batch: list[int] = []
     for sentence in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
         if batch and not limit.holds(len(batch) + 1, lengths[batch[0]]):
@@ -229,7 +210,8 @@ class TextTranslator:
 
     Args:
         model: the model, its vocabularies and limits.
-        batch_tokens: words of a batch, with padding (see BatchLimit); it has one sentence at least.
+        batch_tokens: words of a batch's sources, with padding; hypotheses are limited in
+            proportion; a batch has one sentence at least.
         long_lines: treatment of lines that are too long for the model. "cut": they are translated
             in parts, cut at the ends of their sentences, and if a sentence is too long, between its
             words; "skip": their translations are empty; "copy": they are their translations;
@@ -239,14 +221,13 @@ class TextTranslator:
         ValueError: batch_tokens is below 1, or there is no such value of long_lines.
     """
 
-    _warned_of_unknown = _warned_of_nothing = False
-
     def __init__(
         self, model: TranslationModel, *, batch_tokens: int = BATCH_TOKENS, long_lines: str = "cut"
     ):
         check_settings(batch_tokens, long_lines)
         self.model, self.batch_tokens, self.long_lines = model, batch_tokens, long_lines
         self._searching, self._process = threading.Lock(), os.getpid()
+        self._said: set[str] = set()
 
     def __reduce__(self):
         raise TypeError(
@@ -256,7 +237,7 @@ class TextTranslator:
 
     @property
     def options(self) -> SearchOptions:
-        """Default options of the search: those with which the training itself translated."""
+        """Default options: those with which the training itself translated."""
         return self.model.options
 
     def translate(
@@ -308,13 +289,8 @@ class TextTranslator:
 
     def limit(self, options: SearchOptions) -> BatchLimit:
         """Return how much is translated together."""
-        steps = self.model.steps
-        return BatchLimit(
-            tokens=self.batch_tokens,
-            options=options,
-            vocabulary=steps.words,
-            positions=steps.longest,
-        )
+        sizes = {"vocabulary": self.model.steps.words, "positions": self.model.steps.longest}
+        return BatchLimit(tokens=self.batch_tokens, options=options, **sizes)
 
     def source(self, number: int, line: str, prefix: str = "") -> Source:
         """Prepare line `number`; RefusedLine if it is too long, or holds what is no text."""
@@ -332,14 +308,12 @@ class TextTranslator:
         encoded = [subwords.source_words(text)]
         too_long = len(encoded[0]) > longest
         if subwords.source.says_nothing(encoded[0].tolist()):
-            if has_text(text) and not self._warned_of_nothing:
-                self._warned_of_nothing = True
-                logger.warning(
-                    "line %d: %r has no character or word that the model knows; it is translated as"
-                    " an empty line (said once)",
-                    number + 1,
-                    text[:SHOWN],
+            if has_text(text):
+                problem = (
+                    "has no character or word that the model knows; it is translated as an empty"
+                    " line"
                 )
+                self._warn_once(number, repr(text[:SHOWN]), problem)
             return Source(parts=[])
         if too_long and self.long_lines == "refuse":
             raise RefusedLine(
@@ -361,6 +335,11 @@ class TextTranslator:
         ]
         return Source(parts=parts, too_long=too_long)
 
+    def _warn_once(self, number: int, text: str, problem: str) -> None:
+        if problem not in self._said:
+            self._said.add(problem)
+            logger.warning("line %d: %s %s (said once)", number + 1, text, problem)
+
     def _cut(self, text: str) -> Iterator[Tensor]:
         """Yield the parts of a line that is too long, each with its end."""
         subwords, longest = self.model.subwords, self.model.longest_source - 1
@@ -371,21 +350,18 @@ class TextTranslator:
                 yield torch.tensor([*piece, subwords.source.end])
 
     def _beginning(self, number: int, prefix: str) -> Tensor:
-        """Return the words of a prefix; warn once of unknown ones."""
         symbols, text = self.model.symbols, " ".join(prefix.split()) if has_text(prefix) else ""
         words = self.model.subwords.target_words(text)
         if (words == symbols.padding).any():
             raise RefusedLine(
                 number, "its prefix has the symbol of padding, which is no word; remove it"
             )
-        if not self._warned_of_unknown and (words == symbols.unknown).any():
-            self._warned_of_unknown = True
-            logger.warning(
-                "line %d: its prefix %r has characters or words that the model does not know; they"
-                " are taken as its unknown word (said once)",
-                number + 1,
-                text[:SHOWN],
+        if (words == symbols.unknown).any():
+            problem = (
+                "has characters or words that the model does not know; they are taken as its"
+                " unknown word"
             )
+            self._warn_once(number, f"its prefix {text[:SHOWN]!r}", problem)
         return words
 
     def search(
@@ -395,12 +371,8 @@ class TextTranslator:
         before_step: Callable[[], object] | None = None,
     ) -> list[list[Hypothesis]]:
         """Find the hypotheses of each part, in one batch; an exception of `before_step` ends it.
-
-        Raises:
-            RefusedLine: a prefix has more words than a hypothesis may have.
-            ValueError: the options allow no hypothesis of a part.
-            RuntimeError: this process was forked off the one that loaded the model.
-        """
+        RefusedLine, ValueError or RuntimeError: a prefix is too long, the options allow no
+        hypothesis, or this process was forked off the one that loaded the model."""
         if os.getpid() != self._process and torch.get_num_threads() > 1:
             raise RuntimeError(
                 "this process was forked off the one that loaded the model, whose threads are not"
@@ -416,21 +388,14 @@ class TextTranslator:
                     f"its prefix has {len(part.prefix)} words or subwords, and a translation"
                     f" {limit} at most; shorten it, or allow longer ones (max_len_b)",
                 )
+        how = {"symbols": self.model.symbols, "before_step": before_step}
         with self._searching, torch.inference_mode():
-            return search(
-                self.model.steps,
-                words,
-                options,
-                prefixes,
-                symbols=self.model.symbols,
-                before_step=before_step,
-            )
+            return search(self.model.steps, words, options, prefixes, **how)
 
     def joined(
         self, sources: Sequence[Source], results: Iterable[list[Hypothesis]], options: SearchOptions
     ) -> list[list[Translation]]:
-        """Return what `translate` returns, from the hypotheses of the parts of all lines: the best
-        of all parts of a line together, then the second best of all, and so on."""
+        """Join the best hypotheses of all parts of a line, then the second best, and so on."""
         hypotheses, lines = iter(results), []
         for source in sources:
             translations, parts = [], [next(hypotheses) for _ in source.parts]

@@ -12,7 +12,7 @@ from lsq.commands.translator import load
 from lsq.run.backends import backend
 from lsq.serving import SearchOptions
 from lsq.serving.engine import Engine
-from lsq.serving.fairseq_steps import FairseqSteps
+from lsq.serving.steps import FairseqSteps
 from lsq.text.corpus import read_items
 from tests.commands.conftest import train_text_run
 

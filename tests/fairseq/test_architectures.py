@@ -30,23 +30,19 @@ def test_dimensions_are_those_of_fairseq(name):
     assert architectures.is_ours("lsq_" + name) and not architectures.is_ours(name)
 
 
-def test_given_options_win():
+def test_an_architecture_is_ours_whatever_its_name(monkeypatch):
+    monkeypatch.setitem(ARCH_MODEL_REGISTRY, "tiny", LSQTransformerModel)
+    given = ["data", "--arch", "tiny", "--max-tokens", "100"]
+    args = train.parse_training(given, with_data=False)
+    assert (args.criterion, args.task) == ("lsq_label_smoothed_cross_entropy", "lsq_translation")
+    with pytest.raises(ValueError, match="tiny computes in int8 and float32"):
+        train.parse_training([*given, "--fp16"], with_data=False)
+
+
+def test_who_trains_what_and_given_options_win():
     args = Namespace(encoder_layers=1, lsq_bits=4)
     ARCH_CONFIG_REGISTRY["lsq_transformer_wmt_en_de_big"](args)
     assert (args.encoder_layers, args.decoder_layers, args.lsq_bits) == (1, 6, 4)
-
-
-def test_an_architecture_is_ours_whatever_its_name(monkeypatch):
-    monkeypatch.setitem(ARCH_MODEL_REGISTRY, "tiny", LSQTransformerModel)
-    args = train.parse_training(["data", "--arch", "tiny", "--max-tokens", "100"], with_data=False)
-    assert (args.criterion, args.task) == ("lsq_label_smoothed_cross_entropy", "lsq_translation")
-    with pytest.raises(ValueError, match="tiny computes in int8 and float32"):
-        train.parse_training(
-            ["data", "--arch", "tiny", "--max-tokens", "100", "--fp16"], with_data=False
-        )
-
-
-def test_who_trains_what():
     for name in ("lsq_transformer", "transformer"):
         assert architectures.task_of(name) == "lsq_translation"
     assert architectures.model_of("lsq_transformer_wmt_en_de") is LSQTransformerModel

@@ -98,22 +98,25 @@ def language_model(corpus):
     return language_model
 
 
-@pytest.mark.parametrize("arguments", VARIANTS)
-@torch.no_grad()
-def test_a_float_model_computes_the_same(tmp_path, translation, arguments):
-    made = translation(f"{arguments} --lsq-mode float")
-    theirs, task = loaded(made.write(tmp_path), made.data)
-    assert type(theirs) is TransformerModel and type(task).__name__ == "TranslationTask"
+def compare(folder: Path, make, arguments: str, kind: type) -> tuple[nn.Module, nn.Module, object]:
+    """Load what is written of a float model, which computes the same, and of an int8 model, which
+    computes nearly so; return ours in int8, theirs, and their task."""
+    made = make(f"{arguments} --lsq-mode float")
+    theirs, _ = loaded(made.write(folder), made.data)
+    assert type(theirs) is kind
     assert_close(theirs(*made.inputs)[0], made.model(*made.inputs)[0], rtol=1e-5, atol=1e-5)
+    made = make(arguments)
+    theirs, task = loaded(made.write(folder), made.data)
+    expected, found = (model(*made.inputs)[0] for model in (made.model, theirs))
+    assert 0 < (found - expected).square().mean() / expected.square().mean() < 1e-2
+    return made.model, theirs, task
 
 
 @pytest.mark.parametrize("arguments", VARIANTS)
 @torch.no_grad()
-def test_an_int8_model_multiplies_the_same_weights(tmp_path, translation, arguments):
-    made = translation(arguments)
-    model, (theirs, _) = made.model, loaded(made.write(tmp_path), made.data)
-    expected, found = model(*made.inputs)[0], theirs(*made.inputs)[0]
-    assert 0 < (found - expected).square().mean() / expected.square().mean() < 1e-2
+def test_a_translation_model(tmp_path, translation, arguments):
+    model, theirs, task = compare(tmp_path, translation, arguments, TransformerModel)
+    assert type(task).__name__ == "TranslationTask"
     tensors = model_of(model).tensors
     name = "decoder.layers.1.feed_forward.fc1_weight"
     weight = tensors[name + ".codes"] * tensors[name + ".scale"][:, None]
@@ -126,16 +129,8 @@ def test_an_int8_model_multiplies_the_same_weights(tmp_path, translation, argume
 @pytest.mark.parametrize("arguments", LANGUAGE_MODELS)
 @torch.no_grad()
 def test_a_language_model(tmp_path, language_model, arguments):
-    made = language_model(f"{arguments} --lsq-mode float")
-    theirs, task = loaded(made.write(tmp_path), made.data)
-    assert (
-        type(theirs) is TransformerLanguageModel and type(task).__name__ == "LanguageModelingTask"
-    )
-    assert_close(theirs(*made.inputs)[0], made.model(*made.inputs)[0], rtol=1e-5, atol=1e-5)
-    made = language_model(arguments)
-    theirs, _ = loaded(made.write(tmp_path), made.data)
-    expected, found = (model(*made.inputs)[0] for model in (made.model, theirs))
-    assert 0 < (found - expected).square().mean() / expected.square().mean() < 1e-2
+    *_, task = compare(tmp_path, language_model, arguments, TransformerLanguageModel)
+    assert type(task).__name__ == "LanguageModelingTask"
 
 
 def test_pytorch_takes_it_without_registered_types(tmp_path, translation):

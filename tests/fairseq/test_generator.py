@@ -7,12 +7,10 @@ from argparse import Namespace
 
 import pytest
 import torch
-from fairseq.dataclass.configs import GenerationConfig
 from fairseq.sequence_generator import SequenceGenerator
 from fairseq.sequence_scorer import SequenceScorer
 from fairseq.tasks import FairseqTask
 
-from lsq.fairseq import generator
 from lsq.fairseq.device import use
 from lsq.fairseq.generator import LSQGenerator, engine_backend, evaluation_of_task, options_of
 from lsq.run.backends import backend
@@ -34,11 +32,9 @@ def words_of(found: list[list[dict]]) -> list[list[list[int]]]:
 
 
 SEARCHES = [
-    {},
+    {"diverse_beam_groups": 0},
     {"beam": 1, "unnormalized": True},
     {"lenpen": 0.5, "unkpen": 1.0, "min_len": 3},
-    {"diverse_beam_groups": 0},
-    {"diverse_beam_groups": 2, "beam": 4},
 ]
 DRAWN = [{"sampling": True, "sampling_topk": 4}, {"sampling": True, "beam": 2}]
 """In int8 the modules draw from fairseq's generator themselves, and the engine does not."""
@@ -56,10 +52,8 @@ def test_what_is_generated_is_what_fairseq_generates(build, batch, mode, given):
     task, model = build(f"--lsq-mode {mode}")
     assert (engine_backend([model]) is not None) == (mode == "int8")
     sample, args = batch(task), Namespace(**{"max_len_b": 9, **given})
-    del sample["id"]  # fairseq's search in groups takes it for the place in the batch
     model(**sample["net_input"])
-    prefixes = [None, sample["target"][:, :2]] if "diverse_beam_groups" not in given else [None]
-    for prefix in prefixes:
+    for prefix in (None, sample["target"][:, :2]):
         kinds = (SequenceGenerator, LSQGenerator)
         theirs, ours = (
             found_by(task, model, sample, args, kind, prefix_tokens=prefix) for kind in kinds
@@ -91,6 +85,8 @@ def test_the_engine_decodes_where_the_layers_compute(build, batch):
     [
         ({"match_source_len": True}, {}, "--match-source-len True"),
         ({"diversity_rate": 0.5}, {}, "--diversity-rate 0.5"),
+        ({"diverse_beam_groups": 2, "beam": 4}, {}, "--diverse-beam-groups 2"),
+        ({"unkpen": -1.0}, {}, "--unkpen -1.0"),
         ({"constraints": "ordered"}, {}, "--constraints ordered"),
         ({"score_reference": True}, {}, "--score-reference True"),
         ({"sampling": True, "sampling_topk": 3, "sampling_topp": 0.5}, {}, "--sampling-topk and"),
@@ -108,26 +104,17 @@ def test_fairseq_generates_where_the_search_cannot(build, caplog, given, extra, 
     assert f"generating by fairseq's generator, because of {named}" in caplog.text
 
 
-def test_a_weight_without_a_language_model_needs_no_generator_of_fairseqs(build):
-    task, model = build()
-    extra = {"lm_model": None, "lm_weight": 0.5}
-    found = task.build_generator([model], Namespace(), extra_gen_cls_kwargs=extra)
-    assert type(found) is LSQGenerator
-
-
-def test_options_out_of_their_range_are_refused():
+def test_what_the_search_does_not_take_is_refused(build, batch):
     with pytest.raises(ValueError, match="temperature is 0"):
         options_of(Namespace(temperature=0))
     with pytest.raises(ValueError, match="they need sampling"):
         options_of(Namespace(sampling_topk=3))
-
-
-def test_constraints_are_refused(build, batch):
     task, model = build()
+    extra = {"lm_model": None, "lm_weight": 0.5}  # a weight without a model
+    found = task.build_generator([model], Namespace(), extra_gen_cls_kwargs=extra)
+    assert type(found) is LSQGenerator
     with pytest.raises(ValueError, match="knows no constraints"):
-        task.build_generator([model], Namespace()).generate(
-            [model], batch(task), constraints=torch.ones(1)
-        )
+        found.generate([model], batch(task), constraints=torch.ones(1))
 
 
 def test_validation_translates_with_the_weights_of_the_moment(build, batch):
@@ -181,20 +168,3 @@ def test_empty_lines_have_one_hypothesis_without_words(build, batch, kind):
     assert words_of(after) == expected
     (empty,) = after[1]
     assert empty.keys() == before[0][0].keys() and empty["positional_scores"].tolist() == [0.0]
-
-
-def test_every_option_of_generation_is_known():
-    """One that a newer fairseq has is looked at before it is passed over."""
-    ignored = {
-        *"nbest unnormalized no_early_stop no_beamable_mm replace_unk sacrebleu".split(),
-        "prefix_size",
-        *"print_step lm_path lm_weight retain_iter_history retain_dropout decoding_format".split(),
-        *"retain_dropout_modules no_seed_provided eos_token beam_mt max_len_a_mt lenpen_mt".split(),
-        *"max_len_b_mt iter_decode_eos_penalty iter_decode_max_iter".split(),
-        *"iter_decode_force_max_iter iter_decode_with_beam".split(),
-        "iter_decode_with_external_reranker",
-    }
-    known = {*generator.FIELDS.values(), *generator.OTHERS, *ignored}
-    assert {
-        name for name in GenerationConfig.__dataclass_fields__ if not name.startswith("_")
-    } <= known

@@ -2,7 +2,6 @@
 by fairseq."""
 
 import itertools
-import logging
 from argparse import Namespace
 from dataclasses import fields
 
@@ -21,18 +20,15 @@ from lsq.fairseq.generator import LSQGenerator, engine_backend
 from lsq.fairseq.language_model import LSQTransformerLanguageModel
 from lsq.fairseq.products import products_of_training
 from lsq.layers.memory import plan_memory
-from lsq.observe import signals
 from tests.fairseq.comparison import (
     Beam,
     assert_close_in_int8,
     assert_equal_in_float,
-    assert_equal_states,
     assert_resumes_to_the_bit,
     assert_same_loss,
     decoded_alike,
 )
 from tests.fairseq.conftest import COMMON
-from tests.fairseq.two_workers import train_by_two
 from tests.sampling import first
 
 TINY = """
@@ -146,26 +142,6 @@ def test_resuming_continues_to_the_bit(train, tmp_path, given):
     assert_resumes_to_the_bit(train, tmp_path, given, (4, 9))
 
 
-@pytest.mark.thorough
-def test_memory_is_planned_and_quantisers_are_watched(train, tmp_path, caplog):
-    with caplog.at_level(logging.INFO):
-        states = {
-            mode: train(tmp_path / mode, f"--add-bos-token --lsq-memory {mode}")["model"]
-            for mode in ("guard", "naive")
-        }
-    assert_equal_states(*states.values())
-    said = [record.getMessage() for record in caplog.records if record.name == memory.__name__]
-    assert (
-        said[0].startswith("memory (guard): ")
-        and "bounded by 15 sentences of 17 and 17 tokens" in said[0]
-    )
-    tables = [record.getMessage() for record in caplog.records if record.name == signals.__name__]
-    assert any(
-        "Quantised tensors at update 1" in table and "decoder.layers.*.self_attn" in table
-        for table in tables
-    )
-
-
 @pytest.mark.parametrize(
     "given, sentences", [("", 8), ("--batch-size 3", 3), ("--add-bos-token", 15)]
 )
@@ -180,38 +156,8 @@ def test_the_largest_batch_bounds_all(build, parse, given, sentences):
     for length in (1, 5, longest - extra):
         words = torch.full((min(120 // length, 3 if "batch" in given else 120), length + extra), 5)
         net_input = {"src_tokens": words, "src_lengths": torch.full((len(words),), length + extra)}
-        sample = {
-            "net_input": net_input,
-            "target": words,
-            "ntokens": words.numel(),
-            "nsentences": len(words),
-        }
-        criterion(model, sample)[0].backward()
-
-
-@pytest.mark.thorough
-def test_it_learns_as_fairseqs_does(pair, build):
-    """From the same first weights by the same batches: the losses of int8 are those of floats."""
-    task, theirs, _ = pair("--decoder-normalize-before")
-    _, ours = build("--decoder-normalize-before")
-    checkpoint.load_float(ours, theirs.state_dict())
-    task.load_dataset("train")
-    dataset, losses = task.dataset("train"), []
-    for model in (theirs, ours):
-        torch.manual_seed(1)
-        optimizer = torch.optim.Adam(model.train().parameters(), lr=5e-3)
-        found = []
-        for update in range(60):
-            places = range(20 * update, 20 * update + 20)
-            sample = dataset.collater([dataset[place % len(dataset)] for place in places])
-            logits = model(**sample["net_input"])[0].transpose(1, 2)
-            loss = torch.nn.functional.cross_entropy(logits, sample["target"], ignore_index=1)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            found.append(loss.item())
-        losses.append(sum(found[-12:]) / 12)
-    assert losses[0] == pytest.approx(losses[1], abs=0.05) and losses[1] < 1.5
+        counts = {"ntokens": words.numel(), "nsentences": len(words)}
+        criterion(model, {"net_input": net_input, "target": words, **counts})[0].backward()
 
 
 def test_it_starts_from_a_checkpoint_of_fairseqs(train, build, batch, tmp_path):
@@ -226,15 +172,10 @@ def test_it_starts_from_a_checkpoint_of_fairseqs(train, build, batch, tmp_path):
     assert 0 < (actual - expected).square().mean() / expected.square().mean() < 1e-2
     state = train(tmp_path / "int8", f"{same} --lsq-from {path} --max-update 2")
     assert state["cfg"]["model"].lsq_from is None
-    for given, message in (
-        ("--decoder-attention-heads 2", "--decoder-attention-heads: 4 in the checkpoint, 2 here"),
-        (
-            "--no-decoder-final-norm",
-            r"decoder.layer_norm.weight: \[32\] in the checkpoint, nothing here",
-        ),
+    with pytest.raises(
+        ValueError, match=r"decoder.layer_norm.weight: \[32\] in the checkpoint, not"
     ):
-        with pytest.raises(ValueError, match=message):
-            build(f"{same} --lsq-from {path} {given}")
+        build(f"{same} --lsq-from {path} --no-decoder-final-norm")
 
 
 @pytest.mark.thorough
@@ -285,15 +226,10 @@ def test_what_it_does_not_do_is_refused(build, given, message):
 
 
 def test_tasks_and_models_that_do_not_fit_are_refused(corpus, toy):
+    ours, other = "lsq_transformer_lm", "lsq_language_modeling"
     for given, message in (
-        (
-            f"{corpus} --arch lsq_transformer --task lsq_language_modeling",
-            "lsq_transformer is none; use --arch lsq_",
-        ),
-        (
-            f"{toy} --arch lsq_transformer_lm --task lsq_translation",
-            "not translate; .* --task lsq_language_modeling",
-        ),
+        (f"{corpus} --arch lsq_transformer --task {other}", "lsq_transformer is none; use --arch"),
+        (f"{toy} --arch {ours} --task lsq_translation", f"not translate; .* --task {other}"),
     ):
         args = options.parse_args_and_arch(options.get_training_parser(), given.split())
         with pytest.raises(ValueError, match=message):
@@ -316,20 +252,6 @@ def test_its_memory_and_products_follow_from_its_options():
     given = parse_step("lsq plan", language_model.MODEL, [*TINY, "--max-tokens", "96"])
     assert memory.describe_training(given, 40).plan.peak > 0
     products = products_of_training(given, 40, backward=["int8"], tokens=[96], rows=[10])
-    assert {key.op for key in products} == {
-        "project",
-        "matmul",
-        "project_input_gradient",
-        "project_weight_gradient",
-    }
+    kinds = {"project", "matmul", "project_input_gradient", "project_weight_gradient"}
+    assert {key.op for key in products} == kinds
     assert isinstance(memory.build_training(given, 40)[1], LSQTransformerLanguageModel)
-
-
-@pytest.mark.thorough
-def test_two_workers_that_exchange_codes_end_with_the_same_parameters(corpus, tmp_path):
-    more = f"--save-dir {tmp_path / 'save'} --lsq-gradients int8".split()
-    common = [str(corpus), *TINY, *SHORT, *more]
-    output, (first, second) = train_by_two(common)
-    assert "gradients: int8 between 2 workers" in output
-    assert any(name.endswith("_clip") for name in first)
-    assert_equal_states(first, second)

@@ -31,12 +31,12 @@ def test_trainings_are_the_same_in_every_mode(train, tmp_path, caplog, options):
         assert_equal_states(states["planned"], states[mode])
 
 
-def test_planned_is_the_default(train, tmp_path, monkeypatch):
+def test_planned_is_the_default_but_for_models_without_layers_of_lsq(train, tmp_path, monkeypatch):
     modes = []
-    monkeypatch.setattr(
-        "lsq.fairseq.task.plan_training", lambda *arguments: modes.append(arguments[-1])
-    )
-    train(tmp_path, "--max-update 2")
+    monkeypatch.setattr("lsq.fairseq.task.plan_training", lambda *given: modes.append(given[-1]))
+    theirs = "--arch transformer --criterion label_smoothed_cross_entropy"
+    train(tmp_path / "theirs", f"--max-update 1 {theirs}")
+    train(tmp_path / "ours", "--max-update 2")
     assert modes == ["planned"]
 
 
@@ -50,24 +50,10 @@ def test_a_task_trains_a_batch_outside_of_an_epoch(build, parse, batch):
     assert all(one.step_memory is None for one in model.modules() if hasattr(one, "step_memory"))
 
 
-def test_a_model_without_layers_of_lsq_is_left_alone(train, tmp_path, monkeypatch):
-    monkeypatch.setattr("lsq.fairseq.task.plan_training", lambda *arguments: pytest.fail("planned"))
-    train(tmp_path, "--max-update 1 --arch transformer --criterion label_smoothed_cross_entropy")
-
-
 def test_another_criterion_trains_without_a_plan(train, tmp_path, caplog):
     train(tmp_path, "--max-update 2 --criterion label_smoothed_cross_entropy")
     (said,) = (record.getMessage() for record in caplog.records if record.name == memory.__name__)
     assert "not planned" in said and "--criterion lsq_label_smoothed" in said
-
-
-@pytest.mark.thorough
-def test_lengths_that_are_padded_to_a_multiple(train, tmp_path):
-    train(
-        tmp_path,
-        "--max-update 4 --required-seq-len-multiple 8 --max-source-positions 16"
-        " --max-target-positions 16",
-    )
 
 
 def test_the_bounding_batch_lies_where_the_model_is(build, monkeypatch):
@@ -85,12 +71,6 @@ def test_the_bounding_batch_lies_where_the_model_is(build, monkeypatch):
     memory.plan_training(model.to("meta"), Criterion(), batch, "planned")
     inputs = seen[0]["net_input"]
     assert {tensor.device.type for tensor in (seen[0]["target"], *inputs.values())} == {"meta"}
-
-
-def test_an_unknown_mode(parse, capsys):
-    with pytest.raises(SystemExit):
-        parse("--lsq-memory red")
-    assert "lsq-memory" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -113,13 +93,8 @@ def test_the_bounding_batch(build, tokens, sentences, positions, multiple, expec
     assert batch["net_input"]["prev_output_tokens"].shape == target.shape
     assert batch["nsentences"] == expected[0] and batch["ntokens"] == target.numel()
     assert (source != words.pad()).all()
-
-
-def test_without_any_limit(build):
     with pytest.raises(ValueError, match="--max-tokens or --batch-size"):
-        bounding_batch(
-            build()[0].target_dictionary, max_tokens=None, max_sentences=None, max_positions=(9, 9)
-        )
+        bounding_batch(words, **limits | {"max_tokens": None, "max_sentences": None})
 
 
 @pytest.mark.parametrize("multiple", [1, 8])

@@ -9,10 +9,8 @@ import torch
 from lsq.fairseq import checkpoint
 from lsq.run import step as run_step
 from tests.fairseq.comparison import (
-    Beam,
     assert_close_in_int8,
     assert_equal_in_float,
-    decoded_alike,
 )
 from tests.sampling import first
 
@@ -150,14 +148,6 @@ def test_one_step_at_a_time_gives_the_logits_of_the_whole(build, batch, mode):
         torch.testing.assert_close(logits[here, 0], whole[here, step], rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    "options", ["", "--lsq-mode float", "--share-all-embeddings --encoder-normalize-before"]
-)
-def test_incremental_decoding_gives_the_hypotheses_of_decoding_from_scratch(build, batch, options):
-    task, model = build(options)
-    decoded_alike(task, model, batch(task), Beam())
-
-
 def test_loss_equals_that_of_the_logits(build, batch):
     task, model = build("")
     sample = batch(task)
@@ -173,28 +163,19 @@ def test_loss_equals_that_of_the_logits(build, batch):
     assert features.shape == (int(words.sum()), 32)
 
 
-def test_attention_weights_are_refused(build, batch):
+def test_what_it_does_not_do_is_refused(build, batch):
     task, model = build("")
     with pytest.raises(ValueError, match="keeps no attention weights"):
         model(**batch(task)["net_input"], alignment_layer=0)
-
-
-@pytest.mark.parametrize("name", ["print_alignment", "retain_dropout"])
-def test_generation_options_are_refused(build, name):
-    config = SimpleNamespace(generation=SimpleNamespace(beam=1, **{name: True}))
-    with pytest.raises(ValueError, match=f"--{name.replace('_', '-')}"):
-        build("")[1].prepare_for_inference_(config)
-
-
-def test_half_precision_is_refused(build):
+    for name in ("print_alignment", "retain_dropout"):
+        config = SimpleNamespace(generation=SimpleNamespace(beam=1, **{name: True}))
+        with pytest.raises(ValueError, match=f"--{name.replace('_', '-')}"):
+            model.prepare_for_inference_(config)
     with pytest.raises(ValueError, match="leave out --fp16"):
-        build("")[1].half()
-
-
-def test_a_batch_without_sentences_is_refused(build):
-    _, model = build()
-    none = torch.zeros(0, 5, dtype=torch.int64)
-    with pytest.raises(
-        ValueError, match=r"the tokens are \(0, 5\); they must be \[sentences, time\] with at"
-    ):
+        model.half()
+    none, said = (
+        torch.zeros(0, 5, dtype=torch.int64),
+        r"are \(0, 5\); they must be \[sentences, time",
+    )
+    with pytest.raises(ValueError, match=said):
         model(none, torch.zeros(0, dtype=torch.int64), none, target=none)

@@ -77,6 +77,18 @@ def in_one(
         return compare_cuda(operation, dtype, exact)
 
 
+def compare_ways(
+    operation: Operation, dtype: torch.dtype = torch.float32, exact: bool = False
+) -> Operation:
+    """`compare_cuda` by one launch for product and epilogue, then by two; what the two made."""
+    in_one(operation, SMALL, dtype, exact)
+    return in_one(operation, None, dtype, exact)
+
+
+WAYS = {"Project", "ProjectInputGradient", "ProjectWeightGradient"}
+"""Operations whose products one kernel ends, or another one after it."""
+
+
 def launches(operation: Operation, tile: TileConfiguration | None) -> list:
     """What an operation launches by a tile, or by cuBLASLt, with memory for what it writes."""
     with gemm.ended_by(tile):

@@ -25,13 +25,11 @@ def test_what_is_written_is_read(options):
 
 
 def test_layers_of_before_gates_and_without_bias_are_read():
-    whole, side = written(), written()["decoder"]
-    side["config"] = {
-        name: value for name, value in side["config"].items() if name not in ("gated", "bias")
-    }
-    assert Architecture.from_json(json.dumps(whole | {"decoder": side})) == Architecture.from_json(
-        json.dumps(whole)
-    )
+    whole, older = written(), written()
+    for name in ("gated", "bias"):
+        del older["decoder"]["config"][name]
+    first, second = (Architecture.from_json(json.dumps(one)) for one in (whole, older))
+    assert first == second
 
 
 def of_version_0_1(quant: dict, **changes) -> dict:
@@ -75,6 +73,7 @@ def test_how_a_model_goes_on_learning_is_left_out():
     [
         ({"eos": "2"}, "architecture.eos is '2'"),
         ({"extra": 1}, "has unknown extra"),
+        ({"eos": ...}, "lacks eos"),
         ({"decoder": None}, "architecture.decoder is None"),
         ({"encoder": 3}, "must be an object"),
         ({"encoder": {"layers": 0}}, "layers is 0"),
@@ -86,15 +85,11 @@ def test_what_cannot_be_is_refused(change, said):
     whole = written()
     for name, value in change.items():
         whole[name] = whole[name] | value if isinstance(value, dict) else value
+    whole = {name: value for name, value in whole.items() if value is not ...}
     with pytest.raises(ValueError, match=said):
         Architecture.from_json(json.dumps(whole))
-
-
-def test_texts_that_are_no_architecture_are_refused():
-    without = {name: value for name, value in written().items() if name != "eos"}
-    for text, said in ((json.dumps(without), "lacks eos"), ("{", "no JSON")):
-        with pytest.raises(ValueError, match=said):
-            Architecture.from_json(text)
+    with pytest.raises(ValueError, match="no JSON"):
+        Architecture.from_json("{")
 
 
 @pytest.mark.parametrize(
@@ -108,8 +103,3 @@ def test_attention_that_no_decoder_of_codes_knows_is_refused(change):
         match=f"{name} is .*; models that are kept as codes decode without: leave it out",
     ):
         replace(decoder, config=replace(decoder.config, **change))
-
-
-def test_models_in_float_mode_are_refused():
-    with pytest.raises(ValueError, match="only models in int8"):
-        model_of(small_model(quant={"mode": "float"}))

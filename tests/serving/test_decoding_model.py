@@ -20,22 +20,15 @@ VARIANTS = [
 
 
 @pytest.mark.parametrize("options", VARIANTS)
-def test_codes_are_those_of_the_modules(options):
+def test_tensors_are_those_of_the_modules(options):
     module = small_model(**options)
-    model = model_of(module)
-    compared = 0
+    model, state, compared = model_of(module), module.state_dict(), 0
     for path, one in module.named_modules():
         if isinstance(one, ProgramModule):
             for name, codes in one.weight_state.kept.items():  # of the last pass
                 assert torch.equal(model.tensors[f"{path}.{name}"], codes)
                 compared += 1
     assert compared == sum(name.endswith((".codes", ".scale")) for name in model.tensors)
-
-
-@pytest.mark.parametrize("options", VARIANTS)
-def test_every_other_tensor_is_a_parameter(options):
-    module = small_model(**options)
-    model, state = model_of(module), module.state_dict()
     for name, tensor in model.tensors.items():
         if not name.endswith((".codes", ".scale")):
             assert torch.equal(tensor, state[name]) and tensor.data_ptr() != state[name].data_ptr()
@@ -87,11 +80,6 @@ def test_tensors_that_do_not_fit_are_refused():
             DecodingModel(architecture=model.architecture, tensors=tensors)
 
 
-def test_modules_that_are_not_ready_are_refused():
-    with pytest.raises(ValueError, match="eval mode"):
-        model_of(small_model().train())
-
-
 @pytest.mark.parametrize(
     "field, form",
     [
@@ -113,7 +101,11 @@ def test_layers_in_different_formats_are_refused(field, form):
         model_of(module)
 
 
-def test_a_final_norm_of_another_kind_is_refused():
+def test_other_modules_are_refused():
+    with pytest.raises(ValueError, match="eval mode"):
+        model_of(small_model().train())
+    with pytest.raises(ValueError, match="only models in int8"):
+        model_of(small_model(quant={"mode": "float"}))
     module = small_model(pre_norm=True, norm="rms")
     module.decoder.layer_norm = torch.nn.LayerNorm(48)
     with pytest.raises(

@@ -7,11 +7,17 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from lsq.layers.blocks import PackedSequences
+from lsq.models.sparsity import choose
 from lsq.native import loader, tiles
 from lsq.native.sources import load as load_library
+from lsq.ops.packed_project import PackedProject
+from lsq.ops.project import Project
+from lsq.ops.sparse_project import MOST_ROWS, SparseProject
 from lsq.run.backends import backend
 from lsq.serving.decoding_model import model_of
-from lsq.serving.engine import Engine, filled
+from lsq.serving.engine import Engine, Preparation, filled
+from lsq.serving.step_programs import encoder_program
 from tests.serving.models import EOS, PADDING, batch, small_model
 
 TIME = 8
@@ -217,25 +223,20 @@ def drawn(chance: random.Random) -> dict:
     }
 
 
-def forget_instructions() -> None:
-    """Forget the instructions of the last library."""
-    tiles.usable.cache_clear()
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(40))
 def test_any_shape_on_any_library(seed, monkeypatch, request):
     chance = random.Random(seed)
     options, before = drawn(chance), torch.get_num_threads()
     request.addfinalizer(lambda: torch.set_num_threads(before))
-    request.addfinalizer(forget_instructions)
+    request.addfinalizer(tiles.usable.cache_clear)  # the instructions of the last library
     lengths = [chance.randint(2, 40) for _ in range(chance.choice([1, 3, 37]))]
     source = batch(options["words"], lengths, seed)
     target = hypotheses(len(lengths), options["words"], seed, time=5)
     for level in LEVELS:
         library = load_library(loader._FOLDER / f"libcpu_{level}.so", "cpu")
         monkeypatch.setattr(loader, "library", lambda library=library: library)
-        forget_instructions()
+        tiles.usable.cache_clear()
         torch.set_num_threads(chance.choice([1, 2, 3]))
         module = small_model(**options)
         found = all_steps(Engine(model_of(module)), source, target)
@@ -244,3 +245,53 @@ def test_any_shape_on_any_library(seed, monkeypatch, request):
         # a code of 6 bits is four times as far from the next
         largest = 0.1 if options["quant"]["bits"] == 8 else 0.4
         assert differences.median() < 2e-5 and differences.max() < largest, (level, options)
+
+
+def test_weights_are_packed_once_and_temporary_tensors_share_memory():
+    model, cpu = model_of(small_model(encoder_layers=4)), backend("cpu")
+    preparation = Preparation(model, cpu)
+    program = encoder_program(model.architecture, PackedSequences(rows=16, count=2), cpu)
+    inputs = {
+        one.name: cpu.allocate(one.shape, one.dtype)
+        for one in program.inputs
+        if one.name in ("tokens", "positions", "cu_seqlens")
+    }
+    found = [preparation.calls(program, inputs) for _ in range(2)]
+    (first, tensors), (second, _) = found
+    packed = [
+        [call.weight for call, _ in calls if isinstance(call, PackedProject)]
+        for calls in (first, second)
+    ]
+    assert len(packed[0]) == 4 * 4 + 2 and not any(isinstance(call, Project) for call, _ in first)
+    assert all(one.tiles is other.tiles for one, other in zip(*packed, strict=True))
+    temporary = [tensors[virtual] for virtual in tensors if virtual.role == "temporary"]
+    assert len({one.untyped_storage().data_ptr() for one in temporary}) < len(temporary) / 2
+
+
+def test_sparse_weights_are_packed_as_such():
+    model = model_of(small_model())
+    first, second, *_ = (name for name in model.tensors if name.endswith(".codes"))
+    codes = model.tensors[first]
+    codes *= choose(codes.int().abs())
+    preparation = Preparation(model, backend("cpu"))
+    packed, other = (
+        preparation.weight(name.removesuffix(".codes"), model.tensors[name].shape[1])
+        for name in (first, second)
+    )
+    assert packed.sparse == tiles.vectorised() and torch.equal(packed.codes(), codes)
+    assert not other.sparse
+
+
+def test_few_rows_read_sparse_weights_where_none_are_packed():
+    model, place = model_of(small_model(encoder_layers=1)), backend("reference")
+    names = (name for name in model.tensors if name.endswith("1_weight.codes"))
+    sparse = [model.tensors[name] for name in names if name.startswith("encoder")]
+    for codes in sparse:
+        codes *= choose(codes.int().abs())
+    preparation = Preparation(model, place)
+    for rows, wanted in ((MOST_ROWS, len(sparse)), (MOST_ROWS + 1, 0)):
+        program = encoder_program(model.architecture, PackedSequences(rows=rows, count=2), place)
+        inputs = {one.name: torch.zeros(one.shape, dtype=one.dtype) for one in program.inputs}
+        calls, _ = preparation.calls(program, inputs)
+        assert sum(isinstance(call, SparseProject) for call, _ in calls) == wanted, rows
+    assert sparse

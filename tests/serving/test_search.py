@@ -1,4 +1,4 @@
-"""The search, on models that are tables: what is found, and what is refused."""
+"""The search, on models that are tables: what is found, what is drawn, and what is refused."""
 
 import math
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lsq.serving import Candidates, SearchOptions, search
-from lsq.serving.search import length_limit
+from lsq.serving.search import NO_WORD, drawn, length_limit, repeating
 
 START, PADDING, END, UNKNOWN = 2, 1, 2, 3
 
@@ -174,3 +174,81 @@ def test_a_search_ends_between_two_steps_when_it_is_told_to():
     found = search(model, SOURCES, SearchOptions(), before_step=lambda: None)
     expected = search(table(), SOURCES, SearchOptions())
     assert [one[0].words.tolist() for one in found] == [one[0].words.tolist() for one in expected]
+
+
+def looked_for(row: list[int], size: int) -> set[int]:
+    """The words after which the row would end in an n-gram that it has already."""
+    before = {tuple(row[i : i + size]) for i in range(len(row) - size + 1)}
+    return {word for word in range(5) if tuple([*row, word][-size:]) in before}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("length", [0, 1, 2, 3, 7, 12])
+def test_every_repeating_word_and_no_other(size, length):
+    rows = torch.randint(0, 5, (9, length), generator=torch.Generator().manual_seed(length))
+    found = repeating(rows, size)
+    assert found.dtype == torch.int64 and len(found) == 9
+    for row, words in zip(rows.tolist(), found.tolist(), strict=True):
+        assert set(words) - {NO_WORD} == looked_for(row, size)
+    # no more columns than needed
+    assert repeating(torch.tensor([[1, 2, 3, 1], [1, 2, 3, 4]]), 2).tolist() == [[2], [NO_WORD]]
+
+
+@pytest.mark.parametrize(
+    "top, limit, allowed",
+    [
+        (None, -1, [0, 1, 2, 3, 4]),
+        (2, -1, [1, 3]),
+        (5, -1, [0, 1, 2, 3, 4]),
+        (None, 0.3, [1]),
+        (None, 0.5, [1, 3]),
+    ],
+)
+def test_words_are_drawn_as_often_as_they_are_probable(top, limit, allowed):
+    probabilities, draws = torch.tensor([[[0.1, 0.4, 0.05, 0.3, 0.15]]]), []
+    for seed in (1, 1, 2):
+        generator, row = torch.Generator().manual_seed(seed), torch.arange(5)[None, None]
+        draws.append(drawn(row, probabilities.log(), None, 4000, top, limit, generator))
+    probabilities = probabilities.flatten()
+    expected = torch.zeros(5).index_put((torch.tensor(allowed),), probabilities[allowed])
+    shares = torch.bincount(draws[0].words[0], minlength=5) / 4000
+    torch.testing.assert_close(shares, expected / expected.sum(), rtol=0, atol=0.04)
+    assert (shares[expected == 0] == 0).all()
+    torch.testing.assert_close(draws[0].scores[0], probabilities[draws[0].words[0]].log())
+    assert draws[0].words.equal(draws[1].words)
+    assert len(allowed) == 1 or not draws[0].words.equal(draws[2].words)
+
+
+@pytest.mark.parametrize("value", [-math.inf, math.nan])
+def test_a_row_without_words_does_not_stop_the_others(value):
+    values = torch.tensor([[[value] * 3, [-math.inf, 0.0, -math.inf]]])
+    words, generator = torch.arange(3).expand(1, 2, 3), torch.Generator().manual_seed(1)
+    chosen = drawn(words, values, torch.zeros(1, 2), 2, None, -1, generator)
+    assert chosen.words[0, 1] == 1 and chosen.scores[0, 1] == 0
+    assert not chosen.scores[0, 0] > -math.inf
+
+
+@pytest.mark.parametrize(
+    "given, words",
+    [
+        ({"beam": 0}, "beam is 0"),
+        ({"beam": 2.0}, "beam is 2.0; it must be of type int"),
+        ({"beam": 2, "nbest": 3}, "nbest is 3 and beam 2"),
+        ({"temperature": 0.0}, "temperature is 0.0"),
+        ({"length_penalty": float("nan")}, "length_penalty is nan"),
+        ({"length_penalty": -11}, "length_penalty is -11; it must be from -10 to 10"),
+        ({"max_len_a": -1.0}, "max_len_a is -1.0"),
+        ({"seed": 2**64}, "seed is 18446744073709551616; it must be from"),
+        ({"sampling": True, "sampling_topk": 0}, "sampling_topk is 0"),
+        ({"sampling_topk": 3}, "they need sampling"),
+        ({"sampling": True, "sampling_topp": 1.5}, "sampling_topp is 1.5"),
+        ({"sampling": True, "sampling_topp": 0.5, "sampling_topk": 2}, "not both"),
+        ({"sampling": "no"}, "sampling is 'no'; it must be of type bool"),
+        ({"nbest": True}, "nbest is True"),
+        ({"max_len_a": None}, "max_len_a is None; it must be of type float"),
+        ({"unk_penalty": -1}, "unk_penalty is -1; it must be at least 0"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(given, words):
+    with pytest.raises(ValueError, match=words):
+        SearchOptions(**given)

@@ -41,7 +41,7 @@ def test_hypotheses_are_those_of_the_run(output, translator):
     assert translator.translate(read_items(output / "data" / "test.src")) == found
 
 
-def test_order_batches_and_threads_change_nothing(output, translator):
+def test_order_batches_threads_and_spaces_change_nothing(output, translator):
     lines = read_items(output / "data" / "test.src")[:4]
     counted = []
     whole = best(translator.translate(lines, BEAM, progress=counted.append))
@@ -52,6 +52,8 @@ def test_order_batches_and_threads_change_nothing(output, translator):
     with ThreadPoolExecutor(len(lines)) as threads:
         found = threads.map(lambda line: translator.translate([line], BEAM)[0], lines)
         assert best(found) == whole
+    one, other = translator.translate(["red  \u2028cat\t five \r\n", "red cat five"], BEAM)
+    assert one[0].text == other[0].text != ""
 
 
 def test_lines_without_a_known_visible_character_are_empty(translator, caplog):
@@ -79,27 +81,28 @@ def test_a_sentence_without_a_known_character_is_left_out_of_a_long_line(transla
     assert len(parts) == 16
 
 
-def test_spaces_do_not_count(translator):
-    one, other = translator.translate(["red  \u2028cat\t five \r\n", "red cat five"], BEAM)
-    assert one[0].text == other[0].text != ""
-
-
 def test_best_come_first(translator):
     (found,) = translator.translate(["red cat five"], SearchOptions(beam=4, nbest=3, max_len_b=40))
     assert len(found) == 3 and len({translation.text for translation in found}) > 1
-    assert [translation.score for translation in found] == sorted(
-        (one.score for one in found), reverse=True
-    )
+    scores = [translation.score for translation in found]
+    assert scores == sorted(scores, reverse=True)
 
 
-def test_prefixes(translator):
-    lines = ["red cat five", "two dog", ""]
+def test_prefixes(translator, caplog):
+    translator, lines = TextTranslator(translator.model), ["red cat five", "two dog", ""]
     found = translator.translate(lines, BEAM, prefixes=["GREEN BLUE", "", "RED"])
     assert found[0][0].text.startswith("GREEN BLUE")
     assert found[1][0].text == translator.translate(lines[1:2], BEAM)[0][0].text
     assert found[2][0].text == ""
     with pytest.raises(ValueError, match="there are 3 lines but 1 prefixes"):
         translator.translate(lines, prefixes=[""])
+    with pytest.raises(
+        RefusedLine, match=r"^line 2: its prefix has \d+ words or subwords, and a translation 40"
+    ):
+        translator.translate(["red", "red"], BEAM, prefixes=["", "GREEN " * 100])
+    translator.translate(["red"] * 3, BEAM, prefixes=["GREEN", "\u4f60", "\u597d"])
+    (record,) = (record for record in caplog.records if "does not know" in record.message)
+    assert record.message.startswith("line 2: its prefix '\u4f60' has")
 
 
 @pytest.mark.parametrize("normalize", [True, False])
@@ -117,13 +120,11 @@ def test_long_lines_are_cut_at_ends_of_sentences(translator, normalize):
 
 def test_a_sentence_that_is_too_long_is_cut_between_words(translator):
     line = "Two. " + "red cat " * 100
-    source = translator.source(0, line)
-    subwords = translator.model.subwords
-    pieces = [
-        [subwords.source.symbols[word] for word in part.words[:-1].tolist()]
-        for part in source.parts
+    source, subwords = translator.source(0, line), translator.model.subwords
+    symbols, piece_to_id = subwords.source.symbols, subwords.processor.piece_to_id
+    numbers = [
+        [piece_to_id(symbols[word]) for word in part.words[:-1].tolist()] for part in source.parts
     ]
-    numbers = [[subwords.processor.piece_to_id(one) for one in part] for part in pieces]
     texts = subwords.processor.decode(numbers)
     assert " ".join(texts[1:]).split() == ["red", "cat"] * 100  # no word is cut in two
     assert len(texts) > 2 and all(len(part.words) <= 41 for part in source.parts)
@@ -132,25 +133,30 @@ def test_a_sentence_that_is_too_long_is_cut_between_words(translator):
     assert found[0].text.endswith(" ".join(alone)) and found[0].too_long
 
 
-@pytest.mark.parametrize(("long_lines", "expected"), [("skip", ""), ("copy", "red cat. red cat.")])
-def test_lines_that_are_too_long_may_be_skipped_or_copied(translator, long_lines, expected):
-    other = TextTranslator(translator.model, long_lines=long_lines)
-    options = SearchOptions(beam=2, nbest=2, max_len_b=40)
-    short, long = other.translate(["red cat.", "red  cat. " * 30], options)
-    assert short == translator.translate(["red cat."], options)[0]
-    assert not short[0].too_long and [one.too_long for one in long] == [True]
-    assert long[0].text == (expected and " ".join(["red cat."] * 30)) and long[0].score == 0.0
+def test_a_line_of_very_many_sentences_is_cut_without_regard_to_them(translator, monkeypatch):
+    line = "red. " * 60
+    assert len(translator.source(0, line).parts) == 60
+    monkeypatch.setattr("lsq.serving.translator.SENTENCES", 59)
+    parts = translator.source(0, line).parts
+    assert 1 < len(parts) < 60 and all(len(part.words) <= 41 for part in parts)
 
 
-def test_lines_that_are_too_long_are_refused_if_that_is_wanted(translator):
-    other = TextTranslator(translator.model, long_lines="refuse")
+def test_lines_that_are_too_long_may_be_skipped_copied_or_refused(translator):
+    options, line = SearchOptions(beam=2, nbest=2, max_len_b=40), "red  cat. " * 30
+    for long_lines, expected in (("skip", ""), ("copy", " ".join(["red cat."] * 30))):
+        other = TextTranslator(translator.model, long_lines=long_lines)
+        short, long = other.translate(["red cat.", line], options)
+        assert short == translator.translate(["red cat."], options)[0]
+        assert not short[0].too_long and [one.too_long for one in long] == [True]
+        assert long[0].text == expected and long[0].score == 0.0
     said = r"^line 2: it has \d+ subwords, and the model takes 40 at most"
     with pytest.raises(RefusedLine, match=said) as refused:
-        other.translate(["red", "red cat. " * 30])
+        TextTranslator(translator.model, long_lines="refuse").translate(["red", line])
     assert refused.value.line == 1
 
 
 def test_settings_are_checked_before_anything_is_read():
+    assert lsq.Translator is Translator and issubclass(Translator, TextTranslator)
     said = "long_lines is 'split'; allowed: 'cut', 'skip', 'copy', 'refuse'"
     with pytest.raises(ValueError, match=said):
         Translator("missing", long_lines="split")
@@ -164,37 +170,6 @@ def test_what_is_no_text_is_refused(translator, text):
         translator.translate(["red", text])
     with pytest.raises(RefusedLine, match="^line 1: .*remove it"):
         translator.translate(["red"], prefixes=[text])
-
-
-def test_a_line_of_very_many_sentences_is_cut_without_regard_to_them(translator, monkeypatch):
-    line = "red. " * 60
-    assert len(translator.source(0, line).parts) == 60
-    monkeypatch.setattr("lsq.serving.translator.SENTENCES", 59)
-    parts = translator.source(0, line).parts
-    assert 1 < len(parts) < 60 and all(len(part.words) <= 41 for part in parts)
-
-
-def test_it_is_part_of_lsq():
-    assert lsq.Translator is Translator and issubclass(Translator, TextTranslator)
-    with pytest.raises(AttributeError, match="no attribute 'Translater'"):
-        lsq.Translater  # noqa: B018
-
-
-def test_prefixes_that_cannot_be_are_refused(translator):
-    with pytest.raises(
-        RefusedLine, match=r"^line 2: its prefix has \d+ words or subwords, and a translation 40"
-    ):
-        translator.translate(["red", "red"], BEAM, prefixes=["", "GREEN " * 100])
-
-
-def test_unknown_words_of_prefixes_are_told_of_once(translator, caplog):
-    translator = TextTranslator(translator.model)
-    found = translator.translate(
-        ["red", "two dog", "red"], BEAM, prefixes=["GREEN", "\u4f60", "\u597d"]
-    )
-    assert all(isinstance(translations[0].text, str) for translations in found)
-    (record,) = (record for record in caplog.records if "does not know" in record.message)
-    assert record.message.startswith("line 2: its prefix '\u4f60' has")
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no system with fork")
@@ -223,25 +198,18 @@ def test_texts_are_a_list_of_strings(texts, translator):
 def test_it_is_neither_copied_nor_sent_to_a_process(translator, take):
     """multiprocessing moves the memory of tensors that it sends, which prepared steps point to."""
     before = translator.translate(["red cat"], BEAM)
-    with pytest.raises(
-        TypeError, match="a Translator is neither copied nor pickled; make one in each process"
-    ):
+    said = "is neither copied nor pickled; make one"
+    with pytest.raises(TypeError, match=f"a Translator {said} in each process"):
         take(translator)
     assert isinstance(translator.model.steps, Engine)
-    with pytest.raises(
-        TypeError, match="a decoding engine is neither copied nor pickled; make one of its model"
-    ):
+    with pytest.raises(TypeError, match=f"a decoding engine {said} of its model"):
         take(translator.model.steps)
     assert translator.translate(["red cat"], BEAM) == before
 
 
-GREEDY = SearchOptions(beam=1, max_len_b=SHORT - 1)
-
-
-def limit(tokens, options=GREEDY, **sizes):
-    return BatchLimit(
-        tokens=tokens, options=options, **({"vocabulary": 100, "positions": 1024} | sizes)
-    )
+def limit(tokens, vocabulary=100, **options):
+    options = SearchOptions(**({"beam": 1, "max_len_b": SHORT - 1} | options))
+    return BatchLimit(tokens=tokens, options=options, vocabulary=vocabulary, positions=1024)
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 40, 1000])
@@ -251,9 +219,8 @@ def test_every_sentence_once_and_no_batch_too_large(tokens):
     found = list(batches(lengths, limit(tokens)))
     assert sorted(sentence for batch in found for sentence in batch) == list(range(101))
     for batch in found:
-        assert (
-            len(batch) == 1 or len(batch) * max(lengths[sentence] for sentence in batch) <= tokens
-        )
+        longest = max(lengths[sentence] for sentence in batch)
+        assert len(batch) == 1 or len(batch) * longest <= tokens
     in_order = [lengths[sentence] for batch in found for sentence in batch]
     assert in_order == sorted(lengths, reverse=True)
 
@@ -261,31 +228,27 @@ def test_every_sentence_once_and_no_batch_too_large(tokens):
 def test_batches_are_as_large_as_they_may_be():
     assert list(batches([4, 5, 4, 5, 3], limit(12))) == [[1, 3], [0, 2, 4]]
     assert list(batches([], limit(12))) == []
+    found = batches([1] * 1024, limit(1024, beam=16, max_len_b=200))
+    assert [len(batch) for batch in found] == [16] * 64
 
 
-def test_hypotheses_are_counted_with_their_words():
-    assert limit(1024).holds(256, 1) and not limit(1024).holds(257, 1)
-    assert limit(1024, SearchOptions(beam=16, max_len_b=5)).holds(16, 1)
-    assert not limit(1024, SearchOptions(beam=16, max_len_b=5)).holds(17, 1)
-    long = SearchOptions(beam=4, max_len_a=20.0, max_len_b=23)  # 1024 words of sources of 50 words
-    assert [limit(1024, long).holds(16, words) for words in (2, 50)] == [True, True]
-    assert [limit(1024, long).holds(17, words) for words in (2, 50)] == [True, False]
-    assert [len(batch) for batch in batches([1] * 1024, limit(1024, SearchOptions(beam=16)))] == [
-        16
-    ] * 64
+@pytest.mark.parametrize(
+    "given, vocabulary, words, most",
+    [
+        ({}, 100, 1, 256),
+        ({"beam": 16, "max_len_b": 5}, 100, 1, 16),
+        # 1024 words of sources of 50 words
+        ({"beam": 4, "max_len_a": 20.0, "max_len_b": 23}, 100, 50, 16),
+        # probabilities of all words, and of few
+        ({"beam": 5, "sampling": True}, 200_000, 9, PROBABILITIES * 1024 // (5 * 200_000)),
+        ({"beam": 5, "temperature": 0.5}, 200_000, 9, 8),
+        ({"beam": 5, "sampling": True, "sampling_topk": 10}, 200_000, 9, 51),
+    ],
+)
+def test_hypotheses_and_probabilities_are_counted(given, vocabulary, words, most):
+    allowed = limit(1024, vocabulary, **given)
+    assert allowed.holds(most, words) and not allowed.holds(most + 1, words)
     assert HYPOTHESIS_WORDS * 1024 == 256 * SHORT
-
-
-def test_probabilities_of_all_words_are_counted():
-    tokens, words = 1024, 200_000
-    drawn = SearchOptions(beam=5, sampling=True)
-    most = PROBABILITIES * tokens // (5 * words)
-    assert most == 8 and limit(tokens, drawn, vocabulary=words).holds(8, 9)
-    assert not limit(tokens, drawn, vocabulary=words).holds(9, 9)
-    few = SearchOptions(beam=5, sampling=True, sampling_topk=10)
-    assert limit(tokens, few, vocabulary=words).holds(51, 9)
-    hot = SearchOptions(beam=5, temperature=0.5)
-    assert not limit(tokens, hot, vocabulary=words).holds(9, 9)
 
 
 def test_devices_by_name(monkeypatch):

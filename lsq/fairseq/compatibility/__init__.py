@@ -18,8 +18,8 @@ from fairseq.optim import FairseqOptimizer
 from fairseq.trainer import Trainer
 
 from lsq.fairseq.compatibility import batches, checkpoints, training
-from lsq.fairseq.compatibility.checkpoints import CheckpointNotWritten
-from lsq.fairseq.compatibility.training import CPUSafeDataParallel, replaced
+from lsq.fairseq.compatibility.checkpoints import CheckpointNotWritten, replaced
+from lsq.fairseq.compatibility.training import CPUSafeDataParallel
 
 __all__ = ["CPUSafeDataParallel", "CheckpointNotWritten", "replaced"]
 

@@ -1,8 +1,7 @@
 """Batches: sentences that fit into none, and where an epoch goes on.
 
-fairseq makes the batches of a data set once, in the first epoch of this process, from the seed and
-the number of that epoch, and shuffles them in every epoch. A training that goes on in epoch 3 would
-have others than one that began in epoch 1.
+fairseq makes batches in the first epoch of this process, from the seed and the number of that
+epoch. A training that goes on in epoch 3 would have others than one that began in epoch 1.
 """
 
 import logging
@@ -51,12 +50,9 @@ def batch_by_size(indices, num_tokens_fn, num_tokens_vec=None, max_tokens=None, 
 
 
 def train_iterator(trainer: Trainer, epoch: int, **options: object) -> EpochBatchIterator:
-    """Replace Trainer.get_train_iterator: batches that all epochs share are those of epoch 1.
-
-    Whoever goes on in a later epoch then calls `load_state_dict`, as fairseq does. Batches that are
+    """Replace Trainer.get_train_iterator: batches that all epochs share are those of epoch 1. Those
     made anew for every epoch (of data in several folders, or with --update-epoch-batch-itr) are
-    those of `epoch`.
-    """
+    those of `epoch`."""
     if options.get("disable_iterator_cache") or trainer.cfg.dataset.update_epoch_batch_itr:
         return _fairseq_train_iterator(trainer, epoch, **options)
     iterator = _fairseq_train_iterator(trainer, 1, **options)
@@ -67,18 +63,14 @@ def train_iterator(trainer: Trainer, epoch: int, **options: object) -> EpochBatc
 
 
 def keep_dummy_batch(trainer: Trainer, batch: object) -> None:
-    """Replace Trainer.reset_dummy_batch, for processes without a batch left.
-
-    The first one, of the training's own batches, stays: clips may be measured on it. fairseq's is
-    at times the first one of the validation, depending on where a training was resumed.
-    """
+    """Replace Trainer.reset_dummy_batch, for processes without a batch left: the training's first
+    one stays, since clips may be measured on it; fairseq's may be of the validation."""
     if trainer._dummy_batch is None:
         trainer._dummy_batch = batch
 
 
 def iterator_state(iterator: EpochBatchIterator) -> dict:
-    """Replace EpochBatchIterator.state_dict, to keep how many batches the epoch has and among how
-    many processes they were divided."""
+    """Replace EpochBatchIterator.state_dict; also keeps numbers of batches and of processes."""
     batches = {} if callable(iterator.batch_sampler) else {"batches": len(iterator.frozen_batches)}
     return {**_fairseq_iterator_state(iterator), "num_shards": iterator.num_shards, **batches}
 
@@ -106,12 +98,10 @@ def load_optimizer_state(
 
 
 def load_iterator_state(iterator: EpochBatchIterator, state: dict) -> None:
-    """Replace EpochBatchIterator.load_state_dict.
+    """Replace EpochBatchIterator.load_state_dict, which counts the batches of one process.
 
-    fairseq counts the batches of one process. With another number of processes the same count is
-    another position in the epoch: batches would be skipped or repeated, and past the end fairseq
-    refuses. Here no batch is skipped, and fewer are repeated than there are processes. With batches
-    of another size, the same share of the epoch is done.
+    With another number of processes no batch is skipped here, and fewer are repeated than there are
+    processes. With batches of another size, the same share of the epoch is done.
     """
     shards = state.get("num_shards", iterator.num_shards)
     done = state.get("iterations_in_epoch", 0) * shards
@@ -160,12 +150,9 @@ def iterator_for_epoch(
 
 
 class GroupedIterator(iterators.CountingIterator):
-    """Replace fairseq's GroupedIterator: batches in groups of --update-freq.
-
-    fairseq counts the groups of a whole epoch. Where an epoch goes on from a position that is not a
-    multiple of `chunk_size` that is one too few, and fairseq, finding the epoch unfinished, would
-    begin it again.
-    """
+    """Replace fairseq's GroupedIterator: batches in groups of --update-freq. From a position that
+    is no multiple of `chunk_size` fairseq counts one group too few, and would begin the epoch
+    again."""
 
     def __init__(
         self,

@@ -8,8 +8,9 @@ import logging
 import os
 import shutil
 import typing
+import zipfile
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -20,12 +21,11 @@ import torch
 from fairseq import checkpoint_utils
 from fairseq.trainer import Trainer
 from numpy._core import multiarray
+from torch import Tensor
 
 from lsq import files
 from lsq.fairseq.checkpoint import LAST, say_formats
-from lsq.fairseq.compatibility import soundness
-from lsq.fairseq.compatibility.training import replaced
-from lsq.files import loading_fault
+from lsq.files import check_name, loading_fault
 from lsq.files.lock import locked_folder
 
 logger = logging.getLogger(__name__)
@@ -35,16 +35,124 @@ _fairseq_load = checkpoint_utils.load_checkpoint_to_cpu
 ADAMS = {"adam": "FairseqAdam", "lsq_adam": "LSQAdam"}
 """Names of optimizers -> their classes, as checkpoints name them; their states are the same."""
 CRASH = "crash.pt"
-"""File that fairseq writes before a training ends by an error, for debugging."""
+"""fairseq writes it before a training ends by an error."""
+
+
+NO_CHECKSUMS = "it has no checksums"
 
 
 class CheckpointNotWritten(OSError):
     """A checkpoint could not be written; whatever stood under its name before is untouched."""
 
 
+def damage(path: str | Path) -> str | None:
+    """Check a file of torch.save by the CRC-32 of each record, which PyTorch writes and never
+    reads: half a second for a gigabyte.
+
+    Returns:
+        None if they all fit; NO_CHECKSUMS for what is no zip file, as before PyTorch 1.6; else what
+        is wrong.
+    """
+    with open(path, "rb") as file:
+        start = file.read(4)
+        if not start:
+            return "it is empty"
+        if not b"PK\3\4".startswith(start) and not zipfile.is_zipfile(file):
+            return NO_CHECKSUMS
+        try:
+            with zipfile.ZipFile(file) as archive:
+                odd = [record.filename for record in archive.infolist() if not _plain(record)]
+                if odd:
+                    return f"its record {odd[0]!r} is not as PyTorch writes it"
+                bad = archive.testzip()
+        except zipfile.BadZipFile:
+            return "its end is missing or its table of contents is unreadable"
+        except Exception as error:  # zipfile trusts the fields of its headers
+            text = str(error)[:200] or type(error).__name__
+            return f"its table of contents is unreadable: {text}"
+    return None if bad is None else f"the checksum of its record {bad!r} does not fit"
+
+
+def _plain(record: zipfile.ZipInfo) -> bool:
+    """Whether a record is neither packed nor a folder; PyTorch would read nothing at all of one."""
+    stored = record.compress_type == zipfile.ZIP_STORED and record.file_size == record.compress_size
+    return stored and not record.external_attr & 0x10
+
+
+def newest_sound(path: str | Path) -> Path | None:
+    """Find the other sound checkpoint in the folder of `path` of the most updates, the last written
+    one. Files that do not say their updates come after all others."""
+    others = [
+        file
+        for file in Path(path).absolute().parent.glob("checkpoint*.pt")
+        if file.is_file() and file.name != Path(path).name
+    ]
+
+    def age(file: Path) -> tuple[int, float]:
+        try:
+            updates = updates_in(file)
+        except Exception:  # see updates_in
+            updates = -1
+        return updates, file.stat().st_mtime
+
+    return max((file for file in others if damage(file) is None), key=age, default=None)
+
+
+def updates_in(path: str | Path) -> int:
+    """Read the updates of a sound checkpoint; any Exception if it is none of fairseq's."""
+    state = torch.load(path, map_location="cpu", mmap=True)
+    return int(state["optimizer_history"][-1]["num_updates"])
+
+
+def beside(path: str | Path) -> str:
+    """End a message about a file that cannot be used by what can be, if anything."""
+    other = newest_sound(path)
+    if other is None:
+        return ""
+    return (
+        f"; the newest sound checkpoint beside it is {other.name}: give that one, or copy it"
+        " over this one"
+    )
+
+
+def not_finite(state: object, name: str = "") -> str | None:
+    """Name the first tensor in nested mappings and sequences that holds NaN or infinity."""
+    for full_name, tensor in tensors(state, name):
+        # a sum shows both; it may also overflow, so that it is no proof
+        if tensor.is_floating_point() and not tensor.sum().isfinite():
+            count = tensor.numel() - int(torch.isfinite(tensor).sum())
+            if count:
+                return (
+                    f"{full_name} holds {count} values of {tensor.numel()} that are NaN or infinite"
+                )
+    return None
+
+
+def tensors(state: object, name: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield (dotted name, tensor) of everything in nested mappings and sequences."""
+    items: object = ()
+    if isinstance(state, Tensor):
+        yield name, state.detach()
+    elif isinstance(state, Mapping):
+        items = state.items()
+    elif isinstance(state, Sequence) and not isinstance(state, str | bytes):
+        items = enumerate(state)
+    for key, value in items:
+        yield from tensors(value, f"{name}.{key}" if name else str(key))
+
+
+def require_file(path: str | Path) -> None:
+    """Refuse what fairseq would take for no checkpoint at all: a folder, nothing, a link to
+    nothing, or a name that is not UTF-8."""
+    check_name(path)
+    if os.path.isdir(path):
+        raise IsADirectoryError(f"{path} is a folder; give one of the checkpoints in it")
+    if not os.path.exists(path):
+        raise FileNotFoundError(f"there is no checkpoint {path}{beside(path)}")
+
+
 def register_types() -> None:
-    """Let torch.load take the types in fairseq's checkpoints, as on disk and as processes send them
-    to each other."""
+    """Let torch.load take the types in checkpoints and in what processes send to each other."""
     of_numpy = [numpy.ndarray, numpy.dtype, multiarray._reconstruct, multiarray.scalar]
     dtypes = ("bool", "int32", "int64", "float32", "float64")
     of_numpy += [type(numpy.dtype(name)) for name in dtypes]
@@ -56,75 +164,74 @@ def register_types() -> None:
     )
 
 
+@contextlib.contextmanager
+def replaced(module: object, **attributes: object) -> Iterator[None]:
+    """Replace attributes of a module within this context."""
+    before = {name: getattr(module, name) for name in attributes}
+    try:
+        for name, value in attributes.items():
+            setattr(module, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(module, name, value)
+
+
 def load_checkpoint(
     path: str, arg_overrides: dict | None = None, load_on_all_ranks: bool = False
 ) -> dict:
-    """Replace load_checkpoint_to_cpu, which reads no checksums.
-
-    Raises:
-        FileNotFoundError, IsADirectoryError: there is no such file.
-        ValueError: the file is damaged or no checkpoint of fairseq's, or holds types that are not
-            safe to load, or NaN or infinity in a tensor of the model or the optimizer.
-    """
-    soundness.require_file(path)
-    damage = soundness.damage(path)
-    if damage is not None and damage != soundness.NO_CHECKSUMS:
-        raise ValueError(f"{path} is damaged: {damage}{soundness.beside(path)}")
+    """Replace load_checkpoint_to_cpu, which reads no checksums; FileNotFoundError,
+    IsADirectoryError or ValueError if the file is missing, damaged, no checkpoint of fairseq's, or
+    holds unsafe types, or NaN or infinity in a tensor of the model or the optimizer."""
+    require_file(path)
+    fault = damage(path)
+    if fault not in (None, NO_CHECKSUMS):
+        raise ValueError(f"{path} is damaged: {fault}{beside(path)}")
     try:
         state = _fairseq_load(path, arg_overrides, load_on_all_ranks)
         tensors = {"": state["model"], "last_optimizer_state": state.get("last_optimizer_state")}
     except Exception as error:  # whatever is in the file decides what fails
-        fault = loading_fault(error)
         raise ValueError(
-            f"{path} is not a checkpoint of fairseq's ({fault}){soundness.beside(path)}"
+            f"{path} is not a checkpoint of fairseq's ({loading_fault(error)}){beside(path)}"
         ) from error
-    if damage == soundness.NO_CHECKSUMS:
+    if fault == NO_CHECKSUMS:
         logger.warning(
             "%s is of PyTorch before 1.6 and has no checksums, so that damage would not be noticed",
             path,
         )
     for name, part in tensors.items():
-        if fault := soundness.not_finite(part, name):
-            raise ValueError(f"{path} cannot be used: {fault}{soundness.beside(path)}")
+        if fault := not_finite(part, name):
+            raise ValueError(f"{path} cannot be used: {fault}{beside(path)}")
     say_formats(state["model"], path)
     return state
 
 
 def updates_of(path: str | os.PathLike) -> int:
-    """After how many updates a checkpoint of fairseq's was written; its tensors stay on the disk.
-
-    Raises:
-        FileNotFoundError, IsADirectoryError: there is no such file.
-        ValueError: it is damaged or no checkpoint of fairseq's.
-    """
-    soundness.require_file(path)
-    damage = soundness.damage(path)
+    """Read after how many updates a checkpoint was written; its tensors stay on the disk.
+    FileNotFoundError, IsADirectoryError or ValueError if it is missing, damaged, or no checkpoint
+    of fairseq's."""
+    require_file(path)
+    fault = damage(path)
     try:
-        if damage is None:
-            return soundness.updates_in(path)
+        if fault is None:
+            return updates_in(path)
     except Exception as error:  # whatever is in the file decides what fails
-        damage = loading_fault(error)
-    raise ValueError(
-        f"{path} is damaged or no checkpoint of fairseq's: {damage}{soundness.beside(path)}"
-    )
+        fault = loading_fault(error)
+    raise ValueError(f"{path} is damaged or no checkpoint of fairseq's: {fault}{beside(path)}")
 
 
 def load_training(
     trainer: Trainer, filename: str, *arguments: object, **options: object
 ) -> dict | None:
-    """Replace Trainer.load_checkpoint, which begins anew where a file is missing that was asked
-    for.
+    """Replace Trainer.load_checkpoint, which begins anew where a file that was asked for is
+    missing; raises as `load_checkpoint`.
 
     A task that has `check_resumed` is shown what it kept in the checkpoint, unless that is only
     finetuned from. A training goes on with one Adam from a checkpoint of another.
-
-    Raises:
-        FileNotFoundError, IsADirectoryError: there is no such file.
-        ValueError: as in `load_checkpoint`, or the task refuses.
     """
     asked_for = trainer.cfg.checkpoint.restore_file != LAST
     if asked_for or os.path.lexists(filename):
-        soundness.require_file(filename)
+        require_file(filename)
     check = getattr(trainer.task, "check_resumed", None)
     if check is None or filename == trainer.cfg.checkpoint.finetune_from_model:
         return _fairseq_load_training(trainer, filename, *arguments, **options)
@@ -143,14 +250,10 @@ def load_training(
 
 
 def save_checkpoint(content: object, filename: str, async_write: bool = False) -> None:
-    """Replace torch_persistent_save; `async_write` is for remote paths, which lsq does not know.
-
-    Raises:
-        CheckpointNotWritten: the file system refused, e.g. because it is full.
-        FloatingPointError: the model holds NaN or infinity; only crash.pt is written nevertheless.
-    """
+    """Replace torch_persistent_save: CheckpointNotWritten if the file system refuses, e.g. because
+    it is full; FloatingPointError if the model holds NaN or infinity, but for crash.pt."""
     if isinstance(content, dict) and os.path.basename(filename) != CRASH:
-        if fault := soundness.not_finite(content.get("model")):
+        if fault := not_finite(content.get("model")):
             raise FloatingPointError(
                 f"{fault}; {filename} is not written, and earlier checkpoints are kept"
             )
@@ -158,11 +261,7 @@ def save_checkpoint(content: object, filename: str, async_write: bool = False) -
 
 
 def copy_checkpoint(source: str, target: str, overwrite: bool = False) -> bool:
-    """Replace PathManager.copy; returns True.
-
-    Raises:
-        CheckpointNotWritten: the file system refused, e.g. because it is full.
-    """
+    """Replace PathManager.copy, which returns True; see `save_checkpoint`."""
     if not overwrite and os.path.exists(target):
         raise FileExistsError(f"{target} exists")
     with open(source, "rb") as original:
@@ -191,14 +290,9 @@ _held = contextlib.ExitStack()
 
 
 def claim_folder(folder: str) -> None:
-    """Replace verify_checkpoint_directory, which the first process calls before a training.
-
-    The folder is this process's until `release_folder`, or until the process ends.
-
-    Raises:
-        Busy: another training writes there; names the process.
-        OSError: the folder cannot be written.
-    """
+    """Replace verify_checkpoint_directory, which the first process calls before a training: the
+    folder is its own until `release_folder`. Busy names the process that writes there already;
+    OSError: it cannot be written."""
     release_folder()
     _held.enter_context(locked_folder(Path(folder), "choose another --save-dir"))
 

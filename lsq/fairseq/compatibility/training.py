@@ -1,30 +1,14 @@
 """A training step: data parallel on CPUs, and which tensor was the first that is not finite."""
 
-import contextlib
-from collections.abc import Iterator
-
 import torch
 from fairseq.trainer import Trainer
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lsq.fairseq.compatibility import soundness
+from lsq.fairseq.compatibility.checkpoints import not_finite
 
 _fairseq_train_step = Trainer.train_step
 _fairseq_clip_grad_norm = Trainer.clip_grad_norm
-
-
-@contextlib.contextmanager
-def replaced(module: object, **attributes: object) -> Iterator[None]:
-    """Replace attributes of a module within this context."""
-    before = {name: getattr(module, name) for name in attributes}
-    try:
-        for name, value in attributes.items():
-            setattr(module, name, value)
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(module, name, value)
 
 
 class CPUSafeDataParallel(DistributedDataParallel):
@@ -50,8 +34,7 @@ def clip_grad_norm(trainer: Trainer, *arguments: object) -> Tensor:
 
 
 def train_step(trainer: Trainer, samples: list, raise_oom: bool = False) -> dict | None:
-    """Replace Trainer.train_step, whose error names no tensor; Diverged if a parameter or a
-    gradient holds NaN or infinity."""
+    """Replace Trainer.train_step, whose error names no tensor that is not finite."""
     try:
         return _fairseq_train_step(trainer, samples, raise_oom)
     except Diverged:
@@ -67,7 +50,7 @@ def train_step(trainer: Trainer, samples: list, raise_oom: bool = False) -> dict
 def _require_finite(
     trainer: Trainer, tensors: dict[str, Tensor | None], cause: Exception | None = None
 ) -> None:
-    fault = soundness.not_finite(tensors)
+    fault = not_finite(tensors)
     if fault is not None:
         raise Diverged(
             f"{fault}, after {trainer.get_num_updates()} updates; the training has diverged: lower"

@@ -1,5 +1,4 @@
-"""Translation of requests that wait at the same time together, in one thread, in turns; and what a
-service counts."""
+"""Translation of requests that wait together, in one thread, and what a service counts."""
 
 import asyncio
 import contextlib
@@ -23,19 +22,12 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         own = {"registry": self.registry}
-        self.requests = Counter(
-            "lsq_requests", "requests for translations, by HTTP status", ["status"], **own
-        )
-        self.request_seconds = Histogram(
-            "lsq_request_seconds", "from a request's header to its answer", buckets=SECONDS, **own
-        )
+        seconds, counts = {"buckets": SECONDS, **own}, {"buckets": SENTENCES, **own}
+        self.requests = Counter("lsq_requests", "requests, by HTTP status", ["status"], **own)
+        self.request_seconds = Histogram("lsq_request_seconds", "header to answer", **seconds)
         self.sentences = Counter("lsq_sentences", "sentences translated", **own)
-        self.batch_sentences = Histogram(
-            "lsq_batch_sentences", "sentences of a batch", buckets=SENTENCES, **own
-        )
-        self.batch_seconds = Histogram(
-            "lsq_batch_seconds", "to translate a batch", buckets=SECONDS, **own
-        )
+        self.batch_sentences = Histogram("lsq_batch_sentences", "sentences of a batch", **counts)
+        self.batch_seconds = Histogram("lsq_batch_seconds", "to translate a batch", **seconds)
         self.waiting = Gauge("lsq_waiting_sentences", "sentences that wait", **own)
 
 
@@ -52,8 +44,7 @@ class QueueFull(Exception):
 
 
 class Job:
-    """A request that is being translated: all its parts, the numbers of those whose translation has
-    not begun, and hypotheses of those that are done."""
+    """A request: its parts, the numbers of those that wait, and hypotheses of those done."""
 
     def __init__(self, options: SearchOptions, parts: list[Part]):
         self.options, self.parts = options, parts
@@ -79,7 +70,6 @@ class Batcher:
 
     @property
     def waiting(self) -> int:
-        """Number of sentences whose translation has not begun."""
         return sum(len(job.waiting) for job in self._jobs)
 
     @contextlib.asynccontextmanager
@@ -98,15 +88,10 @@ class Batcher:
     async def translate(
         self, lines: list[str], prefixes: list[str], options: SearchOptions
     ) -> list[list[Translation]]:
-        """Translate lines; see `TextTranslator.translate`.
+        """Translate lines as `TextTranslator.translate` does; QueueFull if too many sentences wait.
 
         If it is cancelled, its waiting parts are dropped, and the batch in progress is interrupted
         unless it has sentences of others.
-
-        Raises:
-            RefusedLine: see `TextTranslator.translate`.
-            QueueFull: too many sentences wait.
-            ValueError: the options allow no translation.
         """
         sources = await asyncio.to_thread(self._sources, lines, prefixes)
         parts = [part for source in sources for part in source.parts]
@@ -144,8 +129,7 @@ class Batcher:
                 self._arrived.clear()
 
     def _next(self) -> Batch:
-        """Take parts of the request whose turn it is, and of those with the same options: one of
-        each in turn."""
+        """Take parts of the request whose turn it is and of those with the same options in turn."""
         if not self._jobs:
             return []
         options, batch, longest = self._jobs[0].options, [], 0
@@ -166,8 +150,7 @@ class Batcher:
         return batch
 
     async def _translate(self, batch: Batch) -> None:
-        """Translate a batch. If it fails, translate each of its requests alone, so that none fails
-        for another."""
+        """Translate a batch; if it fails, each of its requests alone."""
         batch = [(job, number) for job, number in batch if not job.left]
         jobs = dict.fromkeys(job for job, _ in batch)
         if not batch:

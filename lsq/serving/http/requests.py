@@ -29,8 +29,7 @@ class Limits:
             require_positive(field.name, getattr(self, field.name))
 
     def check(self, options: SearchOptions, longest_source: int) -> None:
-        """Raise ValueError if options allow more than the service does for sources of up to
-        `longest_source` words."""
+        """Raise ValueError for options that allow more, if sources have up to so many words."""
         if options.beam > self.beam:
             raise ValueError(f"beam is {options.beam}; this service takes {self.beam} at most")
         most = self.words - options.max_len_a * longest_source
@@ -43,11 +42,8 @@ class Limits:
 
 
 def parse(body: bytes, defaults: SearchOptions) -> tuple[list[str], list[str], SearchOptions]:
-    """Read a request: (lines, prefixes, options). `defaults` are options that it does not name.
-
-    Raises:
-        ValueError: it is not JSON, or something in it is wrong.
-    """
+    """Read a request: (lines, prefixes, options), with `defaults` for options that it does not
+    name; ValueError names what is wrong."""
     try:
         given = json.loads(body)
     except (ValueError, RecursionError) as error:

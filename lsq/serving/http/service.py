@@ -31,10 +31,8 @@ PAGE_HEADERS = {
 GONE = 499
 """Status, in the metrics alone, of a request whose client went away."""
 REQUEST_BYTES = 2**20
-RECEIVE_SECONDS = 10.0
-"""For a body to arrive."""
-TRANSLATE_SECONDS = 60.0
-"""For a request to be answered once it has arrived."""
+RECEIVE_SECONDS, TRANSLATE_SECONDS = 10.0, 60.0
+"""For a body to arrive, and for a request to be answered then."""
 RETRY = {"Retry-After": "1"}
 CLOSE = {"Connection": "close"}
 Result = TypeVar("Result")
@@ -45,16 +43,8 @@ class Gone(Exception):
 
 
 class Service:
-    """The routes and their state.
-
-    Args:
-        translator: translates the requests.
-        options: of requests that have no others.
-        limits: of requests.
-
-    Raises:
-        ValueError: the limits refuse these options, and so every request that has no others.
-    """
+    """The routes and their state; ValueError if `limits` refuse `options`, and so every request
+    that has no others."""
 
     def __init__(self, translator: TextTranslator, options: SearchOptions, limits: Limits):
         try:
@@ -70,7 +60,6 @@ class Service:
         self.metrics.waiting.set_function(lambda: self.batcher.waiting)
 
     def application(self) -> Starlette:
-        """Return the application for an ASGI server."""
         routes = [
             Route("/", self.page),
             Route("/translate", self.translate, methods=["POST"]),
@@ -84,18 +73,15 @@ class Service:
         )
 
     async def page(self, request: Request) -> Response:
-        """Answer with a page for trying the service in a browser."""
         return FileResponse(PAGE, headers=PAGE_HEADERS)
 
     async def health(self, request: Request) -> Response:
-        """Answer that the service works, and whether the file of its model has changed since."""
         model = self.translator.model
         changed = await asyncio.to_thread(model.changed)
         name = str(model.file).encode(errors="backslashreplace").decode()  # which need not be text
         return JSONResponse({"status": "ok", "model": name, "model_changed": changed})
 
     async def show_metrics(self, request: Request) -> Response:
-        """Answer with the metrics, for Prometheus."""
         return Response(generate_latest(self.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     async def translate(self, request: Request) -> Response:
@@ -133,13 +119,14 @@ class Service:
         except (ValueError, OverflowError) as error:
             raise HTTPException(400, str(error)) from None
         except QueueFull as full:
-            if full.alone:
-                message = (
-                    f"the request has more than {self.limits.queue} sentences, which are all that"
-                    " may wait; send fewer at a time"
-                )
-                raise HTTPException(413, message) from None
-            raise HTTPException(503, "too many sentences wait; try again later", RETRY) from None
+            if not full.alone:
+                message = "too many sentences wait; try again later"
+                raise HTTPException(503, message, RETRY) from None
+            message = (
+                f"the request has more than {self.limits.queue} sentences, which are all that may"
+                " wait; send fewer at a time"
+            )
+            raise HTTPException(413, message) from None
         except TimeoutError:
             message = (
                 f"not translated within {TRANSLATE_SECONDS:g} seconds; send fewer lines, or later"
@@ -149,8 +136,7 @@ class Service:
 
 
 async def _body(request: Request) -> bytes:
-    """Read a request's body; one that is too large is read to its end and thrown away, so that its
-    client listens."""
+    """Read a request's body; one that is too large is read to its end, so its client listens."""
     body, size = bytearray(), 0
     try:
         async with asyncio.timeout(RECEIVE_SECONDS):

@@ -23,24 +23,18 @@ from tests.sampling import first
 
 
 def test_batches_that_cannot_be_are_refused_with_both_numbers():
-    sizes = numpy.array([3, 9, 5])
-    with pytest.raises(ValueError, match="sentence 4 has 9 tokens, but a batch has at most 8"):
-        data_utils.batch_by_size(numpy.array([7, 4, 2]), None, sizes, max_tokens=8)
+    numbers, batch_by_size = numpy.array([7, 2, 4]), data_utils.batch_by_size
+    with pytest.raises(ValueError, match="sentence 2 has 9 tokens, but a batch has at most 8"):
+        batch_by_size(numbers, None, numpy.array([3, 9, 5]), max_tokens=8)
     with pytest.raises(ValueError, match="sentence 2 has 20 tokens"):
-        data_utils.batch_by_size([1, 2], lambda index: 10 * index, max_tokens=11)
+        batch_by_size([1, 2], lambda index: 10 * index, max_tokens=11)
     with pytest.raises(ValueError, match="no sentence is left"):
-        data_utils.batch_by_size([], None, numpy.array([]), max_tokens=8)
-    sizes = numpy.array([3, 5, 9])
-    batches = data_utils.batch_by_size(numpy.array([7, 2, 4]), None, sizes, max_tokens=10)
+        batch_by_size([], None, numpy.array([]), max_tokens=8)
+    batches = batch_by_size(numbers, None, numpy.array([3, 5, 9]), max_tokens=10)
     assert [list(batch) for batch in batches] == [[7, 2], [4]]
 
 
 FAIRSEQ = "--arch transformer --criterion label_smoothed_cross_entropy"
-MODELS = {
-    "lsq": "--arch lsq_transformer",
-    "fairseq": FAIRSEQ,
-    "fairseq's task": f"{FAIRSEQ} --task translation",
-}
 ONE_LAYER = "--encoder-layers 1 --decoder-layers 1 --max-tokens 60 --update-freq 2"
 LONG = 20
 """Updates: three epochs of six and a part of the fourth, of two batches each, the last one of an
@@ -65,9 +59,9 @@ def a_checkpoint_for_every_update(args, folder: Path) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", ["--arch lsq_transformer", f"{FAIRSEQ} --task translation"])
 def test_a_training_goes_on_in_any_epoch_bit_by_bit(parse, tmp_path, sentences, model):
-    common = f"{MODELS[model]} {ONE_LAYER} --max-update {LONG}"
+    common = f"{model} {ONE_LAYER} --max-update {LONG}"
     args = parse(common)
     a_checkpoint_for_every_update(args, tmp_path / "whole")
     fairseq_train.main(convert_namespace_to_omegaconf(args))
@@ -114,8 +108,7 @@ class Epochs:
         )
 
     def batches(self):
-        """Yields (batch's sentences, state of the iterator after it) up to the end of the last
-        epoch."""
+        """Yield (sentences of a batch, state of the iterator after it) of all epochs."""
         while self.iterator.next_epoch_idx <= self.EPOCHS:
             shuffle = self.iterator.next_epoch_idx > self.cfg.dataset.curriculum
             skip = self.cfg.optimization.skip_remainder_batch
@@ -173,11 +166,7 @@ def iterator(shards: int, shard: int, epoch: int = 3, size: int = 1) -> EpochBat
 @pytest.mark.parametrize("frequency", [1, 2, 3])
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_an_epoch_goes_on_with_another_number_of_processes(before, now, frequency, shuffle):
-    """No batch is left out, and fewer than `now` are seen twice; at any place, also where fairseq
-    refuses.
-
-    With groups of another size as well: the epoch ends when all of its batches are done.
-    """
+    """At any place no batch is left out, and fewer than `now` are seen twice."""
     items = list(range(17))
     for place in range(1, -(-len(items) // before)):
         seen, states = [], []
@@ -257,7 +246,6 @@ def test_who_has_no_batch_left_goes_along_with_the_first_of_the_training():
 
 
 def _train(rank: int, args, runs: list[tuple[Path, dict]]) -> None:
-    """Train one after another in the same processes: (save folder, further options) each."""
     for folder, given in runs:
         args.save_dir, args.distributed_rank, args.distributed_world_size = str(folder), rank, 2
         for name, value in given.items():

@@ -44,7 +44,6 @@ class Echo(TextTranslator):
         self.may_go.set()
 
     def limit(self, options: SearchOptions) -> SimpleNamespace:
-        """Words of the sources alone."""
         return SimpleNamespace(holds=lambda count, longest: count * longest <= self.batch_tokens)
 
     def search(
@@ -83,7 +82,6 @@ def echo(tmp_path) -> Iterator[Echo]:
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    """Until it holds; a failure after 20 seconds."""
     end = time.monotonic() + 20
     while not condition():
         assert time.monotonic() < end
@@ -114,7 +112,6 @@ class Served:
             return answer.status, json.loads(text) if is_json else text
 
     def translate(self, text: object, **options: object) -> tuple[int, object]:
-        """(status, JSON)"""
         return self.ask("POST", "/translate", {"text": text, **options})
 
     @contextlib.contextmanager
@@ -133,7 +130,6 @@ class Served:
             assert first.result()[0] == 200
 
     def wait_for_queue(self, sentences: int) -> None:
-        """Until so many sentences wait."""
         wait_for(lambda: self.service.batcher.waiting == sentences)
 
     def connect(self) -> socket.socket:
@@ -145,7 +141,6 @@ class Served:
         return client
 
     def end(self) -> None:
-        """As a signal does."""
         wait_for(lambda: self.server.started)
         self.server.stop()
         self.thread.join(30)

@@ -1,5 +1,6 @@
 import json
 import random
+from contextlib import nullcontext
 from dataclasses import fields
 
 import pytest
@@ -72,11 +73,11 @@ def test_what_is_no_request(body):
         parse(body, DEFAULTS)
 
 
-@pytest.mark.parametrize("name", [field.name for field in fields(Limits)])
 @pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf")])
-def test_limits_are_above_zero(name, value):
-    with pytest.raises(ValueError, match=f"{name} is {value}"):
-        Limits(**{name: value})
+def test_limits_are_above_zero(value):
+    for field in fields(Limits):
+        with pytest.raises(ValueError, match=f"{field.name} is {value}"):
+            Limits(**{field.name: value})
 
 
 @pytest.mark.parametrize(
@@ -92,8 +93,6 @@ def test_limits_are_above_zero(name, value):
 )
 def test_what_options_may_allow(beam, a, b, message):
     limits, options = Limits(beam=4, words=100), SearchOptions(beam=beam, max_len_a=a, max_len_b=b)
-    if message is None:
-        limits.check(options, longest_source=20)
-        return
-    with pytest.raises(ValueError, match=message):
+    refused = pytest.raises(ValueError, match=message) if message else nullcontext()
+    with refused:
         limits.check(options, longest_source=20)
