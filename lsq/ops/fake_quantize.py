@@ -19,7 +19,7 @@ from collections.abc import Callable
 import torch
 
 from lsq.native import loader
-from lsq.ops.grouped_product import GroupedCodes, GroupedProduct, aligned, whole_factor
+from lsq.ops.grouped_product import GroupedCodes, aligned, whole_factor
 from lsq.ops.nonlinearity import Nonlinearity
 from lsq.program.declare import Activations, Bits, Floats, Host, In, Key, Out, extent, factor, size
 from lsq.program.operation import Operation
@@ -231,21 +231,14 @@ def decode_weight(weight: Weight) -> FakeQuantize:
 def pack_weight(weight: Weight, run: Callable[[Operation], None]) -> None:
     """Write weight.grouped, of values and clip, on the CPU; `run` runs an operation there."""
     rows, columns = shape = weight.values_by_rows.shape
-    encoding = decode_weight(
-        dataclasses.replace(weight, decoded=torch.empty(shape, dtype=torch.float32))
-    )
+    decoded = torch.empty(shape, dtype=torch.float32)
+    encoding = decode_weight(dataclasses.replace(weight, decoded=decoded))
     codes = torch.empty(shape, dtype=torch.int8)
     scale = torch.empty(rows, weight.format.grain.grid(shape)[1], dtype=torch.float32)
     encoding.coded = GroupedCodes(codes=codes, scale=scale, group=weight.group)
     run(encoding)
-    nothing = GroupedCodes(
-        codes=codes[:0], scale=torch.empty(1, 1, dtype=torch.float32), group=weight.group
-    )
-    product = GroupedProduct(
-        a=nothing, b=encoding.coded, out=torch.empty(0, rows, dtype=torch.float32)
-    )
     if columns:
-        loader.call("lsq_pack_grouped", product, aligned(weight.grouped))
+        loader.call("lsq_pack_grouped", encoding.coded, rows, aligned(weight.grouped))
 
 
 def fake_gradient(builder, gradient, form: Format | ScaledFormat | None):

@@ -1,5 +1,6 @@
 """Launches of lsq.ops.sums, and parts of sums that other kernels leave."""
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -71,14 +72,16 @@ class KernelSums:
         )
         return parts
 
-    def leave(self, name: str, tensor: Callable) -> list[PartialSums]:
+    def leave(self, tensor: Callable) -> list[PartialSums]:
         """See Operation.leave_sums."""
-        partial = self.of(tensor(name + ".parts", *self.spec))
-        if not partial.wanted:
+        wanted = [total for total in self.of(None).totals if total is not None]
+        if not wanted:
             return []
-        self.holder.parts = partial.parts
-        for total in self.totals:
-            setattr(self.holder, total, None)
+        self.holder.parts = tensor(wanted[0].name + ".parts", *self.spec)
+        partial = self.of(self.holder.parts)
+        for path in self.totals:
+            *values, name = path.split(".")
+            setattr(functools.reduce(getattr, values, self.holder), name, None)
         return [partial]
 
     def finish(self, parts: torch.Tensor) -> list[Launch]:
@@ -102,9 +105,3 @@ def gradient_sums(
     return KernelSums(
         gradient, parts_of(rows, columns), lambda parts: gradient.partial(parts, columns, coded)
     )
-
-
-def leave_gradient(gradient: SummedGradient, sums: KernelSums, tensor: Callable) -> list:
-    """See Operation.leave_sums."""
-    written = gradient.floats if gradient.rounded is None else gradient.rounded.codes
-    return sums.leave(written.name, tensor)

@@ -16,14 +16,12 @@ from lsq.ops.launches import (
     int8_products,
     sums_scratch,
     tiled,
-    transposed_scratch,
     zero,
 )
 from lsq.ops.sums import PartialSums
 from lsq.ops.sums_cuda import KernelSums
 from lsq.ops.weight_gradient import GEMM, ProjectWeightGradient
-from lsq.program.cuda import launches, leave_sums, scratch_of
-from lsq.program.operation import Spec
+from lsq.program.cuda import kernel_sums, launches, scratch_of
 
 PARTS = 16
 """Most runs of rows whose largest magnitudes per column are found apart."""
@@ -67,10 +65,10 @@ def _sums(op: ProjectWeightGradient) -> KernelSums | None:
     return KernelSums(op, (shape, torch.float32), of, ("dclip",))
 
 
-@leave_sums.register(ProjectWeightGradient)
-def leave_sums_of_project_weight_gradient(op: ProjectWeightGradient, tensor):
-    sums = None if op.dclip is None else _sums(op)
-    return [] if sums is None else sums.leave(op.dclip.name, tensor)
+@kernel_sums.register(ProjectWeightGradient)
+def sums_of_project_weight_gradient(op: ProjectWeightGradient) -> list[KernelSums]:
+    sums = None if op.float_mode or op.dclip is None else _sums(op)
+    return [] if sums is None else [sums]
 
 
 @scratch_of.register(ProjectWeightGradient)
@@ -82,25 +80,16 @@ def scratch_of_project_weight_gradient(op: ProjectWeightGradient):
     product = (columns, inner) if op.weight.in_out else (inner, columns)
     if op.gradient is not None:
         parts = max(1, min(PARTS, -(-rows // TILE)))
-        made = _split_scratch(tile, op) if tile else sums_scratch(*product, padded(rows))
-        return [
-            *clips,
-            transposed_scratch(rows, inner),
-            transposed_scratch(rows, columns),
-            ((parts, columns), torch.float32),
-            ((columns,), torch.float32),
-            *made,
-        ]
+        operands = [((width, padded(rows)), torch.int8) for width in (inner, columns)]
+        scales = [((parts, columns), torch.float32), ((columns,), torch.float32)]
+        made = [] if tile else sums_scratch(*product, padded(rows))
+        if tile is not None and tile.split > 1:  # sums of blocks that share a tile
+            tiles_of = math.prod(tile.blocks(op.weight_rows, op.columns))
+            made = [((tiles_of, tile.split, tile.rows * tile.columns), torch.int32)]
+        return [*clips, *operands, *scales, *made]
     dtype = _product_dtype(op)
     operands = [*converted_scratch(op.x.tensor, dtype), *converted_scratch(op.floats, dtype)]
     return [*clips, (product, torch.float32), *operands]
-
-
-def _split_scratch(tile: TileConfiguration, op: ProjectWeightGradient) -> list[Spec]:
-    """Scratch memory for the sums of blocks that share a tile."""
-    count = math.prod(tile.blocks(op.weight_rows, op.columns))
-    shape = count, tile.split, tile.rows * tile.columns
-    return [(shape, torch.int32)] if tile.split > 1 else []
 
 
 @launches.register(ProjectWeightGradient)
@@ -120,8 +109,7 @@ def _floats(op: ProjectWeightGradient, gradient, x, out) -> Product:
 
 
 def _int8_entries(op: ProjectWeightGradient, clips, scratch):
-    """Both operands transposed, x rounded once more with a scale for each column, their product
-    and its end."""
+    """Both operands transposed, x rounded once more, their product and its end."""
     gradient, x, largest, scale, *made = scratch
     inner, columns, tile = op.upstream.shape[1], op.columns, _tile(op)
     check_columns(
@@ -130,24 +118,11 @@ def _int8_entries(op: ProjectWeightGradient, clips, scratch):
     parts, width = len(largest), x.shape[1]
     (down, along), (_, strips) = tiles(width, inner), tiles(width, columns)
     begin = op, gradient, largest, parts, inner, width
+    rounded = op, largest, scale, x, parts, width
+    blocks = parts * strips + down * along
     operands = [
-        launch(
-            "transpose.cu",
-            "lsq_begin_weight_gradient",
-            *begin,
-            grid=parts * strips + down * along,
-        ),
-        launch(
-            "transpose.cu",
-            "lsq_round_transposed",
-            op,
-            largest,
-            scale,
-            x,
-            parts,
-            width,
-            grid=(down, strips),
-        ),
+        launch("transpose.cu", "lsq_begin_weight_gradient", *begin, grid=blocks),
+        launch("transpose.cu", "lsq_round_transposed", *rounded, grid=(down, strips)),
     ]
     if tile is not None:
         shared = made[0] if made else None
@@ -165,11 +140,7 @@ def _float_entries(op: ProjectWeightGradient, clips, scratch):
 
 
 def _epilogue(op: ProjectWeightGradient, product, column_scale, clips) -> Launch:
-    """Launch that ends a product, int32 with the scales [K] of its columns or float32.
-
-    Raises:
-        ValueError: the product [K, P] of a weight in_out has more columns than outputs.
-    """
+    """The launch that ends a product, int32 with the scales [K] of its columns or float32."""
     outputs, in_out = op.weight_rows, op.weight.in_out
     check(
         not in_out or product.shape[1] == outputs,

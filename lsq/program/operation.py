@@ -71,7 +71,7 @@ class Operation(Declared):
 
         `tensor` makes a virtual tensor of a name, a shape and a dtype.
         """
-        return cuda.leave_sums(self, tensor)
+        return tuple(left for sums in cuda.kernel_sums(self) for left in sums.leave(tensor))
 
     def unrounded(self, run: Callable[["Operation"], None]) -> torch.Tensor:
         """The float values that this operation rounds under a clip, for calibration.

@@ -104,5 +104,7 @@ def test_refusals():
         layer(torch.randn(2, 1, HIDDEN))
     assert layer(torch.randn(2, 1, HIDDEN), causal=True).shape == (2, 1, HIDDEN)
     rotary = TransformerEncoderLayer(config_of(attention=ATTENTIONS["rotary"]))
-    with pytest.raises(ValueError, match="sentence of 65 words is longer than 64, the positions of Rotary"):
+    with pytest.raises(
+        ValueError, match="sentence of 65 words is longer than 64, the positions of Rotary"
+    ):
         rotary(torch.randn(65, 1, HIDDEN))

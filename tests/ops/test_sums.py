@@ -18,7 +18,7 @@ from lsq.ops.sums import (
     finish_together,
     start_together,
 )
-from lsq.ops.sums_cuda import gradient_sums, leave_gradient
+from lsq.ops.sums_cuda import gradient_sums
 from lsq.program.tensor import Kind
 from lsq.program.values import Rows, StartedScale
 from lsq.run.backends import Reference
@@ -119,7 +119,7 @@ def test_what_nobody_wants_is_not_left():
     assert finish_together([operation], b.tensor) == [] and operation.parts is None
     gradient = SummedGradient(floats=b.tensor("floats", (ROWS, COLUMNS)))
     sums = gradient_sums(gradient, ROWS, COLUMNS, None)
-    assert leave_gradient(gradient, sums, b.tensor) == [] and gradient.parts is None
+    assert sums.leave(b.tensor) == [] and gradient.parts is None
 
 
 def test_a_gradient_is_asked_for_as_the_product_wants_it():
@@ -154,7 +154,7 @@ def test_sums_that_are_left_in_parts_come_to_the_same():
     shapes = {"floats": (ROWS, COLUMNS), "sum": (COLUMNS,), "clip": (1,)}
     wanted = {name: b.tensor(name, shape) for name, shape in shapes.items()}
     virtual = SummedGradient(**wanted)
-    (left,) = leave_gradient(virtual, gradient_sums(virtual, ROWS, COLUMNS, coded), b.tensor)
+    (left,) = gradient_sums(virtual, ROWS, COLUMNS, coded).leave(b.tensor)
     assert virtual.sum is virtual.clip is None and virtual.parts is left.parts
     assert (left.first, left.clip) == (wanted["sum"], wanted["clip"])
     fields = {"floats": empty(ROWS, COLUMNS)}
