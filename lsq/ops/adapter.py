@@ -2,12 +2,9 @@
 
     hidden = dropout(x) down^T;   y = base + hidden up^T
 
-y has the epilogue of a product (lsq/ops/project.py): activation, dropout, one rounding. Who reads
-the result undoes it in the backward pass.
-
-M rows, K inputs, N outputs, R columns of `hidden`: the rank, or of a product that stands for
-several, such as that of queries, keys and values, the ranks of all its adapters; `up` is 0 where an
-adapter adds nothing, and has the scaling of the adapters in it.
+y has the epilogue of a product (lsq/ops/project.py). M rows, K inputs, N outputs, R columns of
+`hidden`: the ranks of all adapters of a product. `up` has the scaling of the adapters in it, and
+zeros where an adapter adds nothing.
 """
 
 from __future__ import annotations

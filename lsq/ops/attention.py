@@ -41,8 +41,7 @@ from lsq.program.operation import Operation, Spec
 from lsq.program.values import Coded, Dropout, Rows
 
 KEYS = 2**31
-"""More than any sentence has: elements of probabilities are numbered alike whatever stands in a
-batch. See kKeys."""
+"""More than any sentence has; probabilities are numbered alike in any batch. See kKeys."""
 
 
 class Projected(Value):
@@ -55,14 +54,11 @@ class Projected(Value):
 
 
 class PositionBias(Value):
-    """Biases of scores by the distance of key and query (T5, Raffel et al. 2020).
-
-    Query i of a sentence stands where key i + (keys - queries) does.
-    """
+    """Biases of scores by the distance of key and query (T5, Raffel et al. 2020)."""
 
     table: In[Floats]  # [buckets, N]
     bucket: In[Indices]
-    """[2L + 1], of keys from L before to L behind a query; what is farther is as L."""
+    """[2L + 1], of keys from L before to L behind a query; farther ones are as L."""
 
     buckets = extent(0, "table")
     distances = extent(0, "bucket")
@@ -82,21 +78,17 @@ class Heads(Value):
     v: In[Projected]  # In the tensor of `k`.
     cu_seqlens: In[Offsets]  # [B + 1], of queries.
     key_cu_seqlens: In[Offsets]
-    """[B + 1], of keys.
-
-    One of both may go on behind it: with sentences without a row, on both sides.
-    """
+    """[B + 1], of keys; the longer of both goes on with sentences without a row."""
     count: int  # N, of queries.
     group: int = 1  # G, which divides N.
     width: int  # D.
     causal: bool  # Query i of a sentence sees its keys up to i + (keys - queries).
     window: int = 0
-    """Query i of a sentence sees no key up to i + (keys - queries) - window; 0: nothing is hidden
-    so."""
+    """Query i of a sentence sees no key up to i + (keys - queries) - window; 0: all."""
     bias: In[PositionBias] | None
     softmax_scale: float = 0.0  # Factor of the product of query and key; 0: D ** -0.5.
     dropout: In[Dropout] | None
-    """Dropout of probabilities: key j of row m and head h is element (m * count + h) * KEYS + j."""
+    """Of probabilities: key j of row m, head h is element (m * count + h) * KEYS + j."""
 
     @size
     def sentences(self) -> int:
@@ -155,8 +147,7 @@ class Heads(Value):
             )
 
     def _mask(self, queries: slice, scores: torch.Tensor) -> torch.Tensor | None:
-        """Factors of dropout for the probabilities of a sentence, shaped as its scores [N, T,
-        S]."""
+        """Factors of dropout for the probabilities of a sentence [N, T, S]."""
         if self.dropout is None:
             return None
         row, head = (
@@ -176,8 +167,7 @@ class Heads(Value):
         return rows.unflatten(1, (-1, self.width)).transpose(0, 1)
 
     def of_keys(self, each: torch.Tensor) -> torch.Tensor:
-        """Gradients [N, S, D] of all heads of queries, summed for the heads of keys [N
-        / G, S, D]."""
+        """Gradients [N, S, D], summed for the heads of keys [N / G, S, D]."""
         return each.unflatten(0, (self.key_count, self.group)).sum(dim=1)
 
 
@@ -220,10 +210,7 @@ class Sentence:
 
 
 class Attention(Operation):
-    """Context rows [M, N * D].
-
-    A query that sees no key gets 0, and so does a row behind all sentences.
-    """
+    """Context rows [M, N * D]; 0 for queries that see no key, and behind all sentences."""
 
     heads: In[Heads]
     out: Out[Activations] | None  # [M, N * D]
@@ -263,8 +250,7 @@ class Attention(Operation):
 class AttentionGradient(Operation):
     """The gradients of the tensors in which queries, and keys and values, stand.
 
-    Queries fill their tensor alone, and keys and values theirs; or all three fill one, whose
-    gradient is `dq` then.
+    Queries fill one tensor, keys and values another; or one has all, and its gradient is `dq`.
     """
 
     dcontext: In[Activations]  # [M, N * D]
@@ -335,8 +321,7 @@ class AttentionGradient(Operation):
 
 
 class Append(Operation):
-    """The rows of B sentences of P rows each, with one more row in each: of codes, or of floats in
-    float mode."""
+    """B sentences of P rows each, with one more row in each: codes, or floats in float mode."""
 
     before: In[Codes] | None  # [B * P, W]
     now: In[Codes] | None  # [B, W]

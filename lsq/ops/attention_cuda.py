@@ -13,11 +13,9 @@ from lsq.ops.sums_cuda import KernelSums, finish, gradient_sums
 from lsq.program.cuda import kernel_sums, launches, scratch_of
 from lsq.program.operation import Spec
 
-WIDEST = 128
-"""Columns of a head on CUDA, at most."""
+WIDEST = 128  # Columns of a head, at most.
 
-TILE = 64
-"""Queries or keys that a block takes at a time on CUDA, at most."""
+TILE = 64  # Queries or keys that a block takes at a time, at most.
 
 
 @launches.register(Attention)
@@ -107,7 +105,7 @@ def launch_attention_gradient(op: AttentionGradient, sums, *scratch):
 
 
 def _blocks(heads: Heads, rows: int, tile: int, count: int) -> tuple[int, int]:
-    """Blocks of rows (see csrc/cuda/attention.cuh) and of so many heads."""
+    """Grid: blocks of rows (csrc/cuda/attention.cuh) and heads."""
     return rows // tile + heads.sentences + 1, count
 
 
@@ -164,8 +162,7 @@ def _defines(heads: Heads, tile: int, *floats: torch.Tensor | None) -> dict[str,
     return defines | (float_define(*found) if found else {})
 
 
-WORD = 16
-"""Bytes that a thread of lsq_append copies at once, where rows are multiples of that."""
+WORD = 16  # Bytes that a thread of lsq_append copies at once, if rows have whole words.
 
 
 @launches.register(Append)

@@ -12,9 +12,7 @@ from lsq.program.cuda import launches, scratch_of
 
 
 def _measured(op: FakeQuantize) -> tuple[int, int]:
-    """Numbers that a GPU finds before: the largest magnitudes of blocks, and of rows of blocks,
-    or of all, where scales are multiples of one that no clip gives.
-    """
+    """How many largest magnitudes a GPU finds before: of blocks; of rows of blocks, or of all."""
     down, across = op.form.grain.grid((op.rows, op.columns))
     blocks, tops = 0 if op.given else down * across, 0
     if op.stored == MULTIPLIED and (op.each_row or op.clips != 1):

@@ -26,8 +26,7 @@ from lsq.quant.numbers import NumberFormat, ScaledFormat
 
 STEP = 16
 """Group sizes are multiples of this; 32, 64 and 128 are fast."""
-LARGE = 128
-"""The group of codes whose rows have one scale."""
+LARGE = 128  # The group of codes whose rows have one scale.
 
 
 class GroupedCodes(Value):
@@ -35,19 +34,15 @@ class GroupedCodes(Value):
 
     codes: Codes  # [R, K]
     scale: Floats  # [R, G] or [R, 1], or [1, 1] for all.
-    group: int
-    """Values along K that share a scale; those whose sums are made together where rows have one."""
+    group: int  # Values along K that share a scale, or are summed together.
 
     columns = extent(1, "codes")  # K.
     scale_rows = extent(0, "scale")
     scale_columns = extent(1, "scale")
 
     def regrouped(self, group: int) -> GroupedCodes:
-        """The matrix in groups of another size, if its rows have one scale.
-
-        Raises:
-            ValueError: groups have scales of their own.
-        """
+        """The matrix in groups of another size; ValueError where groups have scales of their
+        own."""
         check(
             group == self.group or self.scale.shape[1] == 1,
             f"codes have scales of groups of {self.group}, which cannot become groups of {group}:"
@@ -70,8 +65,7 @@ def copies_of(rows: int, inner: int, group: int) -> Spec:
 
 
 def common_group(a: ScaledFormat, b: ScaledFormat) -> int | None:
-    """In which groups codes of both formats are multiplied; None: they have no product of int8
-    codes."""
+    """Group size in which codes of both formats are multiplied; None: they have no product."""
     groups = {one.grain.columns for one in (a, b)} - {None} or {LARGE}
     whole = all(whole_factor(one.number) for one in (a, b))
     return min(groups) if whole and len(groups) == 1 and min(groups) % STEP == 0 else None
@@ -79,8 +73,7 @@ def common_group(a: ScaledFormat, b: ScaledFormat) -> int | None:
 
 @functools.cache
 def whole_factor(number: NumberFormat) -> int | None:
-    """The least power of two that makes all values whole; None: there is none, or they are beyond
-    127."""
+    """Least power of two that makes all values whole and at most 127; None: there is none."""
     values = [value for value in number.values if math.isfinite(value)]
     for factor in (1, 2, 4, 8):
         if all(float(value * factor).is_integer() for value in values):

@@ -19,15 +19,12 @@ from lsq.ops.sums import PartialSums
 from lsq.ops.sums_cuda import PADDING, KernelSums, parts_of
 from lsq.program.cuda import kernel_sums, launches, scratch_of
 
-PRODUCTS = {torch.int32: 0, torch.float32: 1}
-"""-DPRODUCT by dtype; else 2: Float."""
-LONG_SUMS = 3
-"""-DPRODUCT of sums of codes as float32."""
+PRODUCTS = {torch.int32: 0, torch.float32: 1}  # -DPRODUCT by dtype; else 2: Float.
+LONG_SUMS = 3  # -DPRODUCT of sums of codes as float32.
 
 
 def _tile(op: ProjectInputGradient) -> TileConfiguration | None:
-    """Tiles of the one kernel for product and epilogue; None: a library multiplies, and a
-    kernel applies the epilogue."""
+    """Tiles of the one kernel for product and epilogue; None: a library multiplies."""
     # to round a row takes all of its tiles
     if op.gradient is None or op.rounded is not None:
         return None

@@ -1,4 +1,4 @@
-"""Launches, products and their scratch memory that the CUDA sides of several operations need.
+"""Launches, products and their scratch memory that several operations need on CUDA.
 
 M rows, N columns, K: the inner dimension of a product.
 """
@@ -64,7 +64,7 @@ def started(rounded: Coded | None) -> dict[str, int]:
 
 
 SUMS = {torch.int32: 1, torch.float32: 2}
-"""-DSUMS of kernels that end a product of codes, by the dtype of its sums; 0: of floats."""
+"""-DSUMS of kernels that end a product of codes, by the dtype of its sums; 0: floats."""
 
 
 def sums_scratch(rows: int, columns: int, inner: int) -> list[Spec]:
@@ -100,7 +100,7 @@ def int8_products(
 
 
 def converted_scratch(values: torch.Tensor, dtype: torch.dtype) -> list[Spec]:
-    """Scratch memory of `converted`."""
+    """Of `converted`."""
     return [] if values.dtype == dtype else [(tuple(values.shape), dtype)]
 
 
@@ -127,8 +127,7 @@ def transpose_codes(codes: torch.Tensor, out: torch.Tensor) -> Launch:
     return launch("transpose.cu", "lsq_transpose_codes", codes, out, *sizes, grid=grid)
 
 
-WARP = 32
-"""Threads."""
+WARP = 32  # Threads.
 
 
 def tiled(

@@ -1,8 +1,7 @@
 """Activation and dropout in a product's epilogue, and what the backward pass needs to undo them.
 
-M rows, P columns. GELU is x * Phi(x) (Hendrycks & Gimpel 2016), exactly or by the tanh of a
-polynomial; SiLU, also called swish, is x / (1 + exp(-x)) (Elfwing et al. 2018); squared ReLU is
-max(x, 0)^2 (So et al. 2021, Primer).
+M rows, P columns. GELU: x * Phi(x), exactly or by tanh (Hendrycks & Gimpel 2016); SiLU: x / (1 +
+exp(-x)) (Elfwing et al. 2018); squared ReLU: max(x, 0)^2 (So et al. 2021, Primer).
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from lsq.program.values import Coded, Dropout, dropped
 from lsq.quant import pack_bits, unpack_bits
 
 SLOPE_UNIT = 112
-"""A slope below 1.13 times this, rounded, is an int8 (csrc/arithmetic.h: kSlopeUnit)."""
+"""Slopes below 1.13 times this, rounded, are int8 (csrc/arithmetic.h: kSlopeUnit)."""
 
 
 class Activation(IntEnum):
@@ -55,10 +54,8 @@ class Nonlinearity(Value):
     dropout: In[Dropout] | None
     positive: Bits | None  # For ReLU: y > 0.
     slope: Codes | None
-    """For a bounded slope: [M, P], the slope at y times SLOPE_UNIT, rounded; 0 for NaN."""
-    before: Activations | None
-    """For others in float mode, or without a bound: [M, P], y.
-    """
+    """[M, P], a bounded slope at y times SLOPE_UNIT, rounded; 0 for NaN."""
+    before: Activations | None  # [M, P], y, for others or in float mode.
 
     def apply(self, y: torch.Tensor) -> torch.Tensor:
         """Reference."""

@@ -2,8 +2,7 @@
 
     y = x weight^T + bias;   result = activation(y), as floats or rounded once to codes
 
-The integers are those of Project. All threads share the weight's outputs, so that a single row
-keeps all of them busy. M rows, K inputs, P outputs.
+All threads share the outputs, so that a single row keeps them busy. M rows, K inputs, P outputs.
 """
 
 from __future__ import annotations
@@ -17,14 +16,11 @@ from lsq.program.declare import Bytes, Floats, In, Out, Value, extent
 from lsq.program.operation import Operation
 from lsq.program.values import Coded
 
-SIDE = 16
-"""Outputs of a tile."""
-ALIGNMENT = 64
-"""Bytes to whose multiple tiles begin."""
+SIDE = 16  # Outputs of a tile.
+ALIGNMENT = 64  # Bytes to whose multiple tiles begin.
 HALVES, WORDS, UNITS = 4, 64, 8
-"""Halves of tiles in a sparse block; bytes of positions, and units of four inputs, in each half."""
-INT4_BLOCK = 1088
-"""Bytes of two tiles of 4-bit codes, with their multipliers."""
+"""Halves of tiles in a sparse block; bytes of positions and units of four inputs in each."""
+INT4_BLOCK = 1088  # Bytes of two tiles of 4-bit codes, with multipliers.
 
 
 class PackedWeight(Value):
@@ -34,9 +30,7 @@ class PackedWeight(Value):
     scale: Floats  # [P]
     inner: int  # K.
     sparse: bool  # Whether tiles hold two of four inputs alone.
-    bits: int
-    """8, or 4: groups of Int4 that products unpack in registers, as csrc/cpu/int4_tiles.h lays them
-    out."""
+    bits: int  # 8, or 4: groups of Int4, see csrc/cpu/int4_tiles.h.
     instructions: int  # Instructions that multiply; see lsq/native/tiles.py.
 
     columns = extent(0, "scale")  # P.
@@ -45,8 +39,7 @@ class PackedWeight(Value):
     def of(
         cls, codes: torch.Tensor, scale: torch.Tensor, instructions: str | None = None
     ) -> PackedWeight:
-        """Pack codes int8 [P, K] with scale float32 [P], for the fastest instructions or those of
-        that name.
+        """Pack codes int8 [P, K] with scale float32 [P], for the fastest or the named instructions.
 
         Raises:
             ValueError: the processor has no such instructions, or the C++ library is missing.
@@ -60,10 +53,10 @@ class PackedWeight(Value):
     def of_sparse(
         cls, codes: torch.Tensor, scale: torch.Tensor, instructions: str | None = None
     ) -> PackedWeight:
-        """Pack codes that are 2:4 sparse: of four neighbouring inputs, two at most are not 0.
+        """Pack codes of which two of four neighbouring inputs at most are not 0; see `of`.
 
         Raises:
-            ValueError: they are not; see also `of`.
+            ValueError: they are not 2:4 sparse.
         """
         chosen = _chosen(instructions)
         memory = _aligned(tiles.packed_sparse_bytes(*codes.shape))
@@ -81,8 +74,7 @@ class PackedWeight(Value):
     def of_int4(
         cls, stored: torch.Tensor, scale: torch.Tensor, inner: int, instructions: str | None = None
     ) -> PackedWeight:
-        """Pack what Int4 stores of K = `inner` inputs, int8 [P, stored columns], with scale float32
-        [P]; see `of`."""
+        """Pack int8 [P, stored columns] as Int4 stores K = `inner` inputs; see `of`."""
         chosen, columns = _chosen(instructions), len(stored)
         blocks = _int4_shape(columns, inner)
         memory = _aligned(blocks.numel() + 4 * tiles.PAIR * blocks[0])  # and a sum for each column
@@ -155,7 +147,6 @@ def _int4_shape(columns: int, inner: int) -> torch.Size:
 
 
 def _chosen(instructions: str | None) -> str:
-    """The instructions of that name, or the fastest here."""
     if not tiles.usable():
         raise ValueError("packed weights need the C++ host library; install g++ and reinstall lsq")
     chosen = instructions or tiles.usable()[0]

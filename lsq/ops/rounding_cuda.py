@@ -9,12 +9,9 @@ from lsq.ops.sums_cuda import KernelSums, parts_of
 from lsq.program.cuda import kernel_sums, launches
 from lsq.quant.formats import GROUP
 
-VECTORS = 4
-"""Vectors of 8 values that a thread of lsq_round rounds."""
+VECTORS = 4  # Vectors of 8 values that a thread of lsq_round rounds.
 
-WIDEST_TOGETHER = 8192
-"""Columns up to which registers hold a row and its sums: wider rows are rounded in one pass and
-summed in another."""
+WIDEST_TOGETHER = 8192  # Wider rows are rounded in one pass, summed in another.
 
 
 @launches.register(Round)

@@ -1,9 +1,8 @@
-"""A product with a 2:4 sparse weight and its end, without a backward pass: for the few rows of
-decoding on CUDA.
+"""A product with a 2:4 sparse weight and its end, without a backward pass: for few rows on CUDA.
 
     y = x weight^T + bias;   result = activation(y), as floats or rounded once to codes
 
-The integers are those of Project. M rows, K inputs, P outputs.
+M rows, K inputs, P outputs.
 """
 
 from __future__ import annotations
@@ -17,10 +16,8 @@ from lsq.program.declare import Activations, Bytes, Codes, Floats, In, Out, Valu
 from lsq.program.operation import Operation
 from lsq.program.values import Coded, Rows
 
-OUTPUTS, INPUTS, GROUPS = 16, 64, 16
-"""Size of a tile; groups of four inputs in one of its rows."""
-EMPTY = 0 | 1 << 2
-"""The indices of a group beyond the last input."""
+OUTPUTS, INPUTS, GROUPS = 16, 64, 16  # Size of a tile; groups of four inputs in its rows.
+EMPTY = 0 | 1 << 2  # Indices of a group beyond the last input.
 
 
 class SparseWeight(Value):
@@ -35,8 +32,7 @@ class SparseWeight(Value):
 
     @classmethod
     def of(cls, values: torch.Tensor, indices: torch.Tensor, scale: torch.Tensor) -> SparseWeight:
-        """From fields of lsq.models.sparsity.Packed, int8 [P, K / 2] and uint8 [P, ceil(K / 8)],
-        with scale float32 [P].
+        """Of lsq.models.sparsity.Packed: int8 [P, K / 2], uint8 [P, ceil(K / 8)], float32 [P].
 
         Raises:
             ValueError: P is no multiple of 16.
@@ -89,14 +85,12 @@ class SparseWeight(Value):
 
 
 def _in_order(groups: torch.Tensor) -> torch.Tensor:
-    """[tile, half, row, step, 4, 4, ...] -> [tile, half, row, step, 16 groups in another order
-    ...]."""
+    """[tile, half, row, step, 4, 4, ...] -> [tile, half, row, step, 16 groups ...]."""
     in_order = groups.transpose(4, 5).contiguous()
     return in_order.view(*in_order.shape[:4], -1)
 
 
-MOST_ROWS = 128
-"""Up to which decoding takes this kernel: the weight is read again for each 32 rows."""
+MOST_ROWS = 128  # For decoding: each 32 rows read the weight again.
 
 
 class SparseProject(Operation):

@@ -13,11 +13,10 @@ from lsq.program.cuda import Spec, launches
 from lsq.program.declare import Declared
 from lsq.program.values import Coded
 
-COLUMNS = 32
-"""Columns that a block of lsq_finish_sums adds up."""
+COLUMNS = 32  # Columns that a block of lsq_finish_sums adds up.
 PADDING = 4
-"""Columns beyond its sums that a row of parts has; the clip's stands in the first, and rows stay
-16-byte aligned."""
+"""Columns beyond its sums in a row of parts, which stay 16-byte aligned; the first is the
+clip's."""
 
 
 @launches.register(StartScales)
@@ -32,12 +31,10 @@ def launch_finish_sums(op: FinishSums):
 
 
 def _strips(partial: PartialSums) -> int:
-    """Blocks that add them up."""
     return max(1, -(-partial.sums * partial.columns // COLUMNS))
 
 
-def parts_of(rows: int, columns: int, sums: int = 1) -> Spec:
-    """(shape, dtype) of the parts that a kernel on M rows leaves of `sums` sums over them."""
+def parts_of(rows: int, columns: int, sums: int = 1) -> Spec:  # Of the parts.
     return (row_blocks(rows, columns), sums * columns + PADDING), torch.float32
 
 
@@ -45,14 +42,10 @@ def parts_of(rows: int, columns: int, sums: int = 1) -> Spec:
 class KernelSums:
     """Sums that a kernel leaves in parts: its own launch finishes them, or that of the pass."""
 
-    holder: Declared
-    """Its field `parts` is the memory that the pass gives; None: it finishes its own sums."""
-    spec: Spec
-    """(shape, dtype) of the parts."""
-    of: Callable[..., PartialSums]
-    """Makes the sums of parts."""
-    totals: tuple[str, ...] = ("sum", "clip")
-    """Fields of the holder that get them."""
+    holder: Declared  # Its field `parts` is memory of the pass, if any.
+    spec: Spec  # Of the parts.
+    of: Callable[..., PartialSums]  # Makes the sums of parts.
+    totals: tuple[str, ...] = ("sum", "clip")  # Fields of the holder.
 
     @property
     def scratch(self) -> list[Spec]:
@@ -62,7 +55,7 @@ class KernelSums:
         """The parts: the holder's, or the next of `scratch`.
 
         Raises:
-            ValueError: they were planned before other tuned files were named, which change kernels.
+            ValueError: they were planned before other tuned files were named.
         """
         parts = next(scratch) if self.holder.parts is None else self.holder.parts
         check(
@@ -101,7 +94,6 @@ def finish(partial: PartialSums) -> list[Launch]:
 def gradient_sums(
     gradient: SummedGradient, rows: int, columns: int, coded: Coded | None
 ) -> KernelSums:
-    """Partial sums of one gradient [M, C]."""
     return KernelSums(
         gradient, parts_of(rows, columns), lambda parts: gradient.partial(parts, columns, coded)
     )

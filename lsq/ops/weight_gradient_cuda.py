@@ -23,18 +23,15 @@ from lsq.ops.sums_cuda import KernelSums
 from lsq.ops.weight_gradient import GEMM, ProjectWeightGradient
 from lsq.program.cuda import kernel_sums, launches, scratch_of
 
-PARTS = 16
-"""Most runs of rows whose largest magnitudes per column are found apart."""
+PARTS = 16  # Most runs of rows whose largest magnitudes are found apart.
 
 
 def _product_dtype(op: ProjectWeightGradient) -> torch.dtype:
-    """dtype of the operands of a product of floats."""
     return op.x.floats.dtype if op.x.coded is None else torch.float32
 
 
 def _tile(op: ProjectWeightGradient) -> TileConfiguration | None:
-    """Tiles of the one kernel for product and epilogue; None: a library multiplies, and a
-    kernel applies the epilogue."""
+    """Tiles of the one kernel for product and epilogue; None: a library multiplies."""
     if op.gradient is None or op.weight.in_out:
         return None
     rows, inner = op.gradient.codes.shape
@@ -42,8 +39,7 @@ def _tile(op: ProjectWeightGradient) -> TileConfiguration | None:
 
 
 def _sums(op: ProjectWeightGradient) -> KernelSums | None:
-    """Partial sums for gradients of clips; None: each row has its clip, and the kernel on rows
-    makes the gradient.
+    """Parts of gradients of clips; None: the kernel on rows makes these itself.
 
     Tiles leave a row of each column of warps where rows have clips, else a number of each warp.
     """
@@ -164,10 +160,10 @@ def _epilogue(op: ProjectWeightGradient, product, column_scale, clips) -> Launch
 
 
 def _product(op: ProjectWeightGradient, tile: TileConfiguration, operands, clips, parts) -> Launch:
-    """The launch that makes the gradient of its operands, but for finishing the sums of clips.
+    """The launch that makes the gradient, but for finishing the sums of clips.
 
-    `operands`: int8 [at least N, P], the gradient's codes transposed; int8 [K, P], those of x times
-    the gradient's scales, rounded once more; float32 [K], the scales of that.
+    `operands`: int8 [at least N, P], codes of the gradient transposed; int8 [K, P], those of x
+    times the scales of the gradient; float32 [K], scales of these.
     """
     columns, inner = operands[1].shape
     source, name = "weight_gradient_product.cu", "lsq_weight_gradient_product"
