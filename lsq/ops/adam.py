@@ -130,9 +130,8 @@ class Adam(Operation):
         results = {"new_weight": weight, "new_first": first, "new_second": second}
         if self.rounded is None:
             return results
-        clip = (
-            self.rounded.clip if self.new_clip is None else largest_clips(weight, self.rounded.clip)
-        )
+        clip = self.rounded.clip
+        clip = clip if self.new_clip is None else largest_clips(weight, clip)
         codes, scale, _ = quantize(weight, clip, self.rounded.format.bits)
         rounded = padded_codes(codes, scale.expand(self.valid), self.rows - self.valid)
         return results | {"rounded": rounded, "new_clip": clip}

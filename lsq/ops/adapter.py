@@ -138,9 +138,10 @@ class AdaptGradient(Operation):
 
     def cpu(self, dhidden):
         torch.mm(self.gradient, self.up, out=dhidden)
-        if self.ddown is not None:
-            torch.mm(dhidden.t(), self.values, out=self.ddown)
-        if self.dup is not None:
-            torch.mm(self.gradient.t(), self.hidden, out=self.dup)
-        if self.dvalues is not None:
-            torch.mm(dhidden, self.down, out=self.dvalues)
+        for a, b, out in (
+            (dhidden.t(), self.values, self.ddown),
+            (self.gradient.t(), self.hidden, self.dup),
+            (dhidden, self.down, self.dvalues),
+        ):
+            if out is not None:
+                torch.mm(a, b, out=out)

@@ -111,14 +111,10 @@ class Heads(Value):
     def of_sentences(self) -> Iterator[Sentence]:
         """Reference: sentence after sentence."""
         share = torch.tensor(self.softmax_scale or self.width**-0.5, dtype=torch.float32)
-        cu_seqlens, key_cu_seqlens = (
-            one[: self.sentences + 1].tolist() for one in (self.cu_seqlens, self.key_cu_seqlens)
-        )
-        for queries, keys in zip(
-            map(slice, cu_seqlens, cu_seqlens[1:]),
-            map(slice, key_cu_seqlens, key_cu_seqlens[1:]),
-            strict=True,
-        ):
+        both = self.cu_seqlens, self.key_cu_seqlens
+        ends = (one[: self.sentences + 1].tolist() for one in both)
+        of_both = (map(slice, one, one[1:]) for one in ends)
+        for queries, keys in zip(*of_both, strict=True):
             q, k, v = (
                 self.split(one.rows.tensor[rows, self.columns_of(one)].float())
                 for one, rows in ((self.q, queries), (self.k, keys), (self.v, keys))
@@ -150,10 +146,8 @@ class Heads(Value):
         """Factors of dropout for the probabilities of a sentence [N, T, S]."""
         if self.dropout is None:
             return None
-        row, head = (
-            torch.arange(queries.start, queries.stop)[:, None],
-            torch.arange(self.count)[:, None, None],
-        )
+        row = torch.arange(queries.start, queries.stop)[:, None]
+        head = torch.arange(self.count)[:, None, None]
         element = (row * self.count + head) * KEYS + torch.arange(scores.shape[2])
         return self.dropout.apply(torch.ones(element.shape, dtype=torch.float32), element)
 
@@ -280,22 +274,12 @@ class AttentionGradient(Operation):
             slope = one.dropped(upstream @ (one.v * one.v_scale).transpose(1, 2))
             weighted = slope * probabilities
             dscores = weighted - probabilities * weighted.sum(dim=2, keepdim=True)
-            for place, rows, of, gradient in (
-                (sums[0], one.queries, heads.q, dscores @ one.k * one.q_factor),
-                (
-                    sums[-1],
-                    one.keys,
-                    heads.k,
-                    heads.of_keys(dscores.transpose(1, 2) @ one.q * one.k_factor),
-                ),
-                (
-                    sums[-1],
-                    one.keys,
-                    heads.v,
-                    heads.of_keys(one.dropped(probabilities).transpose(1, 2) @ upstream),
-                ),
-            ):
-                place[rows, heads.columns_of(of)] = rows_of(gradient)
+            dq = dscores @ one.k * one.q_factor
+            dk = heads.of_keys(dscores.transpose(1, 2) @ one.q * one.k_factor)
+            dv = heads.of_keys(one.dropped(probabilities).transpose(1, 2) @ upstream)
+            sums[0][one.queries, heads.columns_of(heads.q)] = rows_of(dq)
+            for of, gradient in ((heads.k, dk), (heads.v, dv)):
+                sums[-1][one.keys, heads.columns_of(of)] = rows_of(gradient)
             if dbias is not None:
                 dbias.index_add_(0, one.pairs.flatten(), dscores.flatten(1).t())
         found = [
@@ -333,11 +317,8 @@ class Append(Operation):
 
     @property
     def _operands(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return (
-            (self.before_floats, self.now_floats)
-            if self.before is None
-            else (self.before, self.now)
-        )
+        floats = self.before_floats, self.now_floats
+        return floats if self.before is None else (self.before, self.now)
 
     @size
     def past(self) -> int:

@@ -1,7 +1,5 @@
 """Launches of lsq.ops.attention."""
 
-import functools
-
 import torch
 
 from lsq.native.geometry import THREADS, VECTOR, row_defines
@@ -63,26 +61,23 @@ def launch_attention_gradient(op: AttentionGradient, sums, *scratch):
     rows = tile_rows(heads, op.dcontext)
     shared = shared_bytes(heads, rows, op.dcontext.dtype)
     defines = _defines(heads, rows, op.dcontext, *(end.floats for _, _, end in op.sides))
-    of_queries, of_keys = (
-        functools.partial(
-            launch,
+
+    def kernel(side: str, among: int, count: int, *arguments):
+        return launch(
             "attention_gradient.cu",
             f"lsq_attention_{side}_gradient",
-            op,
-            sums,
-            dq,
+            *(op, sums, dq, *arguments),
             grid=_blocks(heads, among, rows, count),
             block=threads(rows),
             shared=shared,
             SHARED=shared,
             **defines,
         )
-        for side, among, count in (
-            ("query", heads.rows, heads.count),
-            ("key", heads.key_rows, heads.key_count),
-        )
-    )
-    entries = [of_queries(), of_keys(dkv, of_biases)]
+
+    entries = [
+        kernel("query", heads.rows, heads.count),
+        kernel("key", heads.key_rows, heads.key_count, dkv, of_biases),
+    ]
     if of_biases is not None:
         entries += finish(PartialSums.of(of_biases, op.dbias.numel(), (op.dbias,)))
     ends = zip(op.sides, kernel_sums(op), gradients, strict=True)
@@ -170,8 +165,7 @@ def launch_append(op: Append):
     out = op.out_floats if op.before is None else op.out
     words = op.columns * out.dtype.itemsize % WORD == 0
     units = out.numel() * out.dtype.itemsize // (WORD if words else out.dtype.itemsize)
-    defines = (
-        float_define(op.before_floats, op.now_floats, out) if op.before is None else {"CODES": 1}
-    )
+    floats = op.before_floats, op.now_floats, out
+    defines = float_define(*floats) if op.before is None else {"CODES": 1}
     grid = max(1, -(-units // THREADS))
     return launch("elementwise.cu", "lsq_append", op, grid=grid, WORDS=int(words), **defines)

@@ -58,9 +58,8 @@ class CachedAttention(Operation):
         share = torch.tensor(self.width**-0.5, dtype=torch.float32)
         for row, positions in enumerate(lists):
             query = self.queries.codes[row, :hidden].view(self.heads, 1, self.width).float()
-            keys, values = (
-                cache[positions].float().view(-1, 2, self.heads, self.width).permute(1, 2, 0, 3)
-            )
+            rows = cache[positions].float().view(-1, 2, self.heads, self.width)
+            keys, values = rows.permute(1, 2, 0, 3)
             scores = query @ keys.transpose(1, 2) * (self.queries.scale * self.cache_scale * share)
             if len(positions):
                 context[row] = (scores.softmax(dim=2) @ (values * self.cache_scale)).flatten()

@@ -63,9 +63,8 @@ class LeastErrorClip(Operation):
     def reference(self):
         rows = self.x.t() if self.by_columns else self.x
         usable = rows.isfinite()
-        clip = quant.octav_clip(
-            rows.where(usable, 0.0), self.bits, per_channel=True, before=self.before
-        )
+        rows = rows.where(usable, 0.0)
+        clip = quant.octav_clip(rows, self.bits, per_channel=True, before=self.before)
         return {"clip": quant.fill_empty(clip), "unusable": (~usable).sum(1)}
 
 
@@ -106,9 +105,8 @@ class Calibration:
         """
         with _naming(name):
             if method != "mse":
-                found = quant.calibrate(
-                    x.nan_to_num(0.0, 0.0, 0.0) if lenient else x, method, 8, **options
-                )
+                values = x.nan_to_num(0.0, 0.0, 0.0) if lenient else x
+                found = quant.calibrate(values, method, 8, **options)
                 clip.data.copy_(found)  # no change that a backward pass would refuse
                 return
             quant.check_not_empty(x)
@@ -129,18 +127,14 @@ class Calibration:
         if bits is None:
             rows = x.detach().float().reshape(-1, x.shape[-1]).contiguous()
             usable = rows.isfinite()
-            clip.copy_(
-                least_error_clip(form, rows.where(usable, 0.0), self._target, per_row=per_row)
-            )
+            rows = rows.where(usable, 0.0)
+            clip.copy_(least_error_clip(form, rows, self._target, per_row=per_row))
             return (~usable).sum().view(1)
         floats = x.detach() if x.dtype == self._target.activations else x.detach().float()
         rows = floats.reshape(len(x) if per_row else 1, -1)
         unusable = self._target.allocate([len(rows)], torch.int64)
-        by_columns = (
-            not rows.is_contiguous()
-            and rows.t().is_contiguous()
-            and quant.sample_stride(rows.shape[1]) == 1
-        )
+        whole = quant.sample_stride(rows.shape[1]) == 1
+        by_columns = whole and not rows.is_contiguous() and rows.t().is_contiguous()
         self._target.run(
             LeastErrorClip(
                 x=rows.t() if by_columns else rows.contiguous(),

@@ -76,11 +76,9 @@ class FakeQuantize(Operation):
     @size
     def multipliers(self) -> int:
         """Address of the lookup table of scales that are multiples."""
-        return (
-            lookup(self.form.scales.number, self.x.device).data_ptr()
-            if self.stored == MULTIPLIED
-            else 0
-        )
+        if self.stored != MULTIPLIED:
+            return 0
+        return lookup(self.form.scales.number, self.x.device).data_ptr()
 
     @factor
     def largest(self) -> float:
@@ -148,10 +146,8 @@ class FakeQuantize(Operation):
             found.dx, _ = builder.product_gradient(self.x)
             found.sum = builder.bias_gradient(self.x)
         elif builder.needs_gradient(self.x):
-            found.added, found.dx = (
-                builder.take_gradient(self.x),
-                builder.like("d_" + self.x.name, self.x),
-            )
+            found.added = builder.take_gradient(self.x)
+            found.dx = builder.like("d_" + self.x.name, self.x)
             builder.accumulate(self.x, found.dx)
         found.dclip = builder.parameter_gradient(self.clip)
         if found.outputs:
@@ -238,15 +234,8 @@ def fake_gradient(builder, gradient, form: Format | ScaledFormat | None):
         return gradient
     out = builder.like(gradient.name + ".decoded", gradient)
     if isinstance(form, Format):
-        builder.add(
-            RoundAtRandom(
-                x=gradient,
-                key=builder.key,
-                subsequence=builder.next_subsequence(),
-                out=out,
-                form=form,
-            )
-        )
+        random = {"key": builder.key, "subsequence": builder.next_subsequence()}
+        builder.add(RoundAtRandom(x=gradient, **random, out=out, form=form))
     else:
         builder.add(FakeQuantize(x=gradient, out=out, form=form))
     return out

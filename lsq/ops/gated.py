@@ -44,9 +44,8 @@ class Gated(Operation):
         _check_same(self.gate, self.up)
 
     def reference(self):
-        result = dropped(
-            Activation(self.activation).values(_values(self.gate)) * _values(self.up), self.dropout
-        )
+        gate = Activation(self.activation).values(_values(self.gate))
+        result = dropped(gate * _values(self.up), self.dropout)
         return {"out": result, "rounded": self.rounded and self.rounded.encode(result)}
 
     def gradient(self, builder) -> None:

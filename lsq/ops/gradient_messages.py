@@ -112,9 +112,8 @@ class Messages(Value):
         scale, reciprocal = message_scale(largest, GRADIENT.largest)
         codes = (values * _per_value(reciprocal, layout)).round()
         codes = codes.clamp(-GRADIENT.largest, GRADIENT.largest).nan_to_num(nan=0.0)
-        messages = torch.zeros(
-            shards, layout.message_bytes, dtype=torch.uint8, device=values.device
-        )
+        shape = shards, layout.message_bytes
+        messages = torch.zeros(shape, dtype=torch.uint8, device=values.device)
         layout.codes(messages).copy_(codes.to(torch.int8))
         # Bits, not values: PyTorch has several NaNs in bfloat16.
         layout.scales(messages).view(torch.int16).copy_(scale.view(torch.int32) >> 16)
@@ -122,9 +121,8 @@ class Messages(Value):
 
     def decode(self) -> torch.Tensor:
         """Reference: the values, float32 [..., L]."""
-        return self.layout.codes(self.data).to(torch.float32) * _per_value(
-            self.layout.scales(self.data).to(torch.float32), self.layout
-        )
+        scales = self.layout.scales(self.data).to(torch.float32)
+        return self.layout.codes(self.data).to(torch.float32) * _per_value(scales, self.layout)
 
 
 class PackGradients(Operation):
@@ -150,9 +148,8 @@ class PackGradients(Operation):
         layout = self.messages.layout
         total = _sum_in_order(self.x.unbind(0))
         whole = torch.nn.functional.pad(total, (0, layout.shards * layout.length - layout.values))
-        return {
-            "messages": {"data": self.messages.encode(whole.view(layout.shards, layout.length))}
-        }
+        data = self.messages.encode(whole.view(layout.shards, layout.length))
+        return {"messages": {"data": data}}
 
 
 class SumMessages(Operation):
@@ -210,9 +207,8 @@ def message_scale(largest: torch.Tensor, code: int) -> tuple[torch.Tensor, torch
     scale, reciprocal = arithmetic.gradient_scale(largest, code)
     upwards = ((scale.view(torch.int32) + 0xFFFF) & ~0xFFFF).view(torch.float32)
     plain = reciprocal != 0
-    return torch.where(plain, upwards, scale), torch.where(
-        plain, torch.ones_like(scale) / upwards, 0.0
-    )
+    inverse = torch.where(plain, torch.ones_like(scale) / upwards, 0.0)
+    return torch.where(plain, upwards, scale), inverse
 
 
 def _require(what: str, tensor, shape: tuple) -> None:

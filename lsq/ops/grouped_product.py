@@ -91,11 +91,8 @@ def unpacked_values(weight: Weight) -> torch.Tensor:
     (rows, columns), group, pair = weight.shape, weight.group, tiles.PAIR
     pairs, groups = -(-rows // pair), -(-columns // group)
     blocks = aligned(weight.grouped)[: pairs * groups * pair * (group + 8)].view(pairs, groups, -1)
-    codes = (
-        blocks[..., : pair * group]
-        .view(torch.int8)
-        .reshape(pairs, groups, 2, group // 4, pair // 2, 4)
-    )
+    codes = blocks[..., : pair * group].view(torch.int8)
+    codes = codes.reshape(pairs, groups, 2, group // 4, pair // 2, 4)
     codes = codes.permute(0, 2, 4, 1, 3, 5).reshape(pairs * pair, -1)[:rows, :columns]
     scale = blocks[..., pair * (group + 4) :].contiguous().view(torch.float32)
     scale = scale.permute(0, 2, 1).reshape(-1, groups)[:rows]

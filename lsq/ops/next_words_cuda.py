@@ -45,28 +45,8 @@ def launch_next_words(op: NextWords, groups, parts, chosen, logits):
     tile, inner = _tile(op), op.x.codes.shape[1]
     if tile is None:
         return []
-    product = tiled(
-        "next_words_product.cu",
-        "lsq_next_words_product",
-        tile,
-        _shape(op),
-        op,
-        inner,
-        groups,
-        parts,
-    )
-    join = launch(
-        "next_words.cu",
-        "lsq_next_words",
-        op,
-        inner,
-        groups,
-        groups.shape[1],
-        parts,
-        parts.shape[1],
-        chosen,
-        chosen.shape[1],
-        logits,
-        grid=op.rows,
-    )
+    source, name = "next_words_product.cu", "lsq_next_words_product"
+    product = tiled(source, name, tile, _shape(op), op, inner, groups, parts)
+    sized = (value for one in (groups, parts, chosen) for value in (one, one.shape[1]))
+    join = launch("next_words.cu", "lsq_next_words", op, inner, *sized, logits, grid=op.rows)
     return [product, join]

@@ -92,28 +92,20 @@ class PackedWeight(Value):
         """Reference: int8 [P, K]."""
         if self.bits == 4:
             return self._int4_codes()
-        columns, inner = (
-            -(-self.columns // tiles.PAIR) * tiles.PAIR,
-            -(-self.inner // tiles.INNER) * tiles.INNER,
-        )
-        whole = (
-            self._sparse_tiles() if self.sparse else self.tiles[: columns * inner].view(torch.int8)
-        )
+        columns = -(-self.columns // tiles.PAIR) * tiles.PAIR
+        inner = -(-self.inner // tiles.INNER) * tiles.INNER
+        dense = self.tiles[: columns * inner].view(torch.int8)
+        whole = self._sparse_tiles() if self.sparse else dense
         whole = whole.view(columns // SIDE, -1, SIDE, SIDE, 4)
         return whole.permute(0, 3, 1, 2, 4).reshape(columns, inner)[: self.columns, : self.inner]
 
     def _sparse_tiles(self) -> torch.Tensor:
         """int8, the tiles that csrc/cpu/tiles.h would have."""
-        pairs, depth, half = (
-            -(-self.columns // tiles.PAIR),
-            -(-self.inner // tiles.INNER),
-            tiles.SPARSE_BLOCK // HALVES,
-        )
-        halves = self.tiles[: pairs * depth * tiles.SPARSE_BLOCK].view(-1, half)
-        words, values = (
-            halves[:, :WORDS].contiguous().view(torch.int32),
-            halves[:, WORDS:].view(torch.int8),
-        )
+        pairs, depth = -(-self.columns // tiles.PAIR), -(-self.inner // tiles.INNER)
+        halves = self.tiles[: pairs * depth * tiles.SPARSE_BLOCK]
+        halves = halves.view(-1, tiles.SPARSE_BLOCK // HALVES)
+        words = halves[:, :WORDS].contiguous().view(torch.int32)
+        values = halves[:, WORDS:].view(torch.int8)
         shifts = torch.arange(4 * UNITS, device="cpu").view(UNITS, 1, 4)
         kept = (words.long()[:, None, :, None] >> shifts & 1).bool()  # half, unit, column, input
         found = torch.zeros_like(kept, dtype=torch.int8)
@@ -124,18 +116,13 @@ class PackedWeight(Value):
     def _int4_codes(self) -> torch.Tensor:
         shape = _int4_shape(self.columns, self.inner)
         blocks = self.tiles[: shape.numel()].view(shape)
-        pairs, multipliers = blocks.split(
-            [2 * SIDE * tiles.INNER // 2, INT4_BLOCK - SIDE * tiles.INNER], dim=2
-        )
+        width = SIDE * tiles.INNER
+        pairs, multipliers = blocks.split([width, INT4_BLOCK - width], dim=2)
         halves = torch.stack([pairs & 15, pairs >> 4], dim=3).view(torch.int8)
         # pairs of columns, depth, tile, unit, column, element of it, group -> columns, inputs
         codes = halves.view(*blocks.shape[:2], 2, 8, SIDE, 4, 2).permute(0, 2, 4, 1, 6, 3, 5)
-        factors = (
-            multipliers.view(torch.int8)
-            .reshape(*blocks.shape[:2], 2, SIDE, 2)
-            .permute(0, 2, 3, 1, 4)
-        )
-        factors = factors[..., None, None].contiguous()
+        factors = multipliers.view(torch.int8).reshape(*blocks.shape[:2], 2, SIDE, 2)
+        factors = factors.permute(0, 2, 3, 1, 4)[..., None, None].contiguous()
         signed = torch.where(factors < 0, 7 - codes, codes - 8)
         whole = (signed * factors).reshape(len(blocks) * tiles.PAIR, -1)
         return whole[: self.columns, : self.inner]

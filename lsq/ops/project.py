@@ -73,11 +73,9 @@ class Project(Operation):
     def cpu_scratch(self):
         if self.groups is not None:
             return [copies_of(*self.groups.codes.shape, self.groups.group)]
-        return (
-            []
-            if self.x.coded is None
-            else [gemm.scratch_for(GEMM, self.rows, *self.weight.codes.shape)]
-        )
+        if self.x.coded is None:
+            return []
+        return [gemm.scratch_for(GEMM, self.rows, *self.weight.codes.shape)]
 
     def cpu(self, *scratch):
         if self.x.coded is None:
@@ -101,9 +99,8 @@ class Project(Operation):
         source, weight = self.x.tensor, unpacked(builder, self.weight)
         if self.accumulates:
             accumulated, dx = builder.accumulate_into(source)
-            append_gradients(
-                builder, self, weight, upstream, undoes=False, accumulated=accumulated, dx=dx
-            )
+            end = {"undoes": False, "accumulated": accumulated, "dx": dx}
+            append_gradients(builder, self, weight, upstream, **end)
             return
         producer = builder.producer(source)
         end = {"nonlinearity": getattr(producer, "nonlinearity", None)}
@@ -111,23 +108,19 @@ class Project(Operation):
             end["dx"], end["rounded"] = builder.product_gradient(source)
             end["sum"] = builder.bias_gradient(source)
         else:
-            end["dx"] = builder.tensor(
-                "d_" + source.name, source.shape, self._dtype_for(producer, builder)
-            )
+            dtype = self._dtype_for(producer, builder)
+            end["dx"] = builder.tensor("d_" + source.name, source.shape, dtype)
             end["added"] = builder.take_gradient(source)
             builder.accumulate(source, end["dx"])
-        append_gradients(
-            builder, self, weight, upstream, accumulated=builder.take_accumulated(source), **end
-        )
+        end["accumulated"] = builder.take_accumulated(source)
+        append_gradients(builder, self, weight, upstream, **end)
 
     def _dtype_for(self, producer, builder) -> torch.dtype:
         """Dtype in which the operation that made x reads its gradient."""
         if isinstance(producer, Round):
             return producer.x.dtype
-        reads_either = isinstance(producer, Gated) and producer.rounded is not None
-        return (
-            builder.narrow if reads_either and builder.quant.backward == "int8" else torch.float32
-        )
+        either = isinstance(producer, Gated) and producer.rounded is not None
+        return builder.narrow if either and builder.quant.backward == "int8" else torch.float32
 
     def _upstream(self, builder) -> tuple[torch.Tensor | None, RoundedGradient | None]:
         """The gradient of the product, as floats or rounded; that of the bias is taken care of."""
@@ -142,9 +135,8 @@ class Project(Operation):
             )
         rounded = None
         if self.x.coded is not None and builder.quant.backward == "int8":
-            rounded = builder.rounded_gradient(
-                "d_" + result.name + ".rounded", result.shape, self.weight.scale
-            )
+            name = "d_" + result.name + ".rounded"
+            rounded = builder.rounded_gradient(name, result.shape, self.weight.scale)
         dbias = builder.parameter_gradient(self.bias)
         if rounded is not None or dbias is not None:
             builder.add(RoundGradient(gradient=arrived, rounded=rounded, sum=dbias))

@@ -54,11 +54,9 @@ class ResidualSum(Value):
 
     def compute(self) -> torch.Tensor:
         """Reference: z."""
-        return (
-            self.residual
-            if self.update is None
-            else self.residual + dropped(self.update, self.dropout)
-        )
+        if self.update is None:
+            return self.residual
+        return self.residual + dropped(self.update, self.dropout)
 
     @property
     def kept(self):
@@ -72,9 +70,8 @@ class ResidualSum(Value):
     def gradient(self, builder, normed: bool) -> ResidualSumGradient:
         """Fields that receive the gradients, with that of z so far; the caller accumulates the
         gradient of the residual. `normed`: another gradient of z comes through a norm."""
-        found = ResidualSumGradient(
-            dropout=self.dropout, dupdate_sum=builder.bias_gradient(self.update)
-        )
+        total = builder.bias_gradient(self.update)
+        found = ResidualSumGradient(dropout=self.dropout, dupdate_sum=total)
         if self.update is None:
             found.dz = builder.take_gradient(self.residual)
         else:
@@ -159,11 +156,8 @@ class ResidualNorm(Operation):
         normed = self.weight is not None
         dout = builder.gradient_sum(*self.same_values) if normed else None
         down = self.sum.gradient(builder, normed)
-        kept = (
-            {"normalised": self.normalised}
-            if self.normalised
-            else {"z": self.sum.kept, "mean": self.mean}
-        )
+        kept = {"z": self.sum.kept, "mean": self.mean}
+        kept = {"normalised": self.normalised} if self.normalised else kept
         builder.add(
             ResidualNormGradient(
                 dout=dout,

@@ -73,12 +73,9 @@ class RoundWeight(Operation):
 
     def reference(self):
         weight, padding = self.weight, self.rows - self.valid
-        clip = (
-            weight.clip
-            if self.new_clip is None
-            else largest_clips(weight.values_by_rows, weight.clip)
-        )
-        codes, scale = weight.format.encode(weight.values_by_rows, clip)
+        values, clip = weight.values_by_rows, weight.clip
+        clip = clip if self.new_clip is None else largest_clips(values, clip)
+        codes, scale = weight.format.encode(values, clip)
         return {"weight": padded_codes(codes, scale, padding), "new_clip": clip}
 
     def cpu(self):
@@ -118,15 +115,11 @@ def unpacked(builder, weight: Weight, rows: int | None = None) -> Weight:
     `rows`: of x, of a product that reads stored weights where rows are few.
     """
     stored = builder.stored(weight)
-    if (
-        stored.codes is None
-        or not stored.format.packed
-        or (rows is not None and rows <= builder.packed_rows)
-    ):
+    few = rows is not None and rows <= builder.packed_rows
+    if stored.codes is None or not stored.format.packed or few:
         return stored
-    codes = builder.tensor(
-        stored.codes.name + ".unpacked", (stored.codes.shape[0], stored.values.shape[1]), torch.int8
-    )
+    shape = stored.codes.shape[0], stored.values.shape[1]
+    codes = builder.tensor(stored.codes.name + ".unpacked", shape, torch.int8)
     builder.add(UnpackWeight(weight=stored.bare(), codes=codes))
     return dataclasses.replace(stored, codes=codes, format=stored.format.unpacked)
 

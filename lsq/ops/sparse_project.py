@@ -43,9 +43,8 @@ class SparseWeight(Value):
                 f"a sparse weight has {rows} outputs; kernels need a multiple of {OUTPUTS}"
             )
         steps, groups = -(-inner // INPUTS), inner // 4
-        indices = (
-            torch.stack([indices & 15, indices >> 4], dim=2).flatten(1)[:, :groups].to(torch.int64)
-        )
+        indices = torch.stack([indices & 15, indices >> 4], dim=2).flatten(1)
+        indices = indices[:, :groups].to(torch.int64)
         missing = steps * GROUPS - groups
         indices = torch.nn.functional.pad(indices, (0, missing), value=EMPTY)
         values = torch.nn.functional.pad(values, (0, 2 * missing))
@@ -71,15 +70,12 @@ class SparseWeight(Value):
         # row, part, half of the inputs, of the rows, bytes
         lanes = self.values.view(tiles, steps, 8, 4, 2, 2, 4)
         values = lanes.permute(0, 5, 2, 1, 4, 3, 6).reshape(tiles, 2, 8, steps, GROUPS, 2)
-        words = (
-            self.kept.view(torch.int32).view(tiles, steps, 8, 2, 2).permute(0, 4, 2, 1, 3).long()
-        )
+        words = self.kept.view(torch.int32).view(tiles, steps, 8, 2, 2)
+        words = words.permute(0, 4, 2, 1, 3).long()
         shifts = torch.arange(0, 32, 4, device=words.device)
         indices = (words[..., None] >> shifts & 15).flatten(4)
         indices = torch.stack([indices & 3, indices >> 2], dim=5)
-        found = torch.zeros(*indices.shape[:5], 4, dtype=torch.int8, device=values.device).scatter_(
-            5, indices, values
-        )
+        found = values.new_zeros(*indices.shape[:5], 4).scatter_(5, indices, values)
         found = found.view(tiles, 2, 8, steps, 4, 4, 4).transpose(4, 5)
         return found.reshape(tiles * OUTPUTS, steps * INPUTS)[:, : self.inner]
 
@@ -107,9 +103,8 @@ class SparseProject(Operation):
     columns = extent(0, "weight.scale")  # P.
 
     def reference(self):
-        y = gemm.reference(self.x.tensor, self.weight.codes()).float() * (
-            self.x.scale * self.weight.scale
-        )
+        sums = gemm.reference(self.x.tensor, self.weight.codes()).float()
+        y = sums * (self.x.scale * self.weight.scale)
         return epilogue(y if self.bias is None else y + self.bias, self.nonlinearity, self.rounded)
 
     def cpu_scratch(self):

@@ -143,9 +143,8 @@ class Prediction(Value):
             multiples.scatter_(1, multiples.argmax(dim=1, keepdim=True), 0.0)
         total = self.target_weight + self.each * self.vocabulary
         least = self.each * self.weight.scale[: self.vocabulary].amax()
-        return torch.where(
-            self.target == self.padding, 0.0, (multiples.amax(dim=1) * total).maximum(least)
-        )
+        bound = (multiples.amax(dim=1) * total).maximum(least)
+        return torch.where(self.target == self.padding, 0.0, bound)
 
     def _of_others(self, logits: torch.Tensor, normaliser: torch.Tensor) -> torch.Tensor:
         """p times the scales of the weight [M, V], 0 for targets."""
@@ -201,8 +200,7 @@ class KeptInputGradient(Operation):
     def reference(self):
         weight = self.prediction.weight
         parts = [
-            (gradient * self.dloss)[:, None]
-            * (weight.codes[word].float() * weight.scale[word, None])
+            (gradient * self.dloss)[:, None] * (weight.codes[word] * weight.scale[word, None])
             for word, gradient in self.kept.words(self.prediction)
         ]
         return {"dx": parts[0] + parts[1]}
@@ -296,9 +294,8 @@ class VocabularyLoss(Operation):
         loader.call("lsq_finish_vocabulary_loss", self, parts, chosen)
 
     def gradient(self, builder) -> None:
-        given = dataclasses.replace(
-            self.prediction, weight=unpacked(builder, self.prediction.weight)
-        )
+        weight = unpacked(builder, self.prediction.weight)
+        given = dataclasses.replace(self.prediction, weight=weight)
         size = given.rows, given.columns
         dlogits = rounded = None
         if self.bound is None:

@@ -86,9 +86,8 @@ def _gradient_of_tiles(op: VocabularyLossGradient) -> list[Launch]:
     if tile is None:
         return []
     source, name = "vocabulary_loss_gradient_product.cu", "lsq_vocabulary_loss_gradient_product"
-    defines = (
-        {"ROUNDED": 1} if op.rounded is not None else float_define(op.dlogits) | {"ROUNDED": 0}
-    )
+    rounds = op.rounded is not None
+    defines = {"ROUNDED": int(rounds)} | ({} if rounds else float_define(op.dlogits))
     return [tiled(source, name, tile, shape, op, shape[2], **defines)]
 
 

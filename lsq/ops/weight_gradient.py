@@ -67,9 +67,8 @@ class ProjectWeightGradient(Operation):
     def clip_factor(self) -> float:
         if not self.learned_step:
             return 1.0
-        return arithmetic.lsq_factor(
-            self.weight_rows * self.columns // self.clips, self.weight.format.bits
-        )
+        count = self.weight_rows * self.columns // self.clips
+        return arithmetic.lsq_factor(count, self.weight.format.bits)
 
     @property
     def upstream(self) -> torch.Tensor:
@@ -116,13 +115,10 @@ class ProjectWeightGradient(Operation):
         if self.learned_step:
             rows = slice(self.weight_rows)
             decoded = self.weight.codes[rows].to(torch.float32) * self.weight.scale[rows, None]
-            contribution = (
-                torch.where(outside, contribution, product * (decoded - weight) / limit)
-                * self.clip_factor
-            )
-        return torch.where(outside, 0.0, product), contribution.reshape(clip.shape[0], -1).sum(
-            dim=1
-        )
+            inside = product * (decoded - weight) / limit
+            contribution = torch.where(outside, contribution, inside) * self.clip_factor
+        dclip = contribution.reshape(clip.shape[0], -1).sum(dim=1)
+        return torch.where(outside, 0.0, product), dclip
 
     def cpu_scratch(self):
         if self.float_mode:

@@ -26,11 +26,9 @@ def offsets(lengths) -> torch.Tensor:
 
 def values(rows: int, columns: int, coded: bool) -> Rows:
     """Codes or floats of about unit size; floats that bfloat16 has, too."""
-    return (
-        Rows(coded=codes_of(rows, columns))
-        if coded
-        else Rows(floats=torch.randn(rows, columns).bfloat16().float())
-    )
+    if coded:
+        return Rows(coded=codes_of(rows, columns))
+    return Rows(floats=torch.randn(rows, columns).bfloat16().float())
 
 
 def bias_of(heads: int) -> PositionBias:
@@ -108,8 +106,7 @@ def gradient_of(forward: Attention, *, to_rounded=False) -> AttentionGradient:
 
 
 def dense(operation, dtype):
-    """Padded [B, N, T, S] attention on the decoded values: leaves (of q, of k, of biases),
-    context."""
+    """Padded [B, N, T, S] attention on decoded values: leaves (of q, k, biases), context."""
     heads = operation.heads
     leaves = [
         (one.rows.tensor.to(dtype) * float(one.rows.scale)).requires_grad_()
@@ -128,36 +125,24 @@ def dense(operation, dtype):
         return whole.unflatten(2, (-1, width)).transpose(1, 2)
 
     q = padded(leaves[0], of_q, heads.q.column, heads.count)
-    k, v = (
-        padded(leaves[1], of_k, one.column, heads.count // heads.group)
-        for one in (heads.k, heads.v)
-    )
-    shared = torch.arange(heads.count) // heads.group
+    count, shared = heads.count // heads.group, torch.arange(heads.count) // heads.group
+    k, v = (padded(leaves[1], of_k, one.column, count) for one in (heads.k, heads.v))
     k, v = k[:, shared], v[:, shared]
     scores = q @ k.transpose(2, 3) * (heads.softmax_scale or width**-0.5)
     query, key = torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])
+    ahead = torch.tensor([keys - queries for queries, keys in zip(of_q, of_k, strict=True)])
+    distance = key - query - ahead[:, None, None]
     if heads.bias is not None:
-        distances = [
-            key - query - (keys - queries) for queries, keys in zip(of_q, of_k, strict=True)
-        ]
-        places = (torch.stack(distances) + 9).clamp(0, 18)
+        places = (distance + 9).clamp(0, 18)
         scores = scores + leaves[-1][heads.bias.bucket[places]].permute(0, 3, 1, 2)
-    seen = torch.stack(
-        [
-            (key < keys)
-            & ((key <= query + (keys - queries)) | torch.tensor(not heads.causal))
-            & (key > query + (keys - queries) - (heads.window or 10**6))
-            for queries, keys in zip(of_q, of_k, strict=True)
-        ]
-    )[:, None]
+    seen = (key < torch.tensor(of_k)[:, None, None]) & (distance > -(heads.window or 10**6))
+    seen = (seen & (distance <= 0) if heads.causal else seen)[:, None]
     scores = scores.masked_fill(~seen, -math.inf)
     blind = ~seen.any(dim=3, keepdim=True)
     probabilities = scores.masked_fill(blind, 0.0).softmax(dim=3) * ~blind
     if heads.dropout is not None:
-        row = (
-            torch.arange(sum(of_q))[:, None, None] * heads.count
-            + torch.arange(heads.count)[:, None]
-        )
+        row = torch.arange(sum(of_q))[:, None, None] * heads.count
+        row = row + torch.arange(heads.count)[:, None]
         element = row * 2**31 + torch.arange(k.shape[2])
         dropout, ones = heads.dropout, torch.ones(element.shape)
         mask = random.dropout(ones, dropout.probability, KEY, dropout.subsequence, element)

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from lsq import gemm
 from tests.ops import cuda
 from tests.ops.compare import compare, on_cpu
+from tests.ops.tiles import WAYS, compare_ways
 
 
 @pytest.fixture(params=["cpu", "emulator", pytest.param("gpu", marks=pytest.mark.gpu)])
@@ -17,10 +17,21 @@ def where(request, monkeypatch) -> str:
 
 @pytest.fixture
 def compared(where):
-    """Compare an operation with its reference there; see `compare` and `compare_cuda`."""
+    """Compare an operation with its reference there; see `compare`, `compare_cuda`, and, for
+    products, `compare_ways`."""
     if where == "cpu":
         return lambda operation, dtype=torch.float32, exact=False: compare(operation)
-    return cuda.compare_cuda
+    return lambda operation, *options, **more: (
+        compare_ways if operation.name in WAYS else cuda.compare_cuda
+    )(operation, *options, **more)
+
+
+@pytest.fixture
+def same_codes(where, compared):
+    """`compared`, and integers must be those of the reference on the CPU, of the CPU on CUDA."""
+    if where == "cpu":
+        return lambda operation, dtype=torch.float32: compare(operation, exact=True)
+    return lambda operation, dtype=torch.float32: compared(operation, dtype, exact=True)
 
 
 @pytest.fixture
@@ -29,10 +40,3 @@ def runs(where):
     if where == "cpu":
         return lambda operation: [on_cpu(operation)]
     return lambda operation: [cuda.run(operation, order=order) for order in cuda.ORDERS]
-
-
-@pytest.fixture
-def products_by_themselves():
-    """Kernels after a product alone; those that end it as well: test_product_kernels_cuda.py."""
-    with gemm.ended_by(None):
-        yield

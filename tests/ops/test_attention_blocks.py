@@ -75,10 +75,8 @@ def test_products_of_codes_are_exact(level):
     bits."""
     forward = attention((1,) * 40, width=128, heads=2)
     heads = forward.heads
-    q, k = (
-        one.rows.tensor[:, one.column : one.column + 256].view(40, 2, 128).double()
-        for one in (heads.q, heads.k)
-    )
+    columns = (slice(one.column, one.column + 256) for one in (heads.q, heads.k))
+    q, k = (heads.q.rows.tensor[:, one].view(40, 2, 128).double() for one in columns)
     q[:3], k[:3] = 127, 127
     heads.q.rows.tensor[:3, :512] = 127
     factor = heads.q.rows.scale * heads.k.rows.scale * torch.tensor(128**-0.5)
@@ -99,9 +97,8 @@ def test_many_small_probabilities_count(level):
     heads.q.rows.coded.scale.fill_(scale)
     share = 2047 * math.exp(-12.2)
     wanted = torch.full((2048, 16), (2 + 127 * share) / (1 + share) * scale)
-    torch.testing.assert_close(
-        on_cpu(forward).out, wanted, atol=2048 * 2**-24 * 127 * scale, rtol=0.0
-    )
+    allowed = 2048 * 2**-24 * 127 * scale
+    torch.testing.assert_close(on_cpu(forward).out, wanted, atol=allowed, rtol=0.0)
 
 
 def test_a_value_that_is_seen_alone_is_the_context(level):

@@ -11,6 +11,7 @@ from lsq.quant import pack_bits
 from lsq.quant.numbers import scaled_format
 from tests.ops.compare import KEY, dropout_of, empty, on_cpu, on_reference, refused
 from tests.ops.cuda import DTYPES, ORDERS, compare_cuda, in_dtype, run
+from tests.ops.gradient_checks import assert_same_tensor
 
 FORMATS = (
     "int8/tensor",
@@ -49,15 +50,6 @@ def values(shape: tuple[int, int], special: bool) -> torch.Tensor:
     return x
 
 
-def same_bits(found: torch.Tensor, wanted: torch.Tensor) -> bool:
-    missing = found.isnan()
-    both = (
-        tensor.masked_fill(missing, 0.0).contiguous().view(torch.int32)
-        for tensor in (found, wanted)
-    )
-    return torch.equal(missing, wanted.isnan()) and torch.equal(*both)
-
-
 def fake(x, clip, name: str, *, bits: bool = False, coded=None) -> FakeQuantize:
     """Of x [M, N]; `bits`: which are clipped is wanted as well."""
     form = scaled_format(name)
@@ -73,7 +65,8 @@ def compare_bits(runs, operation: FakeQuantize, dtype: torch.dtype = torch.float
     narrow = in_dtype(operation, dtype)
     results = in_dtype(narrow, torch.float32).reference()
     for found in runs(narrow):
-        assert same_bits(found.out.float(), results["out"].to(dtype).float()), operation.form.name
+        wanted = results["out"].to(dtype).float()
+        assert_same_tensor(found.out.float(), wanted, operation.form.name)
         assert operation.clipped is None or torch.equal(found.clipped, results["clipped"])
 
 
@@ -114,9 +107,9 @@ def test_codes_with_scales_of_groups_are_the_values(name, special):
             coded = GroupedCodes(codes=codes, scale=scale, group=form.grain.columns or 128)
             operation = fake(x, clip, name, coded=coded)
             found, wanted = on_cpu(operation), on_reference(operation)
-            assert same_bits(found.coded.scale, wanted.coded.scale)
+            assert_same_tensor(found.coded.scale, wanted.coded.scale)
             again = found.coded.decode()
-            assert same_bits(again, wanted.coded.decode())
+            assert_same_tensor(again, wanted.coded.decode())
             missing = again.isnan()  # what shares a scale with NaN, too
             assert torch.equal(again[~missing], found.out[~missing])
             assert missing[found.out.isnan()].all()
@@ -202,7 +195,7 @@ def test_gradients_are_rounded_at_random(shape, dtype, where, runs):
     wanted = in_dtype(operation, torch.float32).reference()["out"].to(operation.x.dtype).float()
     for made in runs(operation):
         found = made.out.float()
-        assert same_bits(found + 0.0, wanted + 0.0)
+        assert_same_tensor(found + 0.0, wanted + 0.0)
         assert not found[:1].any() and found[1:2].isnan().all()
 
 

@@ -16,11 +16,11 @@ from lsq.ops.grouped_product import (
 )
 from lsq.ops.nonlinearity import Activation, Nonlinearity
 from lsq.ops.project import Project
-from lsq.program.values import Dropout, Rows, Weight
+from lsq.program.values import Rows, Weight
 from lsq.quant.numbers import scaled_format
 from lsq.run.backends import backend
 from tests.native.levels import LEVELS, library_of
-from tests.ops.compare import KEY, assert_close, compare, empty, on_cpu, refused
+from tests.ops.compare import assert_close, compare, dropout_of, empty, on_cpu, refused
 
 
 def codes_of(rows, inner, group, scale_rows, scale_columns) -> GroupedCodes:
@@ -145,15 +145,11 @@ def check_projection(rows, columns, inner, names, *, bias=True, end=None, in_out
     torch.manual_seed(rows)
     group = common_group(*map(scaled_format, names))
     weight = weight_of(columns, inner, names[0], group, in_out=in_out)
-    x, bias = (
-        encoded(torch.randn(rows, inner), names[1], group),
-        torch.randn(columns) if bias else None,
-    )
-    given = {"x": Rows(floats=x.out), "weight": weight, "bias": bias, "nonlinearity": end}
-    found = compare(Project(**given, groups=x.coded, out=empty(rows, columns)))
-    assert_close(
-        found.out, compare(Project(**given, out=empty(rows, columns))).out, None, "decoded"
-    )
+    x = encoded(torch.randn(rows, inner), names[1], group)
+    given = {"bias": torch.randn(columns) if bias else None, "nonlinearity": end}
+    given |= {"x": Rows(floats=x.out), "weight": weight, "out": empty(rows, columns)}
+    found = compare(Project(**given, groups=x.coded)).out
+    assert_close(found, compare(Project(**given)).out, None, "decoded")
 
 
 @pytest.mark.parametrize("names", PAIRS, ids="-".join)
@@ -174,10 +170,8 @@ def test_products_are_those_of_decoded_values(names, rows, columns, inner):
 
 @pytest.mark.parametrize("activation", [Activation.relu, Activation.gelu])
 def test_ends_of_packed_weights(activation):
-    dropout = Dropout(key=KEY, subsequence=3, probability=0.2)
-    check_projection(
-        7, 40, 100, PAIRS[2], bias=False, end=Nonlinearity(activation=activation, dropout=dropout)
-    )
+    end = Nonlinearity(activation=activation, dropout=dropout_of(0.2))
+    check_projection(7, 40, 100, PAIRS[2], bias=False, end=end)
 
 
 def test_weights_in_out():
@@ -211,8 +205,5 @@ def test_nan_in_a_weight_poisons_its_output_alone():
     ],
 )
 def test_formats_that_have_a_product_together(a, b, group):
-    assert (
-        common_group(scaled_format(a), scaled_format(b))
-        == group
-        == common_group(scaled_format(b), scaled_format(a))
-    )
+    a, b = scaled_format(a), scaled_format(b)
+    assert common_group(a, b) == group == common_group(b, a)

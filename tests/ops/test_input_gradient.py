@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from lsq import gemm
-from lsq.native import geometry
 from lsq.ops.input_gradient import ProjectInputGradient
 from lsq.ops.nonlinearity import SLOPE_UNIT, Activation, Nonlinearity
 from lsq.program.values import Coded, RoundedGradient, Weight
@@ -27,15 +26,12 @@ from tests.ops.compare import (
 from tests.ops.cuda import compare_cuda, run
 from tests.ops.products import WAYS, assert_same_bits
 from tests.ops.test_project import PLAIN, SMOOTH, slope_by_autograd
-from tests.ops.tiles import SMALL, in_one
+from tests.ops.tiles import SMALL, compare_ways, in_one
 from tests.quant.fake import fake_quantize
 
 BLOCK_ROWS = 512
 COLUMNS, OUTPUTS, PADDED = 48, 29, 32
 MODES = ("int8", "float", "float mode")
-
-
-by_themselves = pytest.mark.usefixtures("products_by_themselves")
 
 
 def weight_of(outputs=OUTPUTS, columns=COLUMNS, *, clips=None, bits=8, padded=PADDED):
@@ -222,18 +218,16 @@ def test_another_product_accumulates_before_the_mask(mode, kind, learned_step):
 
 
 @pytest.mark.parametrize("kind", list(Activation))
-@pytest.mark.parametrize("rows, columns", [(41, COLUMNS), (9, 24), (BLOCK_ROWS + 3, 16)])
-def test_rounded_rows_are_the_references(kind, rows, columns):
-    operation, _ = case(rows, kind=kind, dropout=0.2, added=True, rounded=True, columns=columns)
-    found, expected = compare(operation), on_reference(operation)
-    assert torch.equal(found.rounded.codes, expected.rounded.codes)
-    assert torch.equal(found.rounded.scale, expected.rounded.scale)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_rounded_rows_of_floats(mode):
-    operation, _ = case(41, mode, kind=Activation.gelu, dropout=0.2, rounded=True)
-    compare(operation)
+@pytest.mark.parametrize(
+    "mode, rows, columns",
+    [
+        *(("int8", *size) for size in ((41, COLUMNS), (9, 24), (BLOCK_ROWS + 3, 16))),
+        *((mode, 41, COLUMNS) for mode in MODES[1:]),
+    ],
+)
+def test_rounded_rows_are_the_references(kind, mode, rows, columns):
+    options = {"dropout": 0.2, "added": True, "rounded": True, "columns": columns}
+    compare(case(rows, mode, kind=kind, **options)[0], exact=mode == "int8")
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -243,36 +237,32 @@ def test_neither_products_nor_threads_change_a_bit(way, threads):
     assert_same_bits(operation, way, threads)
 
 
-@by_themselves
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("rounded", [False, True])
-def test_an_empty_batch(mode, rounded, compared):
-    operation, _ = case(
-        0, mode, kind=Activation.relu, dropout=0.1, learned_step=True, added=True, rounded=rounded
-    )
-    found = compared(operation)
-    assert not found.sum.any() and not found.dclip.any()
+@pytest.mark.parametrize("rows", [0, 1])
+def test_no_row_and_one(mode, rounded, rows, compared):
+    options = {"dropout": 0.1, "learned_step": True, "added": True, "rounded": rounded}
+    found = compared(case(rows, mode, kind=Activation.relu, **options)[0])
+    assert rows or (not found.sum.any() and not found.dclip.any())
 
 
-@by_themselves
 @pytest.mark.parametrize("rounded", [False, True])
-def test_a_row_that_is_not_finite_stays_alone(rounded, compared):
-    operation, _ = case(41, kind=Activation.relu, dropout=0.2, added=True, rounded=rounded)
-    operation.gradient.scale[3] = math.nan
+@pytest.mark.parametrize("row", [0, 3, 69])
+def test_a_row_that_is_not_finite_stays_alone(rounded, row, compared):
+    operation, _ = case(70, kind=Activation.relu, dropout=0.2, added=True, rounded=rounded)
+    operation.gradient.scale[row] = math.nan
     found = compared(operation, exact=True)
     if rounded:
-        assert (
-            found.rounded.scale.isnan().nonzero().tolist() == [[3]]
-            and not found.rounded.codes[3].any()
-        )
+        assert found.rounded.scale.isnan().nonzero().tolist() == [[row]]
+        assert not found.rounded.codes[row].any()
     else:
-        assert found.dx.isnan().any(1).nonzero().tolist() == [[3]]
+        assert found.dx.isnan().any(1).nonzero().tolist() == [[row]]
     assert found.sum.isnan().any() and found.dclip.isnan()
 
 
-@by_themselves
-def test_results_that_nobody_wants(compared):
-    operation, _ = case(41, kind=Activation.relu, rounded=True, rest=False)
+@pytest.mark.parametrize("rounded", [False, True])
+def test_results_that_nobody_wants(rounded, compared):
+    operation, _ = case(41, kind=Activation.relu, rounded=rounded, rest=False)
     found = compared(operation, exact=True)
     assert found.sum is None and found.dclip is None
 
@@ -289,17 +279,14 @@ def test_floats_or_codes():
         ProjectInputGradient(weight=None, dx=torch.zeros(3, 16), rounded=torch.zeros(3, 16))
 
 
-def check_accumulated_in_place(run, learned_step: bool) -> None:
-    """What is accumulated may lie where dx goes."""
-    operation, _ = case(41, learned_step=learned_step, accumulated=True)
-    wanted = run(operation).dx
-    operation.dx = operation.accumulated = operation.accumulated.clone()
-    assert torch.equal(run(operation).dx, wanted)
-
-
 @pytest.mark.parametrize("learned_step", [False, True])
-def test_accumulated_in_place(learned_step):
-    check_accumulated_in_place(on_cpu, learned_step)
+@pytest.mark.parametrize("tile", [None, SMALL])
+def test_what_is_accumulated_may_lie_where_dx_goes(learned_step, tile, runs):
+    operation, _ = case(41, learned_step=learned_step, accumulated=True)
+    with gemm.ended_by(tile):
+        wanted = [found.dx for found in runs(operation)]
+        operation.dx = operation.accumulated = operation.accumulated.clone()
+        assert all(map(torch.equal, (found.dx for found in runs(operation)), wanted))
 
 
 HALF = torch.bfloat16
@@ -314,35 +301,23 @@ ENDS = [
 ]
 
 
-@by_themselves
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("end", ENDS)
-def test_every_end_on_cuda(mode, end):
-    operation, _ = case(41, mode, **end)
-    found = compare_cuda(operation)
-    if mode == "int8":
+@pytest.mark.parametrize(
+    "mode, rounded, dtype",
+    [
+        *((mode, False, torch.float32) for mode in MODES),
+        ("int8", True, torch.float32),
+        *((mode, False, HALF) for mode in MODES[:2]),
+    ],
+)
+def test_every_end_on_cuda(mode, rounded, dtype, end):
+    """In half precision the product is one of float32 or of codes all the same."""
+    operation, _ = case(41 if mode == "float mode" else 141, mode, rounded=rounded, **end)
+    found = compare_ways(operation, dtype, exact=mode == "int8")
+    if (mode, rounded, dtype) == ("int8", False, torch.float32):
         assert torch.equal(found.dx, on_cpu(operation).dx)
 
 
-@by_themselves
-@pytest.mark.parametrize("end", ENDS)
-@pytest.mark.parametrize("rounded", [False, True])
-@pytest.mark.parametrize("rows", [1, 341])
-def test_int8_products_on_cuda(end, rounded, rows):
-    operation, _ = case(rows, rounded=rounded, **end)
-    compare_cuda(operation, exact=True)
-
-
-@by_themselves
-@pytest.mark.parametrize("end", ENDS)
-@pytest.mark.parametrize("mode", ["int8", "float"])
-def test_gradients_in_half_precision_on_cuda(mode, end):
-    """The product is one of float32 or of codes all the same."""
-    operation, _ = case(41, mode, **end)
-    compare_cuda(operation, HALF)
-
-
-@by_themselves
 def test_a_weight_that_comes_transposed_on_cuda():
     """It is not transposed again."""
     operation, _ = case(41, kind=Activation.relu, rounded=True)
@@ -353,48 +328,23 @@ def test_a_weight_that_comes_transposed_on_cuda():
     assert all(shape != operation.weight.transposed.shape for shape, _ in operation.cuda_scratch())
 
 
-@by_themselves
 def test_rounded_rows_of_a_product_of_floats_on_cuda():
     """No activation is read or written but the gradient."""
-    operation, _ = case(41, "float", kind=Activation.relu, rounded=True)
-    compare_cuda(operation)
+    compare_cuda(case(41, "float", kind=Activation.relu, rounded=True)[0])
 
 
-@by_themselves
 @pytest.mark.parametrize("rounded", [False, True])
 def test_wide_rows_on_cuda(rounded):
     """More columns than a warp and a tile hold."""
-    operation, _ = case(11, kind=Activation.relu, dropout=0.2, rounded=rounded, columns=1040)
-    compare_cuda(operation, exact=True)
-
-
-def few_blocks(monkeypatch):
-    """Two blocks stride over 41 rows in three turns."""
-    monkeypatch.setattr(geometry, "strided", lambda turns, most: max(1, min(2, turns)))
-
-
-@by_themselves
-@pytest.mark.parametrize("rows, columns", [(41, 48), (11, 1040)])
-@pytest.mark.parametrize("rounded", [False, True])
-def test_three_turns_on_cuda(rows, columns, rounded, monkeypatch):
-    few_blocks(monkeypatch)
-    turns(rows, columns, rounded)
+    options = {"dropout": 0.2, "rounded": rounded, "columns": 1040}
+    compare_ways(case(11, kind=Activation.relu, **options)[0], exact=True)
 
 
 def turns(rows, columns, rounded):
-    operation, _ = case(
-        rows, kind=Activation.relu, dropout=0.1, learned_step=True, rounded=rounded, columns=columns
-    )
-    in_one(operation, None)
+    options = {"dropout": 0.1, "learned_step": True, "rounded": rounded, "columns": columns}
+    in_one(case(rows, kind=Activation.relu, **options)[0], None)
 
 
 def test_widths_that_kernels_cannot_take_on_cuda():
-    operation, _ = case(7, columns=40)
     with refused("multiple of 16"):
-        run(operation)
-
-
-@pytest.mark.parametrize("tile", [None, SMALL])
-def test_accumulated_in_place_on_cuda(tile):
-    with gemm.ended_by(tile):
-        check_accumulated_in_place(run, learned_step=False)
+        run(case(7, columns=40)[0])

@@ -92,18 +92,14 @@ def test_many_kinds_at_once_on_cuda():
 def test_a_pass_is_finished_at_its_end(options):
     """All gradients are what they are where each operation finishes its own sums, as on the
     CPU."""
-    left, own = (
-        programs.decoder_layer(config_of(**options), SENTENCES, SOURCE, mode_on(where))
-        for where in (Leaving(), Reference())
-    )
+    given = config_of(**options), SENTENCES, SOURCE
+    left, own = (programs.decoder_layer(*given, mode_on(one)) for one in (Leaving(), Reference()))
     names, count = [operation.name for operation in left.operations], len(own.operations)
     assert names[:count] == [operation.name for operation in own.operations]
     assert set(names[count:]) == {"FinishSums"} and "FinishSums" not in names[:count]
     found, expected = run_program(left, Leaving()), run_program(own, Reference())
     for name, tensor in expected.items():
-        torch.testing.assert_close(
-            found[name], tensor, msg=lambda text, name=name: f"{name}: {text}"
-        )
+        torch.testing.assert_close(found[name], tensor)
 
 
 def test_so_many_at_once():
@@ -171,9 +167,8 @@ def test_sums_that_are_left_in_parts_come_to_the_same():
 def scales(clips) -> StartScales:
     """The operation that starts those of these clips, for 8 bits."""
     each = (torch.tensor([clip]) for clip in clips)
-    return StartScales(
-        scales=[StartedScale(clip=clip, scale=empty(1), largest=127.0) for clip in each]
-    )
+    scales = [StartedScale(clip=clip, scale=empty(1), largest=127.0) for clip in each]
+    return StartScales(scales=scales)
 
 
 def test_a_scale_is_the_clip_by_the_largest_code():
@@ -188,9 +183,8 @@ def test_all_scales_of_a_pass_on_cuda(count):
 
 def test_all_roundings_of_a_pass_are_started_together():
     """But for scales of rows, which are known later."""
-    rounding = [
-        Round(x=empty(3, 8), rounded=to_round(3, 8, 0.5 + number, bits=4)) for number in range(18)
-    ]
+    to = (to_round(3, 8, 0.5 + number, bits=4) for number in range(18))
+    rounding = [Round(x=empty(3, 8), rounded=one) for one in to]
     later = Round(x=empty(3, 8), rounded=by_row(to_round(3, 8, 0.5)))
     first, second = start_together([*rounding, later, Add(a=empty(3), b=empty(3), out=empty(3))])
     made = (*first.scales, *second.scales)

@@ -63,9 +63,8 @@ def adam_steps():
     for clips in (1, 528):
         before = state(528, 272)
         before[1][[3, 20, 35, 36, 40, 527], [0, 127, 128, 131, 256, 271]] = math.nan
-        compare_cuda(
-            step(before, numbers(), codes_of(torch.ones(clips), (528, 272)), transposed=True)
-        )
+        codes = codes_of(torch.ones(clips), (528, 272))
+        compare_cuda(step(before, numbers(), codes, transposed=True))
     codes = codes_of(torch.ones(528), (528, 272))
     compare_cuda(step(state(528, 272), numbers(), codes, transposed=True, largest=True))
     test_updates_cuda.turns()
@@ -98,12 +97,10 @@ def embeddings():
         patch.setattr(embedding_cuda, "SPLITS", 3)
         for rows, columns in (FEW, WIDE, (1821, 48)):
             forward = compare_cuda(embed(rows, columns, 0.1))
-            compare_cuda(
-                embed_gradient(torch.randn(rows, columns), forward.tokens, forward.positions, 0.1)
-            )
-            compare_cuda(
-                kept_weight_gradient(on_cpu(losses_of_others(rows, 33, 48, inner=columns)))
-            )
+            places = forward.tokens, forward.positions
+            compare_cuda(embed_gradient(torch.randn(rows, columns), *places, 0.1))
+            kept = on_cpu(losses_of_others(rows, 33, 48, inner=columns))
+            compare_cuda(kept_weight_gradient(kept))
 
 
 def targets():
@@ -113,17 +110,14 @@ def targets():
 
 def norms():
     for rows, columns in (FEW, WIDE, (5, 2064)):
-        z = torch.randn(rows, columns)
-        for given in (z, *nan_in_each_turn(z)):
-            compare_cuda(norm(given, rounds=True, error=True))
-        compare_cuda(norm(z, torch.randn(rows, columns), kind=None, dropout=0.1))
-        compare_gradients(torch.float32, rows, columns, rounds=True)
-    compare_cuda(norm_gradient(on_cpu(norm(torch.randn(WIDE)))))
-    for rows, columns in (FEW, WIDE, (5, 2064)):
         z, update = torch.randn(rows, columns), torch.randn(rows, columns)
         for given in (z, *nan_in_each_turn(z)):
+            compare_cuda(norm(given, rounds=True, error=True))
             compare_cuda(rms(given, rounds=True, error=True))
+        compare_cuda(norm(z, update, kind=None, dropout=0.1))
+        compare_gradients(torch.float32, rows, columns, rounds=True)
         compare_cuda(norm_gradient(on_cpu(rms(z, update, dropout=0.1)), rounds=True))
+    compare_cuda(norm_gradient(on_cpu(norm(torch.randn(WIDE)))))
 
 
 def losses():
@@ -159,9 +153,8 @@ def sums():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(geometry, "strided", lambda turns, most: min(most, turns))
         compare_gradients(torch.float32, 341, 48, rounds=True)
-    compare_cuda(
-        FinishSums(sums=[PartialSums.of(torch.randn(1000, 4), 0, (), empty(1), clip_parts=4)])
-    )
+    partial = PartialSums.of(torch.randn(1000, 4), 0, (), empty(1), clip_parts=4)
+    compare_cuda(FinishSums(sums=[partial]))
 
 
 def attentions():
@@ -177,9 +170,8 @@ def attentions():
     ):
         lengths = (1, 0, 140, 2, 3)
         compare_both(lengths=lengths, others=others, width=width, heads=1, causal=True, dropout=0.1)
-    compare_both(
-        lengths=(1, 0, 40, 2, 3), others=(4, 0, 40, 2, 3), width=8, heads=3, group=3, causal=True
-    )
+    lengths, others = (1, 0, 40, 2, 3), (4, 0, 40, 2, 3)
+    compare_both(lengths=lengths, others=others, width=8, heads=3, group=3, causal=True)
     for width in (16, 344):  # of rows whose gradients are finished
         compare_both(lengths=(40, 1), width=8, heads=width // 8, to_rounded=True)
 
@@ -342,17 +334,11 @@ def test_three_turns(run, sources, counted, few_blocks, monkeypatch):
 
 def assert_three_turns(source, found, loops):
     """Every kernel ran, came to every loop, and took three turns of each."""
-    assert found.keys() == set(EXPORT.findall(build.KERNELS.joinpath(source).read_text())), (
-        "kernels without a case"
-    )
+    kernels = set(EXPORT.findall(build.KERNELS.joinpath(source).read_text()))
+    assert found.keys() == kernels, "kernels without a case"
     reached = {loop for of in found.values() for loop in of}
-    assert {loop for loop in loops if loop.startswith(f"{source}:")} <= reached, (
-        "loops without a case"
-    )
-    short = {
-        f"{kernel}: {loop}": turns
-        for kernel, of in found.items()
-        for loop, turns in of.items()
-        if turns < TURNS
-    }
+    own = {loop for loop in loops if loop.startswith(f"{source}:")}
+    assert own <= reached, "loops without a case"
+    each = ((kernel, *one) for kernel, of in found.items() for one in of.items())
+    short = [one for one in each if one[-1] < TURNS]
     assert not short, f"fewer than {TURNS} turns"

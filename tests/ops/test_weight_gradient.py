@@ -19,7 +19,7 @@ from tests.ops.compare import (
     refused,
     weight_format_of,
 )
-from tests.ops.cuda import compare_cuda, run
+from tests.ops.cuda import run
 from tests.ops.products import WAYS, assert_same_bits, multiplied
 from tests.ops.test_input_gradient import (
     COLUMNS,
@@ -27,13 +27,11 @@ from tests.ops.test_input_gradient import (
     MODES,
     OUTPUTS,
     PADDED,
-    by_themselves,
     coded,
-    few_blocks,
     upstream,
     weight_of,
 )
-from tests.ops.tiles import in_one, launches, names
+from tests.ops.tiles import compare_ways, in_one
 from tests.quant.fake import fake_quantize
 
 BLOCK_ROWS = 4096
@@ -71,19 +69,14 @@ def by_autograd(operation):
     weight = operation.weight
     values = weight.values.double().requires_grad_()
     if weight.codes is None:
-        return *torch.autograd.grad(
-            (operation.x.floats.double() @ values.t() * operation.floats).sum(), values
-        ), None
+        total = (operation.x.floats.double() @ values.t() * operation.floats).sum()
+        return *torch.autograd.grad(total, values), None
     clip, given = weight.clip.double().requires_grad_(), operation.floats
     if operation.gradient is not None:
-        given = (
-            operation.gradient.codes.double()
-            * operation.gradient.scale.double()[:, None]
-            / weight.scale.double()
-        )
-    rounded = fake_quantize(
-        values, clip, weight.format.bits, "lsq" if operation.learned_step else "pact"
-    )
+        codes, scale = operation.gradient.codes.double(), operation.gradient.scale.double()
+        given = codes * scale[:, None] / weight.scale.double()
+    method = "lsq" if operation.learned_step else "pact"
+    rounded = fake_quantize(values, clip, weight.format.bits, method)
     product = operation.x.coded.decode().double() @ rounded.t()
     return torch.autograd.grad((product * given[:, : len(values)].double()).sum(), (values, clip))
 
@@ -103,26 +96,21 @@ def test_products_of_floats_are_autograds(mode, rows, learned_step, clips, form)
         assert (found.dclip - exact_clip).abs().max() <= 2e-6 * exact_clip.abs().max() + 5e-5
 
 
+def masked(operation):
+    """Where the gradient goes through."""
+    return operation.weight.values.abs() <= operation.weight.clip[:, None]
+
+
 @pytest.mark.parametrize("rows", [41, 341])
 @pytest.mark.parametrize("learned_step, clips", [(False, None), (True, 1), (True, None)])
-def test_int8_products_are_off_by_one_more_rounding(rows, learned_step, clips):
-    operation = case(rows, learned_step=learned_step, clips=clips)
-    found, expected = compare(operation), on_reference(operation)
-    assert torch.equal(found.dweight, expected.dweight)
+@pytest.mark.parametrize("form", [lambda x: x, by_row])
+def test_int8_products_are_off_by_one_more_rounding(rows, learned_step, clips, form):
+    operation = case(rows, learned_step=learned_step, clips=clips, form=form)
+    found = compare(operation)
+    assert torch.equal(found.dweight, on_reference(operation).dweight)
     exact, _ = by_autograd(operation)
     assert 0 < (found.dweight - exact).norm() < 0.02 * exact.norm()
-    assert not found.dweight[operation.weight.values.abs() > operation.weight.clip[:, None]].any()
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("rows", [1, 41, 341])
-def test_a_scale_for_each_row(rows, way):
-    operation = case(rows, form=by_row)
-    assert_same_bits(operation, way)
-    found, expected = compare(operation), on_reference(operation)
-    assert torch.equal(found.dweight, expected.dweight)
-    exact, _ = by_autograd(operation)
-    assert (found.dweight - exact).norm() < 0.02 * exact.norm()
+    assert not found.dweight[~masked(operation)].any()
 
 
 def test_more_outputs_than_a_block():
@@ -141,7 +129,6 @@ def test_the_rounding_has_no_bias():
     assert (total / 64 - exact).norm() < 0.004 * exact.norm()
 
 
-@by_themselves
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("clips", [None, 1])
 def test_an_empty_batch(mode, clips, compared):
@@ -150,19 +137,14 @@ def test_an_empty_batch(mode, clips, compared):
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_poisoned_row_poisons_the_whole_gradient(value):
-    for operation in (case(41), case(41, form=by_row)):
-        scale = operation.x.coded.scale if operation.x.coded.by_row else operation.gradient.scale
-        scale[40] = value
-        found = compare(operation)
-        assert (
-            found.dweight[operation.weight.values.abs() <= operation.weight.clip[:, None]]
-            .isnan()
-            .all()
-        )
+@pytest.mark.parametrize("form", [lambda x: x, by_row])
+def test_a_poisoned_row_poisons_the_whole_gradient(value, form, compared):
+    operation = case(141, form=form)
+    scale = operation.x.coded.scale if operation.x.coded.by_row else operation.gradient.scale
+    scale[40] = value
+    assert compared(operation).dweight[masked(operation)].isnan().all()
 
 
-@by_themselves
 @pytest.mark.parametrize("mode", ["int8", "float"])
 def test_a_weight_that_is_nan(mode, compared):
     operation = case(7, mode, learned_step=True)
@@ -179,16 +161,18 @@ def test_rows_beyond_the_weight_do_not_count():
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("learned_step", [False, True])
-def test_no_way_to_multiply_changes_a_bit(way, learned_step):
-    assert_same_bits(case(141, learned_step=learned_step, outputs=93, padded=96), way)
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("rows, columns", [(1, 16), (64, 128), (67, 200)])
-def test_tiles_are_rounded_like_rows(rows, columns, way):
+@pytest.mark.parametrize(
+    "rows, options",
+    [
+        (141, {"outputs": 93, "padded": 96}),
+        (141, {"outputs": 93, "padded": 96, "learned_step": True}),
+        *((rows, {"form": by_row}) for rows in (1, 41, 341)),
+        *((rows, {"columns": columns}) for rows, columns in ((1, 16), (64, 128), (67, 200))),
+    ],
+)
+def test_no_way_to_multiply_changes_a_bit(way, rows, options):
     """Of rows and columns that fill tiles, and that do not."""
-    assert_same_bits(case(rows, columns=columns), way)
+    assert_same_bits(case(rows, **options), way)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -197,10 +181,7 @@ def test_a_row_scale_that_is_not_finite_leaves_no_gradient(value, way):
     operation = case(67)
     operation.gradient.scale[66] = value
     with multiplied(*way):
-        found = on_cpu(operation).dweight
-    assert torch.equal(
-        found.isnan(), operation.weight.values.abs() <= operation.weight.clip[:, None]
-    )
+        assert torch.equal(on_cpu(operation).dweight.isnan(), masked(operation))
 
 
 @pytest.mark.parametrize("kernel", tiles.INSTRUCTIONS)
@@ -215,66 +196,25 @@ def test_tiles_do_not_pass_codes_of_rows(kernel, monkeypatch):
     assert called and "lsq_round_columns" not in called
 
 
-@by_themselves
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
-    "rows, learned_step, clips", [(1, False, None), (41, True, 1), (341, True, None)]
+    "mode, dtype", [*((mode, torch.float32) for mode in MODES), *((mode, HALF) for mode in MODES)]
 )
-def test_every_mode_on_cuda(mode, rows, learned_step, clips):
-    operation = case(rows, mode, learned_step=learned_step, clips=clips)
-    found = compare_cuda(operation)
-    if mode == "int8":
+@pytest.mark.parametrize(
+    "rows, options",
+    [
+        (1, {}),
+        (41, {"learned_step": True, "clips": 1}),
+        (341, {"learned_step": True}),
+        (41, {"form": by_row}),
+        # more rows and columns than a warp and a tile hold
+        (141, {"learned_step": True, "columns": 1040, "outputs": 139, "padded": 144}),
+    ],
+)
+def test_every_mode_on_cuda(mode, dtype, rows, options):
+    operation = case(rows, mode, **options)
+    found = compare_ways(operation, dtype)
+    if (mode, dtype) == ("int8", torch.float32):
         assert torch.equal(found.dweight, on_cpu(operation).dweight)
-
-
-@by_themselves
-@pytest.mark.parametrize("mode", ["int8", "float"])
-@pytest.mark.parametrize("rows", [1, 41, 341])
-def test_a_scale_for_each_row_on_cuda(mode, rows):
-    operation = case(rows, mode, form=by_row)
-    found = compare_cuda(operation)
-    assert mode == "float" or torch.equal(found.dweight, on_cpu(operation).dweight)
-
-
-@by_themselves
-@pytest.mark.parametrize("mode", MODES)
-def test_gradients_in_half_precision_on_cuda(mode):
-    compare_cuda(case(41, mode), HALF)
-
-
-@by_themselves
-@pytest.mark.parametrize("mode", ["int8", "float"])
-def test_wide_rows_on_cuda(mode):
-    """More rows and columns than a warp and a tile hold."""
-    compare_cuda(case(141, mode, learned_step=True, columns=1040, outputs=139, padded=144))
-
-
-def test_launches():
-    """Both operands of the int8 product, codes of one, the product, its end: nothing else."""
-    assert names(launches(case(341), None)) == [
-        "lsq_begin_weight_gradient",
-        "lsq_round_transposed",
-        "product",
-        "lsq_project_weight_gradient",
-    ]
-
-
-@by_themselves
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_poisoned_row_poisons_the_whole_gradient_on_cuda(value):
-    operation = case(41)
-    operation.gradient.scale[40] = value
-    found = compare_cuda(operation)
-    assert (
-        found.dweight[operation.weight.values.abs() <= operation.weight.clip[:, None]].isnan().all()
-    )
-
-
-@by_themselves
-@pytest.mark.parametrize("columns, outputs", [(48, 41), (1040, 11)])
-def test_three_turns_on_cuda(columns, outputs, monkeypatch):
-    few_blocks(monkeypatch)
-    turns(columns, outputs)
 
 
 def turns(columns, outputs):
