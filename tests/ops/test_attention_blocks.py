@@ -10,7 +10,7 @@ import torch
 from lsq.native import loader, tiles
 from tests.native.levels import LEVELS, library_of
 from tests.ops.attentions import attention, gradient_of
-from tests.ops.compare import compare, on_cpu
+from tests.ops.compare import compare, empty, on_cpu
 from tests.sampling import in_turn
 
 LONG, MEMORY = (530, 3), (3, 1100)
@@ -116,18 +116,18 @@ def test_a_larger_score_in_a_later_block():
     assert compare(forward).log_sum.max() > 100
 
 
-def test_gradients_of_long_sentences_take_little_memory():
+def test_long_sentences_take_little_memory():
     """4,096 tokens: a matrix of queries times keys would take 64 MiB, and a gradient needs more
     than one."""
     forward = attention((4096,), width=8, heads=1, causal=True)
     backward = gradient_of(attention((8,), width=8, heads=1))
     on_cpu(attention((64,), width=8, heads=1))
     on_cpu(backward)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     forward = on_cpu(forward)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 32 * 1024
     backward.heads, backward.log_sum = forward.heads, forward.log_sum
-    backward.dcontext = torch.randn(4096, 8)
-    one = backward.dq
-    one.floats = one.floats.__class__(name="output", shape=(4096, 24), dtype=torch.float32)
+    backward.dcontext, backward.dq.floats = torch.randn(4096, 8), empty(4096, 24)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     on_cpu(backward)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 32 * 1024
