@@ -1,5 +1,4 @@
-"""Attentions of a few sentences and their gradients, and padded dense attention to compare them
-with."""
+"""Attentions of a few sentences, their gradients, and dense attention to compare with."""
 
 import math
 
@@ -53,11 +52,8 @@ def attention(
     behind=0,
     to=None,
 ):
-    """Self-attention, or cross-attention to the keys of `others`; `to`: a Coded for the context,
-    else floats.
-
-    So many rows of queries and of keys stand `behind` all sentences.
-    """
+    """Self-attention, or cross-attention to keys of `others`; `to`: a Coded for the context;
+    `behind`: rows of queries and of keys behind all sentences."""
     hidden, of_keys, rows = heads * width, heads * width // group, sum(lengths) + behind
     if others is None:
         q = k = values(rows, hidden + 2 * of_keys, coded)
@@ -88,8 +84,7 @@ def attention(
 
 
 def gradient_of(forward: Attention, *, to_rounded=False) -> AttentionGradient:
-    """Its gradient, as floats or rounded, with all sums; `forward` is run by the reference for its
-    log_sum."""
+    """Its gradient, as floats or rounded, with all sums; the reference runs `forward`."""
     heads, asked = forward.heads, []
     for one in (heads.q, heads.k)[: 1 + (heads.q.rows.tensor is not heads.k.rows.tensor)]:
         shape = one.rows.tensor.shape

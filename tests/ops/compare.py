@@ -1,7 +1,7 @@
 """Runs one operation on a backend and compares it with its reference on equal inputs.
 
-Tests declare an operation with real tensors where it reads and `empty` ones where it writes; what
-comes back is the same operation with real tensors everywhere.
+Tests declare operations with real tensors where they read and `empty` ones where they write; what
+comes back has real tensors everywhere.
 """
 
 import dataclasses
@@ -49,10 +49,7 @@ def to_round(
     clipped: bool = True,
     seen: float = 0.25,
 ) -> Coded:
-    """Codes [M, N] that the operation is to write, under a clip.
-
-    `seen`: largest magnitude so far.
-    """
+    """Codes [M, N] to write under a clip; `seen`: largest magnitude so far."""
     packed = -(-rows * columns // 8)
     return Coded(
         format=format_of(bits),
@@ -110,9 +107,7 @@ def dropout_of(probability: float, subsequence: int = 2) -> Dropout | None:
 
 
 def allocated(operation: Operation, make) -> Operation:
-    """`operation` with make(shape, dtype) in the place of every tensor that it is to write, and
-    with copies of the largest magnitudes so far, which it changes.
-    """
+    """`operation` with make(shape, dtype) for tensors to write, and copies of `seen`."""
     seen = {id(leaf.of(operation)) for leaf in operation.leaves() if leaf.path[-1] == "seen"}
 
     def placed(one):
@@ -136,8 +131,7 @@ def on_reference(operation: Operation) -> Operation:
 
 
 def on_cpu(operation: Operation) -> Operation:
-    """Run the CPU's implementation; scratch memory holds NaN, or 85 in every element of
-    integers."""
+    """Run the CPU's implementation; scratch memory holds `scratch_rubbish`."""
     found = allocated(operation, rubbish)
     place = backend("cpu")
     scratch = [
@@ -153,10 +147,7 @@ def scratch_rubbish(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def compare(operation: Operation, exact: bool = False) -> Operation:
-    """Run an operation on the CPU and by its reference, and compare; what the CPU made.
-
-    `exact`: integers and scales must be the same.
-    """
+    """Compare CPU and reference, integers and scales bit by bit if `exact`; what the CPU made."""
     found = on_cpu(operation)
     assert_same(found, on_reference(operation), operation.name, exact)
     return found
@@ -214,8 +205,7 @@ def assert_close(output, wanted, moved, what: str) -> None:
 
 
 def assert_accurate(found, exact, single, what: str = "") -> None:
-    """Error against float64 at most twice that of the float32 PyTorch operation, plus 1e-6 of the
-    magnitude."""
+    """Error at most twice that of PyTorch in float32, plus 1e-6 of the magnitude."""
     error = (found.double() - exact).abs().max().item()
     allowed = 2 * (single.double() - exact).abs().max().item() + 1e-6 * max(
         1.0, exact.abs().max().item()

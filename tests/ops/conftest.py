@@ -17,8 +17,7 @@ def where(request, monkeypatch) -> str:
 
 @pytest.fixture
 def compared(where):
-    """Compare an operation with its reference there; see `compare`, `compare_cuda`, and, for
-    products, `compare_ways`."""
+    """Compare with the reference: `compare`, `compare_cuda`, for products `compare_ways`."""
     if where == "cpu":
         return lambda operation, dtype=torch.float32, exact=False: compare(operation)
     return lambda operation, *options, **more: (

@@ -1,5 +1,4 @@
-"""Adam against torch.optim and fairseq over several steps, and its codes against the quantiser, on
-the CPU and on CUDA."""
+"""Adam against torch.optim and fairseq over several steps; its codes against the quantiser."""
 
 import math
 
@@ -32,8 +31,7 @@ def numbers():
 def step(
     before, now, rounded: Weight | None = None, *, transposed=False, largest=False, factor=0.5
 ) -> Adam:
-    """A step from `before`, see `state`, under the numbers `now`; `largest`: rows are rounded under
-    their largest magnitudes."""
+    """A step from a `state`; `largest`: rows are rounded under their largest magnitudes."""
     if transposed:
         rounded.transposed = empty(*rounded.codes.shape[::-1], dtype=torch.int8)
     shape = before[0].shape

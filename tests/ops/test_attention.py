@@ -1,5 +1,4 @@
-"""Attention over packed rows against padded dense attention in float64, forward and backward, on
-the CPU and on CUDA; and rows that are appended."""
+"""Attention over packed rows against padded dense attention in float64; appended rows."""
 
 import math
 

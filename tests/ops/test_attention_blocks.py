@@ -1,5 +1,4 @@
-"""Attention on the CPU where a sentence has many blocks of queries and keys, and in every library
-that runs here."""
+"""Attention on the CPU with many blocks of queries and keys, and in every library."""
 
 import math
 import resource
@@ -14,10 +13,7 @@ from tests.ops.compare import compare, empty, on_cpu
 from tests.sampling import in_turn
 
 LONG, MEMORY = (530, 3), (3, 1100)
-"""Two blocks of keys; three, of which the queries of the first sentence see none.
-
-Going backward, 530 keys are one.
-"""
+"""Two blocks of keys; three, of which queries of the first sentence see none."""
 CASES = [
     {},
     {"causal": True, "dropout": 0.2},
@@ -45,8 +41,7 @@ WAYS = [
 
 @pytest.fixture(params=WAYS, ids="-".join)
 def level(request):
-    """Runs the loops of one library after the other, by one kind of instructions after the
-    other."""
+    """Runs the loops of each library, by each kind of instructions."""
     name, kind = request.param
     with library_of(name):
         loader.call("lsq_limit_attention", tiles.INSTRUCTIONS[kind])
@@ -71,8 +66,7 @@ def test_short_sentences(options, level):
 
 
 def test_products_of_codes_are_exact(level):
-    """With one key, the logarithm of the sum is the score; the sum of 128 squares of 127 takes 21
-    bits."""
+    """With one key, the log_sum is the score; the sum of 128 squares of 127 takes 21 bits."""
     forward = attention((1,) * 40, width=128, heads=2)
     heads = forward.heads
     columns = (slice(one.column, one.column + 256) for one in (heads.q, heads.k))
@@ -84,10 +78,7 @@ def test_products_of_codes_are_exact(level):
 
 
 def test_many_small_probabilities_count(level):
-    """2,047 keys of 1 % of the probability, and values that make them 40 % of the context.
-
-    Each probability is off by up to 2^-24 of the largest, and here all by the same.
-    """
+    """2,047 keys of 1 % of the probability, with values that make 40 % of the context."""
     forward = attention((2048,), width=16, heads=1)
     heads = forward.heads
     codes = heads.q.rows.coded.codes

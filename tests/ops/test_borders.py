@@ -1,5 +1,4 @@
-"""What crosses the border of a program as it is: bfloat16 on the CPU, and weights [inputs, outputs]
-on the CPU and on CUDA."""
+"""What crosses a program's border: bfloat16 on the CPU, and weights [inputs, outputs]."""
 
 import dataclasses
 import math

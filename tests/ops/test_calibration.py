@@ -1,5 +1,4 @@
-"""The search for the clip of least error against lsq.quant's, on CUDA with the CPU's bits, and the
-calibration of many tensors."""
+"""The search for the clip of least error against lsq.quant's; calibration of many tensors."""
 
 import pytest
 import torch
@@ -92,8 +91,7 @@ def of_many_kinds(rows: int, columns: int) -> torch.Tensor:
 @pytest.mark.parametrize("bits", [2, 4, 8])
 @pytest.mark.parametrize("factor", [0.9, 1.0, 1.1])
 def test_the_error_near_a_clip_of_before_is_as_small_as_anew(factor, bits):
-    """To 2 % on average: roundings of 768 values may be lucky, and there are 22 chances instead of
-    131."""
+    """To 2 % on average: roundings of 768 values may be lucky, with 22 chances, not 131."""
     x = of_many_kinds(60, 768)
     anew = quant.octav_clip(x, bits, per_channel=True)
     found = compare(clip_of(x, bits, before=factor * anew)).clip

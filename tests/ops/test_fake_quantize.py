@@ -1,5 +1,4 @@
-"""Decoded values against the format's own encode and decode, bit by bit, and their gradients, on
-the CPU and on CUDA."""
+"""Decoded values against the format's own encode and decode, and their gradients."""
 
 import pytest
 import torch
@@ -38,8 +37,7 @@ SHAPES = ((7, 37), (64, 96), (1, 1), (33, 48), (5, 8))
 
 
 def values(shape: tuple[int, int], special: bool) -> torch.Tensor:
-    """With zeros, a row of zeros, and, if special, a NaN, an infinity and a column of tiny
-    values."""
+    """With a row of zeros; `special`: NaN, infinity and a column of tiny values."""
     generator = torch.Generator().manual_seed(shape[0])
     x = torch.randn(shape, generator=generator) * 3
     x[torch.rand(shape, generator=generator) < 0.05] = 0.0

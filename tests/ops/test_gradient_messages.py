@@ -1,5 +1,4 @@
-"""Gradient messages: layouts; the references of operations against numpy, value by value; and loops
-and kernels against the references, bit by bit."""
+"""Gradient messages: references against numpy; loops and kernels against references."""
 
 import math
 

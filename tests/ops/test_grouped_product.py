@@ -1,5 +1,4 @@
-"""Products of codes with scales of groups by every instruction, against float64 and bit by bit
-against each other; weights that are packed for them."""
+"""Products of codes with scales of groups, by every instruction; packed weights."""
 
 import math
 
@@ -140,8 +139,7 @@ def encoded(x: torch.Tensor, name: str, group: int) -> FakeQuantize:
 
 
 def check_projection(rows, columns, inner, names, *, bias=True, end=None, in_out=False) -> None:
-    """That of codes is the reference's, and that of decoded values, but for how floats are
-    summed."""
+    """Of codes: as the reference, and as decoded values, but for sums of floats."""
     torch.manual_seed(rows)
     group = common_group(*map(scaled_format, names))
     weight = weight_of(columns, inner, names[0], group, in_out=in_out)

@@ -1,5 +1,4 @@
-"""ProjectInputGradient against autograd through a straight-through composite in float64, on the
-CPU and on CUDA."""
+"""ProjectInputGradient against autograd through a straight-through composite in float64."""
 
 import dataclasses
 import math
@@ -58,8 +57,7 @@ def coded(x, clip=1.2, *, bits=8, learned_step=False):
 
 
 def upstream(mode, weight, rows):
-    """The fields that hold the gradient of the product: rounded, or floats [M, P], or [M, N] in
-    float mode."""
+    """Fields with the gradient of the product: rounded, or floats [M, P or N]."""
     if mode == "float mode":
         return {"floats": torch.randn(rows, len(weight.values))}
     floats = torch.randn(rows, len(weight.codes))
@@ -99,8 +97,8 @@ def case(
     rest=True,
     padded=PADDED,
 ):
-    """(operation, y before the activation); `rest`: sums are wanted as well; of a weight [padded -
-    3, columns]."""
+    """(operation, y before the activation); `rest`: sums are wanted; weight [padded - 3,
+    columns]."""
     bits = 4 if learned_step else 8
     weight = weight_of(padded - 3, columns, clips=clips, bits=bits, padded=padded)
     y, mask = torch.randn(rows, columns), dropout_of(dropout)

@@ -1,5 +1,4 @@
-"""What kept words add to both gradients of a loss, and what rounding then leaves of these
-gradients, on the CPU and on CUDA."""
+"""What kept words add to both gradients of a loss, and what rounding leaves of these."""
 
 import dataclasses
 
@@ -119,8 +118,7 @@ def test_padding_has_no_gradient(compared):
 
 
 def gradients(loss, split: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """dx and dweight of codes by all operations of a backward pass; `split`: the target is no
-    code."""
+    """dx and dweight by a whole backward pass; `split`: with kept words."""
     given = loss.prediction
     found = on_cpu(loss if split else dataclasses.replace(loss, kept=None))
     rounded = on_cpu(rounded_rest(found, 0.5)).rounded

@@ -25,9 +25,7 @@ from tests.ops.compare import (
 )
 from tests.ops.products import multiplied
 
-LONG = gemm.LARGEST_INNER + 24
-"""A multiple of 16, as CUDA takes it, and of no larger power of two; two parts that are not equal.
-"""
+LONG = gemm.LARGEST_INNER + 24  # Two parts that are not equal.
 ROWS, COLUMNS = 5, 48
 WAYS = [("plain", 0), *((kernel, 32) for kernel in tiles.INSTRUCTIONS if kernel != "plain")]
 

@@ -18,8 +18,7 @@ from tests.sampling import first, in_turn
 
 
 def plain_words(rows, words, best, asked, *, every=False, inner=64, spread=127) -> NextWords:
-    """For CUDA. With few different codes, and scales that are all the same, where `spread` is
-    small: many logits are equal."""
+    """For CUDA. Of small `spread`, with equal scales: many logits are equal."""
     torch.manual_seed(rows + words)
     padded = -(-words // 16) * 16
     codes = torch.randint(-spread, spread + 1, (padded, inner), dtype=torch.int8)

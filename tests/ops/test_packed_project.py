@@ -1,5 +1,4 @@
-"""PackedWeight, and the operations that read one: the integers of Project, for every instruction,
-few rows and many, 8 bits and 4."""
+"""PackedWeight and PackedProject: the integers of Project, for every instruction."""
 
 import ctypes
 from pathlib import Path

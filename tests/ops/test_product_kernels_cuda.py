@@ -1,5 +1,4 @@
-"""Kernels that multiply codes and apply the epilogue of an operation in one: exact against the CPU
-by every tile, and what they take of a GPU's memory, banks and registers."""
+"""Kernels for product and epilogue: exact by every tile; traffic, banks and registers."""
 
 import math
 import shutil
@@ -148,8 +147,7 @@ def test_every_code_of_int4_under_every_multiplier():
 
 
 def test_int4_is_read_as_it_is_stored():
-    """16 bytes and a multiplier for 32 values, and what of a row's last word belongs to the next
-    step."""
+    """16 bytes and a multiplier for 32 values; a row's last word belongs to two steps."""
     rows, inner, outputs = 16, 512, 128
     stored, _ = int4_and_int8(inner, outputs)
     operation = rounded(rows, inner, outputs, weight=stored)
@@ -305,8 +303,7 @@ def loss_turns():
     "tile, rows, vocabulary, padded", with_tiles([(1, 2, 16), (41, 270, 272), (130, 129, 144)])
 )
 def test_every_tile_of_logits(tile, rows, vocabulary, padded):
-    """What the gradient is does not depend on the tile; sums of a row are added up in the order of
-    its tiles."""
+    """Gradients do not depend on tiles; sums of a row are added in the order of tiles."""
     operation = of_codes(rows, vocabulary, padded)
     operation.prediction.target[-1] = vocabulary - 1
     found, host = loss_by(tile, operation), on_cpu(operation)
@@ -360,8 +357,7 @@ def test_a_row_of_logits_that_is_not_finite_has_no_codes():
 
 
 def words_turns():
-    """Three steps along the inner dimension and more, all rows of a tile's quarter, many parts,
-    groups and words."""
+    """Three steps along the inner dimension, a tile's quarter, many parts and groups."""
     for tile in ALL:
         in_one(plain_words(150, 290, 3, 1, inner=272), tile, exact=False)
     in_one(plain_words(3, 16440, 100, 20, every=True, inner=16), SMALL, exact=False)
@@ -369,8 +365,7 @@ def words_turns():
 
 
 def test_launches():
-    """A weight that does not come transposed, products, sums; all rows and words at once; codes of
-    rows have a product by itself."""
+    """Nothing is launched that is not needed."""
     back, _ = input_case(41)
     product = "lsq_input_gradient_product"
     assert names(launches(back, SMALL)) == ["lsq_transpose_codes", product, "lsq_finish_own_sums"]

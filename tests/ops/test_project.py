@@ -1,5 +1,4 @@
-"""Project on the CPU and on CUDA: exact integers, every end, blocks of rows, accuracy of
-activations, NaN."""
+"""Project: exact integers, every end, blocks of rows, accuracy of activations, NaN."""
 
 import itertools
 import math
@@ -218,8 +217,7 @@ def test_nan_poisons_the_result(poisoned, activation, value, where, compared):
 
 @pytest.mark.parametrize("row, error", [(0, True), (BLOCK_ROWS + 8, True), (BLOCK_ROWS + 8, False)])
 def test_nan_in_any_block_of_rows_poisons_the_scale(row, error):
-    """Of sums nothing is NaN by itself, so that the factor is infinite, which makes NaN of a sum of
-    0."""
+    """Sums are never NaN; an infinite factor makes NaN of a sum of 0."""
     operation = rounded_project(BLOCK_ROWS + 9, bias=None, error=error)
     operation.x.tensor[:, 0] = operation.weight.codes[:, 0] = 1
     operation.x.tensor[:, 1:] = 0

@@ -1,5 +1,4 @@
-"""ResidualNorm against torch's layer_norm and rms_norm in float64, every part left out in turn, on
-the CPU and on CUDA."""
+"""ResidualNorm against torch's norms in float64, every part left out in turn."""
 
 import copy
 import functools
@@ -43,8 +42,7 @@ def sum_of(residual, update=None, dropout=0.0) -> ResidualSum:
 def sum_gradient(
     forward: ResidualSum, *, normed=True, rounds=False, direct=True
 ) -> ResidualSumGradient:
-    """Of a sum that was computed; `direct`: z has a gradient of its own, which it must where there
-    is no norm."""
+    """Of a computed sum; `direct`: z has its own gradient, as it must without a norm."""
     rows, columns = forward.residual.shape
     updated = forward.update is not None
     return ResidualSumGradient(
@@ -63,8 +61,7 @@ COLUMNS, CLIP = 48, 1.6
 def norm(
     residual, update=None, *, kind="layer", rounds=False, keeps=False, dropout=0.0, **rounding
 ) -> ResidualNorm:
-    """LayerNorm, RMSNorm ("rms") or the sum alone (None) of `residual` [M, H], with everything
-    written that can be; rounding: see `to_round`."""
+    """LayerNorm, RMSNorm ("rms") or the sum alone (None); rounding: see `to_round`."""
     rows, columns = residual.shape
     made = ResidualNorm(sum=sum_of(residual, update, dropout))
     if kind is not None:
@@ -80,8 +77,7 @@ def norm(
 
 
 def norm_gradient(forward: ResidualNorm, **options) -> ResidualNormGradient:
-    """Of a norm that was computed, for random gradients of its results; options: see
-    `sum_gradient`."""
+    """Of a computed norm, for random gradients; options: see `sum_gradient`."""
     rows, columns = forward.sum.residual.shape
     normed = forward.weight is not None
     kept = {"z": forward.sum.z, "mean": forward.mean} if normed else {}

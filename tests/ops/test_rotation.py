@@ -32,8 +32,7 @@ def table(rotated: int) -> torch.Tensor:
 
 
 def rotate(rows=41, *, width=16, rotated=None, queries=4, keys=2, normed=False, to=None) -> Rotate:
-    """Of random projections, places and weights; `to`: the clip under which they are rounded, else
-    floats."""
+    """Of random projections and positions; `to`: the clip of codes, else floats."""
     columns, norms = (queries + 2 * keys) * width, None
     if normed:
         weights = {name: 1 + 0.2 * torch.randn(width) for name in ("query", "key")}
@@ -54,8 +53,7 @@ def rotate(rows=41, *, width=16, rotated=None, queries=4, keys=2, normed=False, 
 
 
 def gradient_of(forward: Rotate, *, to_rounded=False) -> RotateGradient:
-    """For a random gradient, as floats or rounded, with all sums; `forward` is run by the reference
-    for its rstd."""
+    """For a random gradient, as floats or rounded; the reference runs `forward`."""
     shape, width = forward.x.shape, forward.rotation.width
     found = {"rounded": to_round_by_row(*shape)} if to_rounded else {"floats": empty(*shape)}
     more = {}
@@ -152,8 +150,7 @@ def test_codes_are_the_references():
 
 
 def test_scores_depend_on_distances_alone():
-    """Queries and keys that all are alike: q k^T is constant along each diagonal (Su et al. 2021,
-    equation 16)."""
+    """q k^T of equal rows is constant along diagonals (Su et al. 2021, equation 16)."""
     forward = rotate(PLACES, width=32, queries=1, keys=1)
     forward.x[:] = forward.x[0]
     forward.rotation.positions = torch.arange(PLACES)

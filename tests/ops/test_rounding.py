@@ -1,5 +1,4 @@
-"""Round, RoundWeight, RoundGradient and Add on the CPU and on CUDA: codes, packed bits, NaN, and
-every odd length."""
+"""Round, RoundWeight, RoundGradient and Add: codes, packed bits, NaN, every odd length."""
 
 import math
 
@@ -23,8 +22,8 @@ def round_of(x, clip=CLIP, **options):
 
 
 def weight_of(values, clip, rows, bits=8, *, transposed=False, in_out=False, absmax=False):
-    """A weight [N, K], or [K, N] if `in_out`, to be rounded, padded to `rows` rows, with its codes
-    in both layouts on a GPU; `absmax`: under the largest magnitude of each row."""
+    """To round a weight [N, K], or [K, N] if `in_out`, padded to `rows` rows; `absmax`: under the
+    largest magnitude of each row."""
     outputs, inputs = values.shape[::-1] if in_out else values.shape
     weight = Weight(
         format=WEIGHT_FORMATS["int8"](bits, Grain.ROW if clip.numel() > 1 else Grain.TENSOR),
@@ -70,8 +69,7 @@ def test_the_reference_is_the_quantiser(bits):
 )
 @pytest.mark.parametrize("rows, columns", [(1, 2053), (24, 40)])
 def test_codes_are_those_of_a_division(clip, rows, columns):
-    """Next to the borders between codes and to the clip, where a quotient that is off by a bit
-    rounds otherwise."""
+    """Next to borders between codes and to the clip, where a quotient off by a bit differs."""
     border = (torch.randint(-127, 128, (rows, columns)) - 0.5) * (torch.tensor(clip) / 127)
     bits = border.view(torch.int32) + torch.randint(-2, 3, (rows, columns), dtype=torch.int32)
     near = bits.view(torch.float32)
@@ -229,8 +227,7 @@ def test_add(shape, dtype, compared):
 
 
 def turns(columns):
-    """Three turns of each loop where two blocks stride: rows of a weight, its padding, and rows of
-    a gradient."""
+    """Three turns of each loop: rows of a weight, its padding, rows of a gradient."""
     for rows, padded in ((41, 48), (1, 41)):
         values = torch.randn(rows, columns)
         values[-1, 5] = math.nan

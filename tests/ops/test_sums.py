@@ -1,5 +1,4 @@
-"""Sums over rows that operations leave in parts, and scales that are written before anything is
-rounded."""
+"""Sums over rows that operations leave in parts, and scales that are started first."""
 
 import math
 
@@ -68,8 +67,7 @@ def test_totals():
 
 
 def test_many_kinds_at_once_on_cuda():
-    """Fewer and more rows and columns than a block takes, one sum to three, with a clip and
-    without."""
+    """Few and many rows and columns, one sum to three, with a clip and without."""
     given = [
         parts(1, 16, 1),
         parts(256, 104, 3),
@@ -90,8 +88,7 @@ def test_many_kinds_at_once_on_cuda():
     ],
 )
 def test_a_pass_is_finished_at_its_end(options):
-    """All gradients are what they are where each operation finishes its own sums, as on the
-    CPU."""
+    """Gradients are those of operations that finish their own sums."""
     given = config_of(**options), SENTENCES, SOURCE
     left, own = (programs.decoder_layer(*given, mode_on(one)) for one in (Leaving(), Reference()))
     names, count = [operation.name for operation in left.operations], len(own.operations)

@@ -54,8 +54,7 @@ from tests.quant import test_int4
 
 BLOCKS, TURNS = 2, 3
 FEW, WIDE = (41, 48), (11, 1040)
-"""Rows and columns with three turns of two blocks, the last of them not full: of rows in a warp,
-and in four."""
+"""Rows and columns with three turns of two blocks: of rows in a warp, and in four."""
 
 
 def adam_steps():
@@ -83,8 +82,7 @@ def messages():
 
 
 def nan_in_each_turn(x):
-    """Copies of x [M, N] with a NaN that the first turn of a block meets, the second, and the
-    last."""
+    """Copies of x [M, N] with a NaN in the first turn of a block, the second, the last."""
     for row in (0, x.shape[0] // 2, x.shape[0] - 1):
         poisoned = x.clone()
         poisoned[row, 5] = math.nan
@@ -140,8 +138,7 @@ def float_operands():
 
 
 def transposition():
-    """Runs of 114 rows, which 32 at a time are read; the largest magnitudes of 16 runs, 2 at a
-    time."""
+    """Runs of 114 rows, 32 at a time; largest magnitudes of 16 runs, 2 at a time."""
     for tile in (128, 16):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(weight_gradient_cuda, "TILE", tile)
@@ -158,10 +155,8 @@ def sums():
 
 
 def attentions():
-    """Tiles of one sentence in three turns, and sentences among which three steps of a search find
-    a tile's; three tiles of queries that all see one of keys, a few columns at a time; three heads
-    of queries that share keys.
-    """
+    """Three tiles of a sentence, three steps of the search for a tile's sentence, three tiles of
+    queries that see one of keys, three heads of queries that share keys."""
     for width, others in (
         (8, None),
         (64, (40, 0, 9, 140, 2)),

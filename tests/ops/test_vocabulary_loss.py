@@ -1,5 +1,4 @@
-"""VocabularyLoss against fairseq's loss in float64, with its gradient, padded words and blocks of
-rows, on the CPU, on CUDA and in a program."""
+"""VocabularyLoss against fairseq's in float64, its gradient, padded words, blocks of rows."""
 
 import dataclasses
 import math
@@ -139,8 +138,7 @@ def test_codes_with_padded_words(rows, vocabulary, padded, smoothing, compared):
 @pytest.mark.parametrize("sharpness", [0.0, 0.01, 1.0, 30.0])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.9])
 def test_the_bound_is_one_and_close(sharpness, smoothing, runs):
-    """Where the largest gradient is the target's and where not: even and peaked, little and much
-    smoothing."""
+    """Where the largest gradient is the target's and where not."""
     operation = of_codes(341, 300, 304, smoothing)
     given = operation.prediction
     given.weight.scale[:300] *= 10 ** torch.linspace(-3, 1, 300)[torch.randperm(300)]
@@ -156,8 +154,7 @@ def test_the_bound_is_one_and_close(sharpness, smoothing, runs):
 
 
 def test_a_certain_target_does_not_coarsen_the_others():
-    """The gradient of a target that is all but certain is small; its probability must not be the
-    bound."""
+    """A certain target has a small gradient; its probability must not be the bound."""
     operation = of_codes(41, 33, 48, smoothing=0.0)
     given = operation.prediction
     given.x.coded.scale *= 4.0
@@ -223,8 +220,7 @@ def test_a_poisoned_scale_reaches_loss_and_row_scales(value, compared):
 
 
 def test_a_word_that_cannot_be(runs):
-    """Logits of -infinity, in a vector of their own as well: probability and gradient 0, the loss
-    of the others untouched."""
+    """Logits of -infinity, in a vector of their own as well."""
     x, weight, target = operands(7, 96)
     words = [9, *range(16, 24)]
     target[:] = 4

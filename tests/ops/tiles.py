@@ -49,9 +49,8 @@ TARGETS = [
 
 
 def with_tiles(sizes: Sequence[tuple[int, ...]]) -> list:
-    """Parameters (tile, *size): tiles that have every number of rows, columns and stages, each with
-    one of the sizes in turn; the rest in the thorough tests.
-    """
+    """Parameters (tile, *size): tiles of every rows, columns and stages, each with a size in turn;
+    the rest in the thorough tests."""
     found, turns = [], itertools.count()
     for tile in (*TILES, *WARPGROUPS):
         turn = None if tile in ALIKE else next(turns) % len(sizes)
