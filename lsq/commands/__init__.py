@@ -15,7 +15,7 @@ COMMANDS = {
     "sensitivity": "what each layer costs in loss in each number format: which bits where",
     "doctor": "what this machine can do, and what to install for more",
     "tune": "find the fastest way to run each matrix product on this GPU",
-    "configs": "files of tuned products: list, show, verify, export",
+    "configs": "files of tuned products: list, show, verify",
     "user-dir": "print the folder for fairseq's --user-dir",
 }
 """Name -> help. The module, with _ for -, is imported when the command runs: fairseq takes seconds

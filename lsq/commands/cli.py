@@ -18,10 +18,8 @@ from lsq.commands.interruption import name_of
 from lsq.commands.options import HELP, near, shortened
 
 FAIRSEQ = ("fairseq", "fairseq_cli", "omegaconf")
-"""fairseq, and the library that holds its options."""
 
 OUT_OF_MEMORY = re.compile("can't allocate memory|out of memory")
-"""In PyTorch's words."""
 
 PATHS = {
     FileNotFoundError: "is not there; check the path",
@@ -31,11 +29,9 @@ PATHS = {
         "may not be read or written by this user; change its permissions, or name another"
     ),
 }
-"""What is wrong with the path that the system refused."""
 
 
 def parser() -> argparse.ArgumentParser:
-    """Make the parser up to the name of the subcommand, which parses the rest by itself."""
     width = max(map(len, COMMANDS))
     listed = "\n".join(f"  {name:{width}}  {text}" for name, text in COMMANDS.items())
     made = argparse.ArgumentParser(
@@ -79,7 +75,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _reader_has_gone() -> bool:
-    """Whether standard output is a pipe that nobody reads any more."""
     poll = select.poll()
     poll.register(sys.__stdout__, 0)
     return any(event & select.POLLERR for _, event in poll.poll(0))
@@ -118,8 +113,7 @@ def _run(arguments: list[str] | None) -> int:
 
 
 def describe(error: BaseException) -> tuple[int, str | None]:
-    """Return (exit status, message in one line); without a message for a fault of lsq's, and what
-    has been reported."""
+    """Return (exit status, message in one line); no message for faults of lsq's."""
     message = _line(error)
     if isinstance(error, KeyboardInterrupt):
         return 128 + signal.SIGINT, f"stopped by {name_of(signal.SIGINT)}"
@@ -158,8 +152,7 @@ def _line(error: BaseException) -> str:
 
 
 def _of_fairseq(error: BaseException, message: str) -> tuple[int, str | None]:
-    """`describe` what fairseq's own code raised: it refuses options in many ways, or fails on
-    them."""
+    """Describe an error of fairseq's own code, which refuses options in many ways."""
     frames = traceback.walk_tb(error.__traceback__)
     modules = [frame.f_globals["__name__"].partition(".")[0] for frame, _ in frames]
     modules = [module for module in modules if module != "ast"]  # fairseq reads options as Python

@@ -1,9 +1,7 @@
 """`lsq compare`: what int8 loses with your data and options, by paired trainings.
 
-All trainings of a seed begin with the same weights and see the same batches and dropout masks.
-Float is trained twice, the second time with a learning rate that differs in its last bit: such
-trainings part as those do whose sums are added in another order, and how far says which difference
-means something.
+Trainings of a seed share weights, batches and dropout masks. Float is trained twice, with learning
+rates that differ in the last bit: how far these part says which difference means something.
 """
 
 import json
@@ -12,7 +10,6 @@ import re
 import shlex
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Annotated
@@ -29,32 +26,18 @@ from lsq.study.tables import fitted
 
 FLOAT, AGAIN = "float", "float-again"
 LAST_BIT = 1 + 2**-23
-"""What the learning rate of AGAIN is multiplied by."""
 STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}
-"""By numbers of seeds: standard errors that chance exceeds in one of 20 cases (Student's t,
-two-sided)."""
+"""Number of seeds -> standard errors exceeded by chance once in 20 cases (Student's t)."""
 SET_HERE = "--mode", "--seed", "--name", "--prepare-only"
-"""Options of `lsq train-text` that users do not give."""
 NOT_AFTER = "--lr", "--arch", "-a", "--lsq-mode", "--max-update", *SET_HERE
-"""Options of fairseq that would put out what differs between the trainings."""
+"""Options that would override the differences between the trainings."""
 FILES = "differences.json", "differences.png"
 REMEDY = "choose another --output, or delete the trainings that are there with --overwrite"
 WINDOWS = 10
-"""Where --log-every is not given."""
 SIDE = re.compile("[a-z][a-z0-9_.-]*")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Side:
-    """What differs from one training to another with the same seed."""
-
-    name: str
-    options: list[str]
-    """Of `lsq train-text`."""
-
-
 def seed(text: str) -> int:
-    """Convert --seeds."""
     if not text.isdecimal() or int(text) >= 2**32:
         raise ArgumentTypeError(f"{text!r} is no seed; it must be a number from 0 to 4294967295")
     return int(text)
@@ -76,28 +59,19 @@ class Options(Namespace):
     """threads of each training"""
 
 
-def sides_of(given: list[str], shared: Namespace) -> list[Side]:
-    """Return float first, by lsq's own model, then float once more, then what the user wants;
-    ValueError if a name or options are no such, or a name is given twice.
-
-    Args:
-        given: NAME=OPTIONS each.
-        shared: the options of all trainings.
-    """
+def sides_of(given: list[str], shared: Namespace) -> dict[str, list[str]]:
+    """Return options of float, float once more, and the user's sides, by name; ValueError."""
     in_float = ["--mode", "float", "--arch", shared.arch or ARCHITECTURE]
-    found = [
-        Side(name=FLOAT, options=in_float),
-        Side(name=AGAIN, options=[*in_float, "--lr", repr(shared.lr * LAST_BIT)]),
-    ]
+    sides = {FLOAT: in_float, AGAIN: [*in_float, "--lr", repr(shared.lr * LAST_BIT)]}
     for text in given or ["int8=--mode int8"]:
         name, equals, options = text.partition("=")
-        if not equals or not SIDE.fullmatch(name) or name in (side.name for side in found):
+        if not equals or not SIDE.fullmatch(name) or name in sides:
             raise ValueError(
                 f"--side {text!r} must be NAME=OPTIONS, with a new name of small letters, digits, _"
                 " . and - each time"
             )
         try:
-            words = shlex.split(options)
+            sides[name] = words = shlex.split(options)
         except ValueError as error:
             raise ValueError(f"--side {name}: {error}") from error
         for option in (*SET_HERE[1:], "--output", "--updates", "--help", "-h"):
@@ -105,8 +79,7 @@ def sides_of(given: list[str], shared: Namespace) -> list[Side]:
                 raise ValueError(
                     f"--side {name}: {option} is no difference between sides; leave it out"
                 )
-        found.append(Side(name=name, options=words))
-    return found
+    return sides
 
 
 def run(arguments: list[str]) -> int:
@@ -133,28 +106,25 @@ def run(arguments: list[str]) -> int:
     if not is_given("--log-every", common):
         common += ["--log-every", str(max(1, shared.updates // WINDOWS))]
     sides = sides_of(given.side, shared)
-    runs = {}
-    for seed in dict.fromkeys(given.seeds):
-        for side in sides:
-            named = ["--seed", str(seed), "--name", f"{side.name}-{seed}"]
-            words = [*common, *side.options, *named, *extra]
+    runs, seeds = [], list(dict.fromkeys(given.seeds))
+    for seed in seeds:
+        for name, options in sides.items():
+            named = ["--seed", str(seed), "--name", f"{name}-{seed}"]
+            runs.append([*common, *options, *named, *extra])
             # refuses mistakes before anything is trained
-            text_run.check_folder(*train_text.parsed(words), REMEDY)
-            runs[side.name, seed] = words
+            text_run.check_folder(*train_text.parsed(runs[-1]), REMEDY)
     made = Stage(name="comparison", folder=shared.output / "comparison", makes=FILES)
     made.check_own()
     with locked_folder(made.folder, "choose another --output"):
-        for words in runs.values():
+        for words in runs:
             run_lsq(["train-text", *words], threads=given.threads)
         made.mark({}, finished=False)
-        names, seeds = [side.name for side in sides], list(dict.fromkeys(given.seeds))
-        report(shared.output, names, seeds, made.folder)
+        report(shared.output, list(sides), seeds, made.folder)
     return 0
 
 
 def report(output: Path, names: list[str], seeds: list[int], folder: Path) -> None:
-    """Print the differences of the finished runs of these sides and seeds, and write FILES into a
-    folder."""
+    """Print the differences of the finished runs of these sides and seeds, and write FILES."""
     curves, results = {}, {}
     for run in ((name, seed) for name in names for seed in seeds):
         path = output / "{}-{}".format(*run)
@@ -172,11 +142,7 @@ def report(output: Path, names: list[str], seeds: list[int], folder: Path) -> No
         (f"validation after {validated}", 4, lambda run: curves[run].validation[validated]),
         ("BLEU", 2, lambda run: results[run]["bleu"]),
         ("chrF", 2, lambda run: results[run]["chrf"]),
-        (
-            "seconds an update",
-            3,
-            lambda run: results[run]["training_seconds"] / results[run]["updates"],
-        ),
+        ("seconds an update", 3, lambda run: seconds_an_update(results[run])),
     ]
     differences = {
         title: {
@@ -206,8 +172,11 @@ def report(output: Path, names: list[str], seeds: list[int], folder: Path) -> No
     say(f"The differences are in {folder}: {FILES[1]}, {FILES[0]}; the trainings are beside it")
 
 
+def seconds_an_update(results: dict) -> float:
+    return results["training_seconds"] / results["updates"]
+
+
 def spread(values: list[float], digits: int) -> str:
-    """Mean and standard error in figures."""
     error = f" ± {stdev(values) / math.sqrt(len(values)):.{digits}f}" if len(values) > 1 else ""
     return f"{mean(values):+.{digits}f}{error}"
 
@@ -215,7 +184,7 @@ def spread(values: list[float], digits: int) -> str:
 def verdict(
     name: str, ended: dict[str, list[float]], differences: dict[str, dict], windows: int
 ) -> str:
-    """What the figures say of a side, in a sentence."""
+    """Say in a sentence what the figures mean."""
     found, count = mean(ended[name]), len(ended[name])
     if count == 1:
         floor = max(
@@ -242,8 +211,7 @@ def verdict(
 def draw(
     differences: dict[str, dict[str, list[float]]], windows: list[int], names: list[str], path: Path
 ) -> None:
-    """Draw the differences of training losses over updates: a pale line for each seed, a strong one
-    for the mean."""
+    """Draw the differences of training losses: a pale line for each seed, a strong mean."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
@@ -253,20 +221,11 @@ def draw(
         color = "0.5" if name == AGAIN else f"C{number - 1}"
         for seed in zip(*(one[name] for one in of_windows), strict=True):
             axes.plot(windows, seed, color=color, alpha=0.35, linewidth=1)
-        axes.plot(
-            windows,
-            [mean(one[name]) for one in of_windows],
-            color=color,
-            label=name,
-            marker="o",
-            markersize=3,
-        )
+        means = [mean(one[name]) for one in of_windows]
+        axes.plot(windows, means, color=color, label=name, marker="o", markersize=3)
     axes.axhline(0, color="black", linewidth=0.8)
-    axes.set(
-        xlabel="updates",
-        ylabel=f"bits a token above {FLOAT}",
-        title="Training losses, paired by seed",
-    )
+    title = "Training losses, paired by seed"
+    axes.set(xlabel="updates", ylabel=f"bits a token above {FLOAT}", title=title)
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=120)

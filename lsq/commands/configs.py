@@ -5,9 +5,9 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from lsq.commands.options import check_writable, command_parser, one_line_errors
+from lsq.commands.options import command_parser, one_line_errors
 from lsq.commands.tune import gpu_trials
-from lsq.gemm import configuration_file, lookup
+from lsq.gemm import configuration_file
 from lsq.gemm.configuration import CublasConfiguration, Entry, TileConfiguration
 from lsq.gemm.configuration_file import ConfigurationFile, Validators, difference
 from lsq.gemm.tuner.trial import entry_fault
@@ -23,7 +23,6 @@ ACTIONS = {
     "list": "all files, and whether they are used here",
     "show": "the content of a file",
     "verify": "run every entry of a GPU's file once, and compare with exact arithmetic",
-    "export": "write the entries that are in use here as one file",
 }
 
 
@@ -32,7 +31,6 @@ class Options(Namespace):
 
 
 def parser() -> ArgumentParser:
-    """Make the parser of `lsq configs`."""
     result = command_parser("configs", Options)
     actions = result.add_subparsers(dest="action", required=True, metavar="ACTION")
     made = {name: actions.add_parser(name, help=text) for name, text in ACTIONS.items()}
@@ -41,8 +39,6 @@ def parser() -> ArgumentParser:
     for name in ("show", "verify"):
         made[name].add_argument("file", type=Path, metavar="FILE.json")
     made["verify"].add_argument("--quiet", action="store_true", help="no progress bar")
-    path = "a file, or a folder, where it is named after the device"
-    made["export"].add_argument("output", type=Path, metavar="PATH", help=path)
     return result
 
 
@@ -51,14 +47,11 @@ def run(arguments: list[str]) -> int:
     given = parser().parse_args(arguments)
     if given.action == "verify":
         return verify(given.file, quiet=given.quiet)
-    if given.action == "export":
-        return export(given.output)
     print(list_files() if given.action == "list" else show(configuration_file.read(given.file)))
     return 0
 
 
 def _gpu() -> Validators | str:
-    """Return the GPU, or the reason why there is none."""
     try:
         return configuration_file.here()
     except RuntimeError as error:
@@ -66,7 +59,6 @@ def _gpu() -> Validators | str:
 
 
 def list_files() -> str:
-    """List every file, its device, and whether it is used."""
     files = configuration_file.search(_gpu())
     if not files:
         folder = configuration_file.user_folder()
@@ -115,8 +107,7 @@ def _row(entry: Entry) -> tuple[str, ...]:
 
 
 def verify(path: Path, *, quiet: bool) -> int:
-    """Check every entry of a GPU's file and print what is wrong; the exit status is 1 if anything
-    is. ValueError if the file is damaged, or was made for another GPU."""
+    """Check every entry of a file and print what is wrong; ValueError if it is another device's."""
     file = configuration_file.read(path)
     here = _gpu()
     refusal = here if isinstance(here, str) else difference(file.validators, here)
@@ -133,22 +124,3 @@ def verify(path: Path, *, quiet: bool) -> int:
                 bar.write(f"{entry.key}: {fault}")
     print(f"{len(file.entries)} entries checked; {faults or 'none'} wrong.")
     return 1 if faults else 0
-
-
-def export(output: Path) -> int:
-    """Write the entries that are in use as one file; ValueError if there are none, or there is no
-    GPU."""
-    check_writable(output, "PATH", makes_folders=True)
-    here = _gpu()
-    if isinstance(here, str):
-        raise ValueError(here)
-    file = lookup.table().file
-    if not file.entries:
-        raise ValueError(
-            "no file holds for the GPU here, so there is nothing to export; make one with `lsq"
-            " tune`"
-        )
-    path = output / configuration_file.file_name(file.validators) if output.is_dir() else output
-    configuration_file.write(path, file)
-    print(f"{len(file.entries)} entries for {file.validators.device}: {path}")
-    return 0

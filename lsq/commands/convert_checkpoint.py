@@ -1,20 +1,24 @@
 """`lsq convert-checkpoint`: a checkpoint of one number format as one of another."""
 
 from argparse import ArgumentParser, Namespace
-from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 from lsq import files
 from lsq.commands import interruption
-from lsq.commands.options import AnyPath, command_parser, is_part_of, replaces
-from lsq.config import QuantConfig, documentation
+from lsq.commands.options import (
+    AnyPath,
+    add_fields,
+    check_there,
+    command_parser,
+    is_part_of,
+    replaces,
+)
+from lsq.config import QuantConfig
 from lsq.files.lock import locked_file
 from lsq.layers.clip_format import FIELDS, option
 
 CHANGEABLE = (*FIELDS, "gradient_format", "clip_init")
-"""Fields of QuantConfig: what clips mean, what gradients are rounded to, which must fit the other
-formats, and how clips are measured that were fixed."""
+"""Fields of QuantConfig that may change."""
 
 
 class Options(Namespace):
@@ -30,7 +34,6 @@ class Options(Namespace):
 
 
 def parser() -> ArgumentParser:
-    """Make the parser of `lsq convert-checkpoint`."""
     made = command_parser("convert-checkpoint", Options)
     made.add_argument(
         "checkpoint",
@@ -39,22 +42,12 @@ def parser() -> ArgumentParser:
         help="a file of `lsq train` or `lsq train-text` (checkpoint_best.pt), or a folder of"
         " transformers with lsq.safetensors in it",
     )
-    texts = documentation(QuantConfig)
-    for field in fields(QuantConfig):
-        if field.name in CHANGEABLE:
-            text = texts[field.name].replace("%", "%%")
-            made.add_argument(option(field.name), type=field.type, help=text)
+    add_fields(made, QuantConfig, CHANGEABLE)
     return made
 
 
 def run(arguments: list[str]) -> int:
-    """Write the checkpoint.
-
-    Raises:
-        FileNotFoundError, ValueError: a mistake in the options or the files.
-        OSError: it cannot be written.
-        Interrupted: SIGTERM or SIGHUP.
-    """
+    """Write the checkpoint; ValueError, OSError, or Interrupted by SIGTERM or SIGHUP."""
     given = parser().parse_args(arguments)
     changes = {name: value for name in CHANGEABLE if (value := getattr(given, name)) is not None}
     if not changes:
@@ -62,17 +55,25 @@ def run(arguments: list[str]) -> int:
     QuantConfig(**changes)  # refuses what is not allowed before anything is read
     check_output(given.checkpoint, given.output, given.overwrite)
     with interruption.raised(), locked_file(given.output, "choose another --output"):
-        convert = convert_folder if given.checkpoint.is_dir() else convert_file
-        outcome = convert(given.checkpoint, given.output, changes)
+        if given.checkpoint.is_dir():
+            from lsq.models.huggingface import convert_folder
+
+            outcome = str(convert_folder(given.checkpoint, given.output, changes))
+        else:
+            import torch
+
+            from lsq.fairseq.other_format import converted
+
+            result = converted(given.checkpoint, changes)
+            files.write(given.output, lambda file: torch.save(result.state, file))
+            outcome = f"{result.measured}; {result.optimizer}"
     print(f"{given.output}: {outcome}")
     return 0
 
 
 def check_output(checkpoint: Path, output: Path, overwrite: bool) -> None:
-    """Make sure that there is a checkpoint (FileNotFoundError), not a folder around one, and that
-    --output may be written (ValueError)."""
-    if not checkpoint.exists():
-        raise FileNotFoundError(2, "is not there", str(checkpoint))
+    """Refuse a missing checkpoint, a folder around one, and an --output that may not be written."""
+    check_there(checkpoint)
     trained = checkpoint / "model" / "checkpoint_best.pt"
     if trained.is_file():
         raise ValueError(
@@ -84,21 +85,3 @@ def check_output(checkpoint: Path, output: Path, overwrite: bool) -> None:
         raise ValueError(
             f"--output {output} is there, and of another kind than {checkpoint}; choose another"
         )
-
-
-def convert_file(checkpoint: Path, output: Path, changes: dict[str, Any]) -> str:
-    """Convert a checkpoint of fairseq, and say what was done."""
-    import torch
-
-    from lsq.fairseq.other_format import converted
-
-    result = converted(checkpoint, changes)
-    files.write(output, lambda file: torch.save(result.state, file))
-    return f"{result.measured}; {result.optimizer}"
-
-
-def convert_folder(folder: Path, output: Path, changes: dict[str, Any]) -> str:
-    """Convert a folder of transformers, and say what was done."""
-    from lsq.models import huggingface
-
-    return str(huggingface.convert_folder(folder, output, changes))

@@ -28,9 +28,9 @@ class Options(Namespace):
     """who is to load it"""
     output: AnyPath
     """the file, or CTranslate2's folder"""
-    bits: Annotated[int, (4, 8), "N"] | None = None
-    """of weights, for lsq: 4 rounds those of a training in int8 to int4 by least squares, 8 leaves
-    them (default: as trained)"""
+    bits: Annotated[int, (4,), "N"] | None = None
+    """of weights, for lsq: 4 rounds those of a training in int8 to int4 by least squares (default:
+    as trained)"""
     overwrite: bool = False
     """replace what was exported there before"""
     data: Folder | None = None
@@ -40,7 +40,6 @@ class Options(Namespace):
 
 
 def parser() -> ArgumentParser:
-    """Make the parser of `lsq export`."""
     made = command_parser("export", Options)
     made.add_argument(
         "model",
@@ -54,13 +53,7 @@ def parser() -> ArgumentParser:
 
 
 def run(arguments: list[str]) -> int:
-    """Write the model.
-
-    Raises:
-        FileNotFoundError, ValueError: a mistake in the options or the files.
-        OSError: it cannot be written.
-        Interrupted: SIGTERM or SIGHUP.
-    """
+    """Write the model; ValueError, OSError, or Interrupted by SIGTERM or SIGHUP."""
     given = parser().parse_args(arguments)
     check_output(given)
     if given.bits is not None and given.to != LSQ:
@@ -107,13 +100,12 @@ def is_exported(path: Path, target: str) -> bool:
 
 
 def export_file(given: Namespace) -> None:
-    """Export a file that was exported for lsq; ValueError if it is damaged, or does not go with an
-    option."""
+    """Export a file that was exported for lsq; ValueError if it does not go with an option."""
     if given.data is not None or given.sentencepiece_model is not None:
         raise ValueError(
             f"{given.model} has its words in it; leave --data and --sentencepiece-model out"
         )
-    if given.to == FAIRSEQ or given.to == LSQ and given.bits != 4:
+    if given.to == FAIRSEQ or given.to == LSQ and given.bits is None:
         raise ValueError(
             f"{given.model} is exported for lsq already; for {given.to} give the run or its"
             " checkpoint"
@@ -122,8 +114,7 @@ def export_file(given: Namespace) -> None:
 
 
 def export_training(given: Namespace) -> None:
-    """Export a checkpoint, of a run or by itself; ValueError if the model is not of lsq, or not
-    kept as codes, and as `run_files.find` raises."""
+    """Export a checkpoint; ValueError if the model is not of lsq, or not kept as codes."""
     source = run_files.find(given.model, given.data, given.sentencepiece_model)
     from lsq.fairseq import checkpoint, float_checkpoint  # imports fairseq, which takes seconds
     from lsq.fairseq.model import LSQModel
@@ -153,23 +144,11 @@ def export_training(given: Namespace) -> None:
     write_codes(given, exported)
 
 
-def with_bits(exported: ExportedModel, bits: int | None) -> ExportedModel:
-    """Round weights to 4 bits if that is asked for; ValueError if 8 are asked for of weights that
-    have 4."""
-    if bits == 4:
-        return replace(exported, model=with_int4(exported.model))
-    trained = exported.model.architecture.decoder.config.quant.weight_format
-    if bits == 8 and trained == "int4":
-        raise ValueError(
-            f"--bits 8, but the model was trained with weights in {trained}: leave --bits out"
-        )
-    return exported
-
-
 def write_codes(given: Namespace, exported: ExportedModel) -> None:
     """Write a model with its codes."""
-    if given.to == LSQ:
-        model_file.write(given.output, with_bits(exported, given.bits))
-    else:
+    if given.to == CTRANSLATE2:
         words = exported.source, exported.target
         export_ctranslate2.write(given.output, exported.model, *words, subwords=exported.subwords)
+        return
+    model = exported.model if given.bits is None else with_int4(exported.model)
+    model_file.write(given.output, replace(exported, model=model))

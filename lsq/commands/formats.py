@@ -16,7 +16,15 @@ from torch import Tensor
 from lsq import extras, files
 from lsq.commands import interruption, logs, model_batch, run_files
 from lsq.commands.model_batch import BatchOptions
-from lsq.commands.options import AnyPath, Count, Folder, command_parser, is_given, replaces
+from lsq.commands.options import (
+    AnyPath,
+    Count,
+    Folder,
+    check_there,
+    command_parser,
+    is_given,
+    replaces,
+)
 from lsq.files import loading_fault
 from lsq.files.lock import locked_folder
 from lsq.quant.numbers import METHODS
@@ -34,7 +42,7 @@ class Options(BatchOptions):
     (activations), and of the gradients of what they give."""
 
     checkpoint: AnyPath | None = None
-    """a file of safetensors, PyTorch, fairseq or `lsq export`, a folder of transformers', or a run
+    """a file of safetensors, PyTorch or fairseq, a folder of transformers', or a run
     of `lsq train-text`: all float tensors with two dimensions or more"""
     model: AnyPath | None = None
     """a folder of transformers' (with --text), a run of `lsq train-text`, or a checkpoint of
@@ -79,23 +87,15 @@ def run(arguments: list[str]) -> int:
 
 
 def check(given: Namespace, words: bool) -> None:
-    """Refuse options that do not go together, a file that is not there, and an output that may not
-    be written; `words`: whether --words is given."""
-    of_model = {
-        "--text": given.text,
-        "--words": words,
-        "--data": given.data,
-        "--sentencepiece-model": given.sentencepiece_model,
-    }
+    """Refuse options that do not go together; `words`: whether --words is given."""
+    of_model = {"--text": given.text, "--words": words, "--data": given.data}
     wrong = [option for option, value in of_model.items() if value]
     if given.checkpoint is not None and wrong:
         raise ValueError(
             f"{wrong[0]} goes with --model, by which a batch is computed; with --checkpoint leave"
             " it out"
         )
-    for path in filter(None, (given.checkpoint, given.model, *given.text)):
-        if not path.exists():
-            raise FileNotFoundError(2, "is not there", str(path))
+    check_there(given.checkpoint, given.model, *given.text)
     if given.model is not None and given.model.is_file() and given.data is None:
         raise ValueError(
             f"--model {given.model} is a file; for its weights give --checkpoint {given.model}, or,"
@@ -115,11 +115,13 @@ def check(given: Namespace, words: bool) -> None:
 
 
 def measured(given: Namespace) -> tuple[Errors, str]:
-    """Measure; return the errors and a description of the source."""
     names = ("formats", "clip", "sample", "quiet")
     options = {name: getattr(given, name) for name in names}
     if given.checkpoint is not None:
-        tensors = tensors_in(file_of(given.checkpoint))
+        path = given.checkpoint  # a file, a folder of transformers', or a run
+        if path.is_dir() and not any(part for pattern in PARTS for part in path.glob(pattern)):
+            path = run_files.find(path).checkpoint
+        tensors = tensors_in(path)
         errors = measure_tensors(tensors, chosen=given.tensors, **options)
         return errors, str(given.checkpoint)
     batch = model_batch.load(given)
@@ -128,16 +130,8 @@ def measured(given: Namespace) -> tuple[Errors, str]:
     return errors, f"{given.model}, {batch.description}"
 
 
-def file_of(path: Path) -> Path:
-    """Return the checkpoint of a run of `lsq train-text`, or the path itself."""
-    if path.is_file() or any(files for pattern in PARTS for files in path.glob(pattern)):
-        return path
-    return run_files.find(path).checkpoint
-
-
 def write(errors: Errors, source: str, folder: Path) -> None:
-    """Write OUTPUTS into a folder, each whole or not at all, the JSON last; OSError if one cannot
-    be written."""
+    """Write OUTPUTS into a folder, each whole or not at all, the JSON last."""
     draw(errors, folder / PICTURE, f"Number formats: {source}")
     files.write_text(folder / TABLE, f"# Number formats: {source}\n\n{errors.table('github')}\n")
     content = json.dumps({"source": source, **errors.to_json()}, indent=1, allow_nan=False)
@@ -147,23 +141,13 @@ def write(errors: Errors, source: str, folder: Path) -> None:
 # Tensors by name from the files that models are kept in
 
 STATES = ("model", "state_dict", "model_state_dict")
-"""Names under which a checkpoint holds its model, beside the state of an optimizer and others."""
+"""Names under which a checkpoint holds its model."""
 PARTS = ("*.safetensors", "pytorch_model*.bin")
-"""Names that transformers gives the file of a model in a folder; the first that exists counts."""
+"""Files of a model in a folder of transformers'; the first that exists counts."""
 
 
 def tensors_in(path: Path) -> dict[str, Tensor]:
-    """Read the tensors of a file, by name; codes of an exported model become the floats that they
-    stand for.
-
-    Args:
-        path: a file of safetensors, of `lsq export --to lsq` or of torch.save, from which only
-            plain data and types of fairseq's checkpoints are loaded; or a folder of transformers'
-            with such files.
-
-    Raises:
-        ValueError: it is damaged, empty or another file, or has types in it that are not safe.
-    """
+    """Read tensors of a file or a folder of transformers' by name; ValueError if damaged."""
     if path.is_dir():
         parts = next(filter(None, (sorted(path.glob(pattern)) for pattern in PARTS)), [])
         if not parts:
@@ -176,26 +160,12 @@ def tensors_in(path: Path) -> dict[str, Tensor]:
     if not model_file.is_model_file(path):
         return dict(_named(_state(_of_torch(path))))
     if model_file.is_exported(path):
-        return _decoded(path)
+        raise ValueError(f"{path} is exported, so its weights are rounded; give the checkpoint")
     try:
         with safe_open(path, framework="pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}
     except SafetensorError as error:
         raise ValueError(f"{path} is damaged or no file of safetensors: {error}") from None
-
-
-def _decoded(path: Path) -> dict[str, Tensor]:
-    """Read the tensors of an exported model; rows of packed codes are filled up with zeros."""
-    model = model_file.read(path).model
-    tensors = {}
-    for name, tensor in model.tensors.items():
-        weight = name.removesuffix(".codes")
-        if weight != name:
-            codes = model.codes(weight, 2 * tensor.shape[1])
-            tensors[weight] = codes * model.tensors[weight + ".scale"][:, None]
-        elif not name.endswith(".scale"):
-            tensors[name] = tensor
-    return tensors
 
 
 def _of_torch(path: Path) -> object:
@@ -228,7 +198,6 @@ def _damaged(path: Path, error: Exception) -> ValueError:
 
 
 def _state(content: object) -> object:
-    """Find the model in a checkpoint."""
     for name in STATES:
         if isinstance(content, Mapping) and isinstance(content.get(name), Mapping):
             return _state(content[name])
@@ -236,7 +205,6 @@ def _state(content: object) -> object:
 
 
 def _named(content: object, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors in nested dicts, with the names of these before theirs."""
     if isinstance(content, Tensor):
         yield name or "tensor", content
     elif isinstance(content, Mapping):

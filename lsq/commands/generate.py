@@ -22,7 +22,7 @@ from lsq.fairseq.checkpoint import options_in
 from lsq.fairseq.compatibility import replaced
 
 HYPOTHESIS = re.compile(r"D-(\d+)\t[^\t]*\t(.*)")
-"""A line of fairseq-generate: number of the sentence, score, text with the subwords joined."""
+"""Sentence number, score, text."""
 
 
 def run(arguments: list[str]) -> int:
@@ -59,13 +59,11 @@ def task_of(checkpoint: Path) -> str:
 
 
 def is_ours(checkpoint: Path) -> bool:
-    """Whether a checkpoint is of a model of lsq."""
     given = options_in(checkpoint, "model")
     return architectures.is_ours(given.get("arch") or given.get("_name") or "")
 
 
 def check_subwords(path: str) -> None:
-    """Raise ValueError unless a file is a model of sentencepiece's."""
     extras.require("--sentencepiece-model", "text")
     from sentencepiece import SentencePieceProcessor
 
@@ -82,12 +80,7 @@ def check_subwords(path: str) -> None:
 def load_fitting(
     data: str, paths: list[str], arg_overrides=None, task=None, **options
 ) -> tuple[list, object]:
-    """Load as fairseq's load_model_ensemble does, which returns (models, options of the last).
-
-    Raises:
-        ValueError: a checkpoint does not fit the data, or that of --lm-path, which has no task, is
-            no language model's.
-    """
+    """Load as fairseq's load_model_ensemble does; ValueError if a checkpoint does not fit."""
     try:
         models, of_last = load_model_ensemble(paths, arg_overrides, task, **options)
     except RuntimeError as error:
@@ -107,8 +100,7 @@ def load_fitting(
 
 
 def read_hypotheses(path: Path, count: int) -> list[str]:
-    """Read the best translation of each sentence, in their order, from output of fairseq-generate;
-    ValueError if it lacks a sentence."""
+    """Read the best translation of each sentence from fairseq-generate's output, in order."""
     best = {}
     with path.open(encoding="utf-8", newline="\n") as file:
         for line in file:

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 
 
 def name_of(number: int) -> str:
-    """Return a signal in words."""
     return "Ctrl-C (SIGINT)" if number == signal.SIGINT else signal.Signals(number).name
 
 
@@ -26,8 +25,7 @@ class Interrupted(SystemExit):
 
 @contextlib.contextmanager
 def raised() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP raise Interrupted within this context, so that what is half written is
-    removed; those that are ignored, as under nohup, stay ignored."""
+    """Let SIGTERM and SIGHUP raise Interrupted here; those that are ignored stay ignored."""
 
     def handle(number: int, frame: object) -> None:
         raise Interrupted(number, f"stopped by {name_of(number)}")
@@ -45,8 +43,7 @@ def raised() -> Iterator[None]:
 
 
 class Interruption:
-    """Context manager that notes a signal instead of dying of it; a second one ends the process at
-    once."""
+    """Context manager that notes a signal instead of dying of it; a second one ends the process."""
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     OF_TERMINALS = (signal.SIGINT, signal.SIGHUP)
@@ -54,7 +51,6 @@ class Interruption:
 
     def __init__(self):
         self.requested: int | None = None
-        """Number of the signal that came, or None."""
         self._immediate = True
         self._concluding = False
         # those that it forks, to load data, end by SIGTERM, or when this one ends
@@ -78,8 +74,7 @@ class Interruption:
         self._immediate = False
 
     def conclude(self) -> None:
-        """From now on ignore signals, and SIGTERM also after this context: this process is about to
-        say why it ends, and torchrun sends SIGTERM to all once one has ended."""
+        """Ignore signals, SIGTERM for good: torchrun sends it to all once one process ends."""
         self._concluding = True
 
     @contextlib.contextmanager
@@ -111,13 +106,7 @@ POLL_SECONDS = 0.3
 
 
 def run_lsq(arguments: list[str], *, threads: int) -> None:
-    """Run `lsq` with these arguments and threads, and wait for it; it writes to the same screen.
-
-    Raises:
-        ChildProcessError: it failed, and has said why.
-        BrokenPipeError: nobody reads the screen any more.
-        Interrupted: a signal came; it was passed on to the process, which has ended.
-    """
+    """Run `lsq` and wait for it; ChildProcessError, BrokenPipeError, or Interrupted (passed on)."""
     command = [sys.executable, "-m", "lsq.commands.cli", *arguments]
     environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
     with Interruption() as interruption:

@@ -10,60 +10,39 @@ from collections.abc import Mapping
 import torch
 
 from lsq.dist import attempts
-from lsq.fairseq import architectures
-from lsq.fairseq.device import (
-    ACTIVATIONS,
-    ACTIVATIONS_HELP,
-    CPU,
-    CUDA,
-    DEFAULT_ACTIVATIONS,
-    DEVICE_HELP,
-    DEVICES,
-    EMULATOR,
-    check,
-)
+from lsq.fairseq import architectures, device
 from lsq.run.backends import Backend, for_device
 from lsq.run.cuda import AbsentGPU, gpu_fault
 
 logger = logging.getLogger(__name__)
 
 ARCHITECTURE = "lsq_transformer"
-"""Default architecture."""
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 ONE_MACHINE = "--rdzv-backend c10d --rdzv-endpoint 127.0.0.1:0 --local-addr 127.0.0.1".split()
-"""torchrun's options for one machine. Its --standalone waits in vain where localhost or the host
-has no address."""
+"""torchrun's --standalone waits in vain where localhost or the host has no address."""
 DEVICE_OPTIONS = {"lsq_device": "--lsq-device", "lsq_activations": "--lsq-activations"}
-"""Names in fairseq's namespaces -> options."""
 
 
 def add_device_options(parser: ArgumentParser) -> None:
-    """Add DEVICE_OPTIONS to the parser of a command that is not fairseq's."""
-    parser.add_argument("--lsq-device", choices=DEVICES, help=DEVICE_HELP)
-    parser.add_argument("--lsq-activations", choices=tuple(ACTIVATIONS), help=ACTIVATIONS_HELP)
+    parser.add_argument("--lsq-device", choices=device.DEVICES, help=device.DEVICE_HELP)
+    parser.add_argument(
+        "--lsq-activations", choices=tuple(device.ACTIVATIONS), help=device.ACTIVATIONS_HELP
+    )
 
 
 def planned(args: Namespace) -> Backend:
-    """Return the backend that a training with these options would be planned for, which need not be
-    here; ValueError if the options contradict each other."""
-    given = args.lsq_device or (CPU if args.cpu or gpu_fault() else CUDA)
-    if given == CPU:
-        check(args, on_cpu=True)
+    """Return the backend to plan a training for, which need not be here; ValueError."""
+    given = args.lsq_device or (device.CPU if args.cpu or gpu_fault() else device.CUDA)
+    if given == device.CPU:
+        device.check(args, on_cpu=True)
         return for_device(torch.device("cpu"))
-    return AbsentGPU(ACTIVATIONS[str(args.lsq_activations or DEFAULT_ACTIVATIONS[given])])
+    return AbsentGPU(
+        device.ACTIVATIONS[str(args.lsq_activations or device.DEFAULT_ACTIVATIONS[given])]
+    )
 
 
 def choose_device(args: Namespace, ours: bool) -> None:
-    """Set `cpu` in `args` so that a model computes on the device that was asked for, or the best.
-
-    Args:
-        args: options of a command, `cpu` among them; tasks of fairseq's own have no DEVICE_OPTIONS.
-        ours: whether the model is of lsq. Others compute where fairseq has it: on a GPU unless
-            `cpu` is set.
-
-    Raises:
-        ValueError: the device does not work here, or the options contradict each other.
-    """
+    """Set `cpu` in `args` for the device asked for, or the best; ValueError if it does not work."""
     given = getattr(args, "lsq_device", None)
     if not ours:
         _choose_for_fairseq(args, given)
@@ -73,40 +52,37 @@ def choose_device(args: Namespace, ours: bool) -> None:
         if fault is not None:
             logger.warning("the GPU stays unused, layers compute on the CPU: %s", fault)
             args.cpu = True
-    elif given not in (None, CUDA):
+    elif given not in (None, device.CUDA):
         args.cpu = True
     if hasattr(args, "lsq_device"):
-        check(args, on_cpu=on_cpu(args))
+        device.check(args, on_cpu=on_cpu(args))
 
 
 def _choose_for_fairseq(args: Namespace, given: str | None) -> None:
     options = device_options(args)
-    if given == EMULATOR or "--lsq-activations" in options:
+    if given == device.EMULATOR or "--lsq-activations" in options:
         words = " ".join(f"{option} {value}" for option, value in options.items())
         raise ValueError(f"{words}: only models of lsq take it, and this one is none; leave it out")
-    if given == CUDA and on_cpu(args):
+    if given == device.CUDA and on_cpu(args):
         fault = (
             "--cpu was given, too; leave one of them out"
             if args.cpu
             else "PyTorch sees no GPU here; leave it out"
         )
         raise ValueError(f"--lsq-device cuda: {fault}")
-    args.cpu = args.cpu or given not in (None, CUDA)
+    args.cpu = args.cpu or given not in (None, device.CUDA)
 
 
 def device_of(args: Namespace) -> str:
-    """Return which of DEVICES a model computes on after `choose_device`."""
-    return args.lsq_device or (CPU if on_cpu(args) else CUDA)
+    return args.lsq_device or (device.CPU if on_cpu(args) else device.CUDA)
 
 
 def device_options(args: Namespace) -> dict[str, str]:
-    """Return those of DEVICE_OPTIONS that were given, with their values."""
     values = {option: getattr(args, name, None) for name, option in DEVICE_OPTIONS.items()}
     return {option: str(value) for option, value in values.items() if value is not None}
 
 
 def on_cpu(args: Namespace) -> bool:
-    """Say whether this training runs on the CPU."""
     return args.cpu or not torch.cuda.is_available()
 
 
@@ -131,12 +107,7 @@ def check_precision(args: Namespace) -> None:
 
 
 def fill_in(args: Namespace, environment: Mapping[str, str] = os.environ) -> None:
-    """Set fairseq's distributed options in `args`, from torchrun's environment or for a process for
-    each GPU, or one on the CPU, where `distributed_world_size` is None.
-
-    Raises:
-        ValueError: the launch would train nothing, or contradicts torchrun.
-    """
+    """Set fairseq's distributed options, from torchrun's environment if given; ValueError."""
     if all(name in environment for name in TORCHRUN):
         _from_torchrun(args, environment)
     elif args.distributed_world_size is None:
@@ -172,9 +143,7 @@ def _from_torchrun(args: Namespace, environment: Mapping[str, str]) -> None:
 
 
 def torchrun_command(args: Namespace, arguments: list[str]) -> list[str] | None:
-    """Return the command that starts one process for each GPU, where fairseq would fork them
-    itself; else None. fairseq's own processes get an interrupt twice, from the terminal and when
-    their parent ends, and so have no time to write a checkpoint; torchrun's get it once."""
+    """Return the command that starts a process for each GPU; None: fairseq forks none."""
     by_fairseq = args.distributed_world_size > 1 and not args.distributed_no_spawn
     if not by_fairseq or args.distributed_init_method is not None or args.distributed_port > 0:
         return None

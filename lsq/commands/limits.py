@@ -14,12 +14,10 @@ from lsq.fairseq.options import option
 
 
 class Range(NamedTuple):
-    """Numbers that an option may be."""
-
     words: str
     """After "it must be"."""
     holds: Callable[[float], bool]
-    """Whether a number is one of them; NaN must not be."""
+    """False for NaN."""
 
 
 COUNT = Range(f"from 1 to {LARGEST_COUNT}", lambda number: 1 <= number <= LARGEST_COUNT)
@@ -67,7 +65,6 @@ RANGES = {
 """Name in fairseq's namespaces -> its numbers; of an option that takes several, each of them."""
 
 TRANSLATION_TASKS = {"translation", "lsq_translation"}
-"""Tasks whose models are a source encoder and a decoder that sees the words before."""
 WORD_BY_WORD = TRANSLATION_TASKS | {"language_modeling", "lsq_language_modeling"}
 """Tasks whose models predict each word from those before."""
 CRITERIA = {
@@ -81,7 +78,7 @@ CRITERIA = {
 
 
 def check(args: Namespace) -> None:
-    """Raise a ValueError if a number of a training or a translation is out of its range."""
+    """Raise a ValueError if a number is out of its range."""
     given = vars(args)
     for name in sorted(RANGES.keys() & given.keys()):
         values = given[name] if isinstance(given[name], list) else [given[name]]
@@ -115,7 +112,6 @@ def check_training(args: Namespace) -> None:
 
 
 def _literal(text: object) -> object:
-    """Evaluate an option as fairseq does, or return None."""
     try:
         return ast.literal_eval(text) if isinstance(text, str) else text
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
@@ -130,8 +126,7 @@ def _are_betas(values: object) -> bool:
 
 
 def check_generation(args: Namespace) -> None:
-    """Raise a ValueError if options of a translation contradict each other or belong to another
-    command."""
+    """Raise a ValueError if options of a translation contradict each other."""
     if args.sampling and args.nbest != args.beam:
         raise ValueError(
             f"--sampling draws --beam ({args.beam}) translations of each sentence and keeps them"

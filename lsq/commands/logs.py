@@ -9,9 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 FORMAT = "%(asctime)s | %(levelname)s | %(name)s | %(message)s"
-"""fairseq's own."""
 STANDARD_ERROR = 2
-"""The descriptor, which is the process's own whatever sys.stderr is."""
 NOISE = (
     "'pin_memory' argument is set as true",
     "Support for mismatched key_padding_mask",
@@ -23,7 +21,6 @@ NOISE = (
     "In 'config': Usage of deprecated keyword",
     r"\s*'config' is validated against ConfigStore",
 )
-"""Beginnings of warnings about how fairseq uses PyTorch and hydra."""
 
 
 class _Screen(logging.StreamHandler):
@@ -36,8 +33,7 @@ class _Screen(logging.StreamHandler):
 
 
 def configure() -> None:
-    """Log warnings to standard output, as fairseq does; to be called before fairseq is imported,
-    some modules of which set up logging in ways of their own otherwise."""
+    """Log warnings to standard output, as fairseq does; call it before fairseq is imported."""
     logging.basicConfig(
         format=FORMAT,
         datefmt="%Y-%m-%d %H:%M:%S",
@@ -49,23 +45,20 @@ def configure() -> None:
 
 
 def to_standard_error() -> None:
-    """Log there what `configure` has sent to standard output: for commands that write results
-    there."""
+    """Log to standard error, for commands that write results to standard output."""
     for handler in logging.getLogger().handlers:
         if getattr(handler, "stream", None) is sys.stdout:
             handler.setStream(sys.stderr)
 
 
 def quieten() -> None:
-    """Ignore the warnings of NOISE."""
     for message in NOISE:
         warnings.filterwarnings("ignore", message=message)
 
 
 @contextlib.contextmanager
 def silent_libraries() -> Iterator[None]:
-    """Let nothing reach standard error within this context, not even what C++ writes: PyTorch's
-    profiler logs there."""
+    """Let nothing reach standard error here, not even from C++: PyTorch's profiler logs there."""
     kept = os.dup(STANDARD_ERROR)
     try:
         with open(os.devnull, "wb") as nowhere:
@@ -78,8 +71,7 @@ def silent_libraries() -> Iterator[None]:
 
 @contextlib.contextmanager
 def logging_to(path: Path) -> Iterator[None]:
-    """Write what is logged, and every warning, into a file instead of the screen within this
-    context."""
+    """Write log and warnings into a file instead of the screen."""
     root = logging.getLogger()
     handlers, level = root.handlers, root.level
     handler = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace")

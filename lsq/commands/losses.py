@@ -16,28 +16,20 @@ from lsq import extras
 from lsq.fairseq.compatibility import replaced
 
 LOSSES = "losses.jsonl"
-"""The file in the folder of a model."""
 RECORDED = ("loss", "nll_loss", "lr")
-"""Names of fairseq's statistics."""
 DIGITS = 6
 """After the point, where fairseq keeps 3: too few for the difference of two trainings."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossCurve:
-    """Losses of one training, in bits per target token without label smoothing, by number of
-    updates."""
+    """Losses by number of updates, in bits per target token without label smoothing."""
 
     training: dict[int, float] = field(default_factory=dict)
     """Mean loss of the updates since the entry before, with dropout."""
     validation: dict[int, float] = field(default_factory=dict)
-    times: dict[int, float] = field(default_factory=dict)
-    """Seconds spent in updates so far, in all sittings of a training that was resumed."""
-
-    @property
-    def seconds(self) -> float:
-        """Time spent in all updates."""
-        return max(self.times.values(), default=0.0)
+    seconds: float = 0.0
+    """Spent in updates, in all sittings of a training that was resumed."""
 
     @property
     def updates(self) -> int:
@@ -46,12 +38,8 @@ class LossCurve:
 
 
 def read_losses(path: Path) -> LossCurve:
-    """Read a file of `recording`; without one the curve is empty.
-
-    Where a training was resumed from before its last entry, the later entry of an update counts.
-    Lines that are no entries, e.g. cut short by a full disk, are left out.
-    """
-    training, validation, times = {}, {}, {}
+    """Read a file of `recording`, if there is one; later entries of an update count."""
+    training, validation, seconds = {}, {}, 0.0
     lines = path.read_bytes().splitlines() if path.exists() else []
     for line in lines:
         try:
@@ -61,45 +49,39 @@ def read_losses(path: Path) -> LossCurve:
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
             continue
         (training if kind == "train" else validation)[update] = loss
-        times[update] = spent
+        seconds = max(seconds, spent)
     return LossCurve(
         training=dict(sorted(training.items())),
         validation=dict(sorted(validation.items())),
-        times=times,
+        seconds=seconds,
     )
 
 
 def draw_losses(curves: dict[str, LossCurve], path: Path, title: str) -> None:
-    """Draw losses of named trainings over updates and over seconds into one PNG file: pale lines
-    for training, dots for validation."""
+    """Draw losses over updates into one PNG file: lines for training, dots for validation."""
     extras.require("a picture", "study")
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 4.5), layout="constrained")
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
     figure.suptitle(title)
-    by_update, by_second = figure.subplots(1, 2, sharey=True)
+    axes = figure.subplots()
     for number, (name, curve) in enumerate(curves.items()):
-        for axes, places in ((by_update, None), (by_second, curve.times)):
-            for losses, label, style in (
-                (curve.training, "training", {"alpha": 0.4, "linewidth": 1}),
-                (curve.validation, "validation", {"marker": "o", "markersize": 3}),
-            ):
-                x = [update if places is None else places[update] for update in losses]
-                axes.plot(
-                    x, list(losses.values()), color=f"C{number}", label=f"{name}, {label}", **style
-                )
-    by_update.set(xlabel="updates", ylabel="bits per target token", ylim=(0, None))
-    by_second.set(xlabel="seconds of training")
-    for axes in (by_update, by_second):
-        axes.grid(alpha=0.3)
-    by_second.legend(loc="upper right", fontsize="small")
+        color, dots = f"C{number}", {"marker": "o", "markersize": 3}
+        for losses, kind, style in (
+            (curve.training, "training", {"alpha": 0.4, "linewidth": 1}),
+            (curve.validation, "validation", dots),
+        ):
+            points = list(losses), list(losses.values())
+            axes.plot(*points, color=color, label=f"{name}, {kind}", **style)
+    axes.set(xlabel="updates", ylabel="bits per target token", ylim=(0, None))
+    axes.grid(alpha=0.3)
+    axes.legend(loc="upper right", fontsize="small")
     figure.savefig(path, dpi=120)
 
 
 @contextlib.contextmanager
 def recording(path: Path, updates: int, description: str, quiet: bool) -> Iterator[None]:
-    """Let fairseq's training show one bar of `updates` updates and appends its
-    losses to `path`."""
+    """Show one bar of fairseq's training and append its losses to `path`."""
     before, step, rounded = read_losses(path), Trainer.train_step, meters.safe_round
     done, seconds = min(before.updates, updates), before.seconds
 
@@ -135,8 +117,7 @@ def recording(path: Path, updates: int, description: str, quiet: bool) -> Iterat
 
 
 class _Recorder(progress_bar.BaseProgressBar):
-    """Takes the place of fairseq's bar of each epoch and validation; with `lines`, each validation
-    prints one."""
+    """Stands in for fairseq's bars; with `lines`, each validation prints one."""
 
     def __init__(
         self, iterable: Iterable, file, bar: tqdm, seconds: Callable[[], float], lines: bool
@@ -177,8 +158,7 @@ class _Recorder(progress_bar.BaseProgressBar):
 
 @contextlib.contextmanager
 def one_bar(description: str, quiet: bool) -> Iterator[None]:
-    """Let fairseq's generation show a bar of its batches and logs nothing to
-    it."""
+    """Show a bar of the batches of fairseq's generation."""
 
     def make(iterator: Iterable, **options) -> progress_bar.BaseProgressBar:
         return progress_bar.NoopProgressBar(

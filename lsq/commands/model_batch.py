@@ -15,11 +15,9 @@ from lsq.commands.options import Count, File, Folder
 from lsq.text.corpus import read_lines, read_pairs
 
 LONGEST = 256
-"""Tokens of a line that are read."""
 IGNORED = -100
-"""transformers' label of words that are not predicted."""
 MASKED_SHARE = 0.15
-"""Of the words that a masked language model has to guess (Devlin et al. 2019)."""
+"""Devlin et al. 2019."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -30,10 +28,8 @@ class ModelBatch:
     loss: Callable[[], Tensor]
     """The mean loss of the batch, always the same; it can be differentiated."""
     lengths: Sequence[int]
-    """Words of each sentence."""
     losses: Callable[[Sequence[int]], tuple[Tensor, float]]
-    """Numbers of sentences -> (the sum of their losses, without label smoothing; number of words).
-    """
+    """Numbers of sentences -> (sum of their losses without label smoothing, number of words)."""
     description: str
 
 
@@ -41,14 +37,12 @@ class BatchOptions(Namespace):
     """model and text"""
 
     text: list[File] = []
-    """with --model: sentences, one a line, and a second file of translations for a model that
-    translates; without it, the validation data of the training"""
+    """with a folder of transformers' as --model: sentences, one a line, and a second file of
+    translations for a model that translates"""
     words: Count
     """with --model: of the text, about"""
     data: Folder | None = None
     """of a checkpoint as --model: its data folder"""
-    sentencepiece_model: File | None = None
-    """of a checkpoint as --model, for --text"""
     tensors: Annotated[list[str], "PATTERN"] = []
     """names of weights, with * and ?; without it, all"""
     formats: Annotated[list[str], "FORMAT"]
@@ -58,15 +52,11 @@ class BatchOptions(Namespace):
 
 
 def load(given: BatchOptions) -> ModelBatch:
-    """Read the model that the options name and make a batch of sentences that are spread over the
-    text; ValueError or FileNotFoundError if a file is not there, damaged, or does not fit."""
+    """Read the model and make a batch of sentences spread over the text; ValueError or OSError."""
     if not given.model.is_dir() or not (given.model / "config.json").exists():
         return _of_fairseq(given)
-    if given.data is not None or given.sentencepiece_model is not None:
-        raise ValueError(
-            f"{given.model} is a folder of transformers'; leave --data and --sentencepiece-model"
-            " out"
-        )
+    if given.data is not None:
+        raise ValueError(f"{given.model} is a folder of transformers'; leave --data out")
     return _of_transformers(given.model, given.text, given.words)
 
 
@@ -80,9 +70,18 @@ def _spread(lengths: Sequence[int], words: int) -> list[int]:
 
 
 def _of_fairseq(given: BatchOptions) -> ModelBatch:
-    path, texts = given.model, given.text
-    found = run_files.load(run_files.find(path, given.data, given.sentencepiece_model))
-    dataset = _own_data(found) if not texts else _pairs(found, texts)
+    path = given.model
+    if given.text:
+        raise ValueError(
+            f"--text is for a folder of transformers'; {path} takes the validation data of its"
+            " training, so leave it out"
+        )
+    found = run_files.load(run_files.find(path, given.data))
+    try:
+        found.task.load_dataset("valid")
+    except FileNotFoundError:
+        raise ValueError(f"{found.task.cfg.data} has no validation data to measure with") from None
+    dataset = found.task.dataset("valid")
     chosen = _spread([dataset.num_tokens(i) for i in range(len(dataset))], given.words)
     sample = dataset.collater([dataset[i] for i in chosen])
     if found.criterion is None:
@@ -98,56 +97,13 @@ def _of_fairseq(given: BatchOptions) -> ModelBatch:
         part = dataset.collater([dataset[chosen[number]] for number in numbers])
         return plain(found.model, part)[0].sum(), float(part["ntokens"])
 
-    where = "its validation data" if not texts else " and ".join(map(str, texts))
     return ModelBatch(
         model=found.model,
         loss=loss,
         losses=losses,
         lengths=[int(dataset.num_tokens(i)) for i in chosen],
-        description=f"{len(chosen)} sentences, {sample['ntokens']} words of {where}",
+        description=f"{len(chosen)} sentences, {sample['ntokens']} words of its validation data",
     )
-
-
-def _own_data(found):
-    """Load the validation data of the training."""
-    try:
-        found.task.load_dataset("valid")
-    except FileNotFoundError:
-        raise ValueError(
-            f"{found.task.cfg.data} has no validation data; give text of your own: --text"
-        ) from None
-    return found.task.dataset("valid")
-
-
-def _pairs(found, texts: Sequence[Path]):
-    """Make fairseq's dataset of two files of text."""
-    from fairseq.data import LanguagePairDataset
-
-    from lsq.serving.subwords import processor_of
-
-    if found.source is None:
-        raise ValueError(
-            "--text: a language model of fairseq's takes its own validation data here; leave it out"
-        )
-    if len(texts) != 2:
-        raise ValueError(
-            f"--text has {len(texts)} file; a model that translates needs two: sentences,"
-            " translations"
-        )
-    processor = found.subwords and processor_of(found.subwords)
-    pairs = read_pairs(*texts, print)
-
-    def encoded(lines: list[str], dictionary) -> list[Tensor]:
-        if processor:
-            lines = [" ".join(processor.encode(line, out_type=str)) for line in lines]
-        codes = (dictionary.encode_line(line, add_if_not_exist=False) for line in lines)
-        return [line.long()[-LONGEST:] for line in codes]
-
-    sides = []
-    for lines, dictionary in ((pairs.source, found.source), (pairs.target, found.target)):
-        side = encoded(lines, dictionary)
-        sides += [side, [len(line) for line in side], dictionary]
-    return LanguagePairDataset(*sides)
 
 
 # Models of transformers
@@ -205,7 +161,6 @@ def _losses(
 
 
 def _encoded(model: nn.Module, tokenizer, lines: Sequence[str]):
-    """Tokenise lines: input_ids and attention_mask int64 [B, T]."""
     longest = min(LONGEST, getattr(model.config, "max_position_embeddings", None) or LONGEST)
     return tokenizer(
         list(lines), return_tensors="pt", padding=True, truncation=True, max_length=longest
@@ -213,7 +168,7 @@ def _encoded(model: nn.Module, tokenizer, lines: Sequence[str]):
 
 
 def _chosen(tokenizer, columns: Sequence[Sequence[str]], words: int) -> list[list[str]]:
-    """Choose sentences of the same lines of each file with about so many words, none empty."""
+    """Choose sentences with about so many words, the same lines of each file, none empty."""
     rows = [row for row in zip(*columns, strict=True) if all(row)]
     if not rows:
         raise ValueError("--text has empty lines alone")
@@ -230,7 +185,6 @@ def _one_file(model: nn.Module, tokenizer, texts: Sequence[Path], words: int) ->
 
 
 def _next_word(model: nn.Module, tokenizer, texts: Sequence[Path], words: int) -> tuple[dict, int]:
-    """Each word is predicted from those before it."""
     inputs, count = _one_file(model, tokenizer, texts, words)
     labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, IGNORED)
     first = inputs["attention_mask"].argmax(1, keepdim=True)  # predicted from nothing
@@ -254,17 +208,10 @@ def _masked_words(
 def _translation(
     model: nn.Module, tokenizer, texts: Sequence[Path], words: int
 ) -> tuple[dict, int]:
-    """The second text is predicted from the first; a single text from itself."""
-    if len(texts) > 2:
-        raise ValueError(
-            f"--text has {len(texts)} files; give sentences, and their translations or nothing"
-        )
-    if len(texts) == 2:
-        pairs = read_pairs(*texts, print)
-        columns = [pairs.source, pairs.target]
-    else:
-        columns = [read_lines(texts[0], print)] * 2
-    source, target = _chosen(tokenizer, columns, words)
+    if len(texts) != 2:
+        raise ValueError(f"--text has {len(texts)} file(s); give sentences, and their translations")
+    pairs = read_pairs(*texts, print)
+    source, target = _chosen(tokenizer, [pairs.source, pairs.target], words)
     inputs, wanted = _encoded(model, tokenizer, source), _encoded(model, tokenizer, target)
     labels = wanted["input_ids"].masked_fill(wanted["attention_mask"] == 0, IGNORED)
     return {**inputs, "labels": labels}, len(source)

@@ -1,9 +1,4 @@
-"""`lsq numbers`: the built-in task. English number names to German, learnt in float and in int8.
-
-No number that is tested is trained on. Both trainings are of the same model, from the same initial
-weights, with the same batches and dropout masks: what is left of their difference comes from int8,
-and from chance.
-"""
+"""`lsq numbers`: the built-in task. English number names to German, learnt in float and in int8."""
 
 import json
 import os
@@ -27,12 +22,9 @@ from lsq.text.corpus import SIDES, SPLITS, TextFiles
 from lsq.text.numbers import write_numbers
 
 NUMBERS = "numbers"
-"""The folder of the text in the output folder."""
 SAMPLES = 8
-"""Translations that are shown."""
 VOCABULARY = {"size": 100, "coverage": 1.0, "max_length": 60}
 SIZES = ("--layers", "--hidden", "--feed-forward", "--heads", "--max-tokens")
-"""Options of `lsq train-text` that this command has as well."""
 TRAINING = {
     "--dropout": 0.1,
     "--lr": 0.002,
@@ -40,11 +32,9 @@ TRAINING = {
     "--beam": 4,
     "--bleu-tokenizer": "char",
 }
-"""Its options that are fixed here. BLEU counts characters: German names are single words."""
+"""BLEU counts characters: German names are single words."""
 RUNS = {"float": ["--mode", "float", "--arch", ARCHITECTURE], "int8": ["--mode", "int8"]}
 FAIRSEQ = {"fairseq": ["--mode", "float", "--arch", "transformer"]}
-"""By their names: options of `lsq train-text` by which trainings differ; FAIRSEQ with --fairseq
-alone."""
 MOST_THREADS = 8
 """More are slower with models this small."""
 
@@ -79,14 +69,12 @@ class Options(train_text.Sizes):
 
 
 def parser() -> ArgumentParser:
-    """Make the parser of `lsq numbers`."""
     made = command_parser("numbers", Options)
     launch.add_device_options(made)
     return made
 
 
 def train_text_arguments(given: Namespace, files: TextFiles, name: str) -> list[str]:
-    """Return the command line of `lsq train-text` for the run of that name."""
     every = max(1, given.updates // 15)
     options = {
         **{
@@ -112,13 +100,11 @@ def train_text_arguments(given: Namespace, files: TextFiles, name: str) -> list[
 
 
 def sizes(given: Namespace) -> dict[str, int]:
-    """Return the options of SIZES."""
     return {option: getattr(given, option[2:].replace("-", "_")) for option in SIZES}
 
 
 def report(prepared: Prepared, names: list[str]) -> None:
-    """Compare the runs of these names: print samples and a table, write results.json, samples.txt
-    and losses.png."""
+    """Print samples and a table of the runs; write results.json, samples.txt and losses.png."""
     source, target = prepared.lines("test", "src"), prepared.lines("test", "tgt")
     hypotheses = {name: hypotheses_of(prepared, name) for name in names}
     runs = {}
@@ -156,7 +142,6 @@ def report(prepared: Prepared, names: list[str]) -> None:
 
 
 def table(runs: dict[str, dict]) -> str:
-    """Format quality, speed and memory of the runs side by side."""
     first, second = runs["float"], runs["int8"]
     fastest = min(runs.keys() - {"int8"}, key=lambda name: runs[name]["seconds_an_update"])
     speed = runs[fastest]["seconds_an_update"] / second["seconds_an_update"]
@@ -191,8 +176,7 @@ def run(arguments: list[str]) -> int:
 
 
 def compare(given: Namespace) -> None:
-    """Make the numbers and their data, train on them in every mode, and report; ValueError if what
-    is there was made from other numbers, or by somebody else."""
+    """Make the data, train in every mode, and report; ValueError if other data are there."""
     text = Stage(name=NUMBERS, folder=given.output / NUMBERS, makes=corpus.FILES)
     made = ("results.json", "samples.txt", "losses.png")
     comparison = Stage(name="comparison", folder=given.output, makes=made)

@@ -8,6 +8,7 @@ import re
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable, Sequence
+from dataclasses import fields
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
@@ -20,7 +21,6 @@ LONGEST = 1000
 """Characters of a message."""
 PART = re.compile("[a-z0-9]+")
 REQUIRED, UNRECOGNIZED = "the following arguments are required: ", "unrecognized arguments: "
-"""Beginnings of argparse's messages."""
 DIGITS = re.compile("[0-9]{1,18}")
 """A whole number: int() takes digits of every script, spaces and underscores as well."""
 
@@ -37,13 +37,7 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
 
 
 def command_parser(command: str, declared: type[Namespace], **options) -> ArgumentParser:
-    """Make the parser of `lsq COMMAND`: no abbreviations, errors in one line.
-
-    Args:
-        command: its name.
-        declared: its options, see `add_options`; the docstring is the description.
-        options: further ones of ArgumentParser.
-    """
+    """Make the parser of `lsq COMMAND`: no abbreviations, errors in one line."""
     parser = ArgumentParser(
         prog=f"lsq {command}",
         description=inspect.getdoc(declared),
@@ -82,8 +76,26 @@ def add_options(parser: ArgumentParser, declared: type[Namespace]) -> None:
             )
 
 
+def add_fields(group: Any, declared: type, names: Iterable[str], prefix: str = "--") -> None:
+    """Add options for fields of a dataclass, with their docstrings as help, without defaults."""
+    from lsq.config import documentation  # imports torch
+
+    texts = documentation(declared)
+    for field in fields(declared):
+        if field.name in names:
+            text = texts[field.name].replace("%", "%%")
+            option = prefix + field.name.replace("_", "-")
+            group.add_argument(option, type=field.type, help=text)
+
+
+def check_there(*paths: Path | None) -> None:
+    """Raise FileNotFoundError unless all paths are there."""
+    for path in filter(None, paths):
+        if not path.exists():
+            raise FileNotFoundError(2, "is not there", str(path))
+
+
 def _argument(annotation: Any) -> dict[str, Any]:
-    """Options of `add_argument` for an annotation."""
     kinds = [kind for kind in get_args(annotation) if kind is not NoneType]
     if get_origin(annotation) in (Union, UnionType):
         return _argument(kinds[0])
@@ -99,8 +111,7 @@ def _argument(annotation: Any) -> dict[str, Any]:
 
 
 def one_line_errors(parser: ArgumentParser) -> None:
-    """Let a parser report a mistake in one line, without the usage, which fills screens for
-    fairseq's parsers. Unknown options come first: without them, others may be missing."""
+    """Let a parser report a mistake in one line; unknown options come before missing ones."""
     parse_known_args, words = parser.parse_known_args, []
 
     def remember(args: Sequence[str] | None = None, namespace: Namespace | None = None):
@@ -121,14 +132,12 @@ def one_line_errors(parser: ArgumentParser) -> None:
 
 
 def _unknown(parser: ArgumentParser, words: Sequence[str]) -> list[str]:
-    """The options of a command line that its parser does not have."""
     given = words[: words.index("--")] if "--" in words else words
     names = [word.partition("=")[0] for word in given if word.startswith("--") and " " not in word]
     return [name for name in names if name not in parser._option_string_actions]
 
 
 def shortened(message: str) -> str:
-    """Shorten a long message to its beginning and end."""
     return (
         message
         if len(message) <= LONGEST
@@ -137,7 +146,6 @@ def shortened(message: str) -> str:
 
 
 def _few(found: re.Match) -> str:
-    """Reword argparse's message, with the nearest choices alone where there are many."""
     choices = [choice.strip(" '") for choice in found[2].split(",")]
     if len(choices) <= MANY_CHOICES:
         return found[0]
@@ -145,14 +153,12 @@ def _few(found: re.Match) -> str:
 
 
 def _meant(name: str, known: Iterable[str]) -> str:
-    """Say which names a user may have meant, behind a message."""
     nearest = near(name, known)
     return f"; did you mean {' or '.join(nearest)}?" if nearest else ""
 
 
 def near(name: str, known: Iterable[str]) -> list[str]:
-    """Return the names that are most like one, at most three; those of the same parts in another
-    order, if there are any."""
+    """Return at most three names like one; those of the same parts in another order, if any."""
 
     def parts(name: str) -> list[str]:
         return sorted(PART.findall(name.lower()))
@@ -163,15 +169,13 @@ def near(name: str, known: Iterable[str]) -> list[str]:
 
 
 def positive(text: str) -> int:
-    """Convert a whole number above 0, for argparse."""
     if not DIGITS.fullmatch(text) or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return int(text)
 
 
 def count(text: str) -> int:
-    """Convert a number of words, threads and such, for argparse; larger ones would take all
-    memory."""
+    """Convert a number of words, threads and such; larger ones would take all memory."""
     number = positive(text)
     if number > LARGEST_COUNT:
         raise argparse.ArgumentTypeError(f"{text} is too large; at most {LARGEST_COUNT}")
@@ -179,7 +183,6 @@ def count(text: str) -> int:
 
 
 def seconds(text: str) -> float:
-    """Convert a number of seconds above 0, for argparse."""
     try:
         value = float(text)
     except ValueError:
@@ -195,7 +198,6 @@ AnyPath = Annotated[Path, "PATH"]
 Positive = Annotated[int, positive]
 Count = Annotated[int, "N", count]
 Seconds = Annotated[float, "S", seconds]
-"""Annotations of options."""
 
 
 def is_given(option: str, words: list[str]) -> bool:
@@ -209,13 +211,7 @@ def is_part_of(path: Path, wholes: Iterable[Path]) -> bool:
 
 
 def check_writable(output: Path, option: str = "--output", *, makes_folders: bool = False) -> None:
-    """Refuse an output that cannot be written, with a ValueError, before the work that it is for.
-
-    Args:
-        output: a file or a folder, there or not.
-        option: by which it was given.
-        makes_folders: the command makes the folders around it where they are missing.
-    """
+    """Refuse an output that cannot be written, with a ValueError, before the work."""
     around = [path for path in (output.absolute(), *output.absolute().parents) if path.is_dir()][0]
     if not makes_folders and around not in (output.absolute(), output.absolute().parent):
         raise ValueError(
@@ -228,8 +224,7 @@ def check_writable(output: Path, option: str = "--output", *, makes_folders: boo
 
 
 def replaces(output: Path, overwrite: bool) -> bool:
-    """Say whether something at --output will be replaced; ValueError if something is there and
-    `overwrite` is not given, or nobody may write there."""
+    """Say whether --output will be replaced; ValueError if it may not be."""
     check_writable(output)
     if output.exists() and not overwrite:
         raise ValueError(

@@ -22,7 +22,6 @@ from lsq.memory.files import alive_at_peak, draw, read_buffers, save_plan, write
 from lsq.memory.planner import METHODS, TIME_LIMIT, plan
 
 SHOWN = 10
-"""Buffers that are listed."""
 
 
 TRAINING = "--criterion lsq_label_smoothed_cross_entropy --optimizer lsq_adam".split()
@@ -56,7 +55,6 @@ class Options(Namespace):
 
 
 def parser(of_file: bool = True) -> ArgumentParser:
-    """Make the parser of `lsq plan` for a file, or for a training step."""
     made = command_parser("plan", Options)
     if of_file:
         columns = "id,lower,upper,size[,alignment][,offset]; alive on [lower, upper)"
@@ -70,7 +68,6 @@ def parser(of_file: bool = True) -> ArgumentParser:
 
 
 def report(buffers: list[Buffer], plan: Plan) -> str:
-    """Format the memory of a plan and its reasons."""
     lines = [
         f"buffers      {len(buffers)}",
         f"peak         {plan.peak} bytes ({plan.peak / 2**20:.1f} MiB)",
@@ -93,7 +90,6 @@ def report(buffers: list[Buffer], plan: Plan) -> str:
 
 
 def _buffers(arguments: list[str]) -> tuple[Namespace, list[Buffer]]:
-    """Return the options, and the buffers to plan."""
     of_file = not is_given("--arch", arguments)
     options = parser(of_file)
     if of_file:
@@ -118,12 +114,7 @@ def _buffers(arguments: list[str]) -> tuple[Namespace, list[Buffer]]:
 
 
 def parse_step(program: str, architecture: str, arguments: Sequence[str]) -> Namespace:
-    """Parse fairseq's options of a training step that needs no data, for a command of lsq.
-
-    Raises:
-        ValueError: the architecture is not of lsq, or a number is out of its range.
-        SystemExit: argparse has reported another mistake.
-    """
+    """Parse fairseq's options of a training step that needs no data; ValueError, or SystemExit."""
     from fairseq import options  # takes seconds
 
     from lsq.commands import limits

@@ -17,12 +17,10 @@ from lsq.text.corpus import SIDES, Corpus, TextFiles
 
 
 def say(message: str) -> None:
-    """Print a message at once."""
     print(message, flush=True)
 
 
 def text_option(split: str, side: str) -> str:
-    """Return the option of `lsq train-text` that names the file of one side of a split."""
     return f"--{side}" if split == "train" else f"--{split}-{side}"
 
 
@@ -33,11 +31,8 @@ class Prepared:
     files: TextFiles
     output: Path
     size: int
-    """Pieces of the vocabulary."""
     coverage: float
-    """Share of the characters that have a piece."""
     max_length: int
-    """Largest number of pieces of a sentence."""
 
     def __post_init__(self) -> None:
         check_name(self.output)
@@ -51,7 +46,6 @@ class Prepared:
         return self.output / "vocabulary" / vocabulary.MODEL
 
     def lines(self, split: str, side: str) -> list[str]:
-        """Read the sentences of one side, "src" or "tgt", of a split as it was binarised."""
         return corpus.read_items(self.data / f"{split}.{side}")
 
     @cached_property
@@ -77,7 +71,6 @@ class Prepared:
 
     @cached_property
     def settings(self) -> dict:
-        """Options of `lsq train-text` that the data depend on."""
         return {
             **self.text_settings,
             "--vocabulary-size": self.size,
@@ -87,8 +80,7 @@ class Prepared:
 
 
 def prepare(prepared: Prepared) -> Prepared:
-    """Clean and split the text, learn the vocabulary, binarise; returns `prepared`. ValueError or
-    FileNotFoundError for a mistake in the files or options, or files of somebody else."""
+    """Clean and split the text, learn the vocabulary, binarise; ValueError or FileNotFoundError."""
     output = prepared.output
     text = Stage(name="text", folder=output / "text", makes=corpus.FILES)
     made = (vocabulary.MODEL, vocabulary.PIECES)

@@ -1,13 +1,11 @@
-"""A trained model by the path that a user gives: its files, and the model in memory.
-
-`load` alone imports fairseq, which takes seconds.
-"""
+"""A trained model by the path that a user gives: its files, and the model in memory."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lsq.commands.options import check_there
 from lsq.commands.stages import read_marker
 from lsq.files import check_name
 from lsq.serving.search_options import SearchOptions
@@ -22,26 +20,20 @@ if TYPE_CHECKING:
 
 BEST = "checkpoint_best.pt"
 TRANSLATION = "translation"
-"""The folder of a run with the translation of its test set."""
 OF_TRAINING = ("lsq_gemm_config", "lsq_gemm_coverage", "lsq_device", "lsq_activations")
 """Options in a checkpoint that are for the machine that trained."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Files of a trained model; FileNotFoundError or ValueError if one is not there, or the data
-    folder is none of fairseq's."""
+    """Files of a trained model; FileNotFoundError or ValueError if one is not there."""
 
     checkpoint: Path
     data: Path
-    """The folder with its dictionaries, dict.*.txt."""
     subwords: Path | None
-    """sentencepiece's model, if there is one."""
 
     def __post_init__(self) -> None:
-        for path in filter(None, (self.checkpoint, self.data, self.subwords)):
-            if not path.exists():
-                raise FileNotFoundError(2, "is not there", str(path))
+        check_there(self.checkpoint, self.data, self.subwords)
         if not any(self.data.glob("dict*.txt")):
             raise ValueError(
                 f"{self.data} has no dictionaries (dict.*.txt); give the data folder of the"
@@ -50,13 +42,8 @@ class Source:
 
 
 def find(path: Path, data: Path | None = None, subwords: Path | None = None) -> Source:
-    """Find the files of the model that `path` names; FileNotFoundError or ValueError without one.
-
-    Args:
-        path: a checkpoint, whose `data` are needed; a run of `lsq train-text`, output/name; or
-            output, if there is one run in it.
-        data, subwords: of a checkpoint.
-    """
+    """Find the files of a checkpoint with its `data` and `subwords`, of a run of `lsq train-text`,
+    or of the only run in an output folder; FileNotFoundError or ValueError without one."""
     for given in filter(None, (path, data, subwords)):
         check_name(given)
         if given.is_file() and not given.stat().st_size:
@@ -90,46 +77,27 @@ def find(path: Path, data: Path | None = None, subwords: Path | None = None) -> 
     return Source(checkpoint=run / "model" / BEST, data=output / "data", subwords=subwords)
 
 
-def trained_length(checkpoint: Path) -> int | None:
-    """Return the subwords of the longest sentence that a run of `lsq train-text` was trained with;
-    None: the checkpoint is of no run."""
-    marker = read_marker(checkpoint.parent)
-    return marker and marker.key.get("--max-length")
-
-
-def evaluation(checkpoint: Path) -> SearchOptions | None:
-    """Return how a run of `lsq train-text` translated its test set; None: it is of no run."""
-    length, marker = trained_length(checkpoint), read_marker(checkpoint.parent.parent / TRANSLATION)
-    beam = marker.key.get("--beam", SearchOptions.beam) if marker else SearchOptions.beam
-    return None if length is None else SearchOptions(beam=beam, max_len_b=length)
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Trained:
     """A trained model of lsq's or of fairseq's own, on the CPU, in eval mode, with its words."""
 
     model: "nn.Module"
     options: Mapping[str, Any]
-    """fairseq's options of the model."""
     languages: "Languages"
     updates: int
     source: "Dictionary | None"
     """None: it is a language model."""
     target: "Dictionary"
     subwords: Path | None
-    """sentencepiece's model."""
     task: "FairseqTask"
     criterion: Any
-    """fairseq's options of its loss; None where the checkpoint has none, as exported ones."""
+    """fairseq's options of its loss, if known."""
     trained_length: int | None
-    """Subwords of the longest sentence of the training, if that is known."""
     search: SearchOptions
-    """How the training itself translated, as far as that is known."""
 
 
 def load(source: Source) -> Trained:
-    """Read a model and its words; ValueError if the checkpoint is damaged or does not fit the
-    dictionaries."""
+    """Read a model and its words; ValueError if it is damaged or does not fit the dictionaries."""
     from fairseq import checkpoint_utils, tasks
 
     from lsq.commands.generate import load_fitting
@@ -142,6 +110,13 @@ def load(source: Source) -> Trained:
     (model,), options = load_fitting(
         str(source.data), [str(source.checkpoint)], overrides, task, state=state
     )
+    trained = read_marker(source.checkpoint.parent)
+    length = trained and trained.key.get("--max-length")  # None: of no run
+    search = evaluation_of_task(task.cfg) or SearchOptions()
+    if length is not None:  # as the run translated its test set
+        marker = read_marker(source.checkpoint.parent.parent / TRANSLATION)
+        beam = marker.key.get("--beam", SearchOptions.beam) if marker else SearchOptions.beam
+        search = SearchOptions(beam=beam, max_len_b=length)
     translates, updates = hasattr(model, "encoder"), state["optimizer_history"][-1]["num_updates"]
     return Trained(
         model=model.cpu().eval(),
@@ -155,6 +130,6 @@ def load(source: Source) -> Trained:
         subwords=source.subwords,
         task=task,
         criterion=state["cfg"].get("criterion"),
-        trained_length=trained_length(source.checkpoint),
-        search=evaluation(source.checkpoint) or evaluation_of_task(task.cfg) or SearchOptions(),
+        trained_length=length,
+        search=search,
     )

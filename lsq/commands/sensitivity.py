@@ -10,7 +10,7 @@ from tqdm import tqdm
 from lsq.commands import interruption, model_batch
 from lsq.commands.interruption import Interrupted, name_of
 from lsq.commands.model_batch import BatchOptions
-from lsq.commands.options import AnyPath, Folder, check_writable, command_parser
+from lsq.commands.options import AnyPath, Folder, check_there, check_writable, command_parser
 from lsq.files import write_text
 from lsq.files.lock import locked_folder
 from lsq.quant.numbers import METHODS
@@ -46,9 +46,7 @@ class Options(BatchOptions):
 def run(arguments: list[str]) -> int:
     """Measure and write, or go on where an earlier run ended; Interrupted if a signal came."""
     given = command_parser("sensitivity", Options).parse_args(arguments)
-    for path in (given.model, *given.text):
-        if not path.exists():
-            raise FileNotFoundError(2, "is not there", str(path))
+    check_there(given.model, *given.text)
     if given.output.exists() and not given.output.is_dir():
         raise ValueError(f"--output {given.output} is a file; give a folder")
     check_writable(given.output, makes_folders=True)
@@ -102,7 +100,6 @@ def by_length(lengths: Sequence[int], words: int) -> list[list[int]]:
 
 @contextlib.contextmanager
 def _interruptible(overwrite: bool) -> Iterator[None]:
-    """Let signals end the work within this context, with a message how to go on."""
     advice = f"the same command{' without --overwrite' if overwrite else ''} goes on from there"
     try:
         with interruption.raised():
@@ -116,7 +113,6 @@ def _interruptible(overwrite: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _progress(quiet: bool) -> Iterator[Callable[[int, int, str], None]]:
-    """Show a progress bar; yields what to call after each tensor."""
     with tqdm(desc="measuring", unit=" tensors", disable=quiet or None) as bar:
 
         def progress(done: int, wanted: int, name: str) -> None:

@@ -27,7 +27,6 @@ class Options(ModelOptions):
 
 
 def parser() -> ArgumentParser:
-    """Make the parser of `lsq serve`."""
     made = command_parser("serve", Options)
     limits, texts = made.add_argument_group("limits"), documentation(Limits)
     for field in fields(Limits):
@@ -39,12 +38,10 @@ def parser() -> ArgumentParser:
 
 
 def option_of(limit: str) -> str:
-    """Return the option of a field of Limits."""
     return "--limit-" + limit.replace("_", "-")
 
 
 def limits_of(given: Namespace) -> Limits:
-    """Make the limits that the options describe; ValueError if one is not above 0."""
     values = {field.name: getattr(given, f"limit_{field.name}") for field in fields(Limits)}
     for name, value in values.items():
         require_positive(option_of(name), value)

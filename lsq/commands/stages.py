@@ -21,14 +21,11 @@ MARKER = "lsq-stage.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Marker:
-    """Marker that a stage leaves in its folder."""
-
     stage: str
     key: dict
     finished: bool
     files: dict = field(default_factory=dict)
-    """Name of each file that the finished stage made -> SHA-256 in hexadecimal; empty where they
-    may change."""
+    """Name -> SHA-256 in hexadecimal; empty where files may change."""
 
     def __post_init__(self):
         for name, kind in (("stage", str), ("key", dict), ("finished", bool), ("files", dict)):
@@ -47,12 +44,10 @@ def read_marker(folder: Path) -> Marker | None:
 
 
 def write_json(path: Path, content: dict) -> None:
-    """Write a JSON file, whole or not at all."""
     write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
 def file_digest(path: Path) -> str:
-    """Return the SHA-256 of a file's bytes, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -64,22 +59,15 @@ class Stage:
     name: str
     folder: Path
     makes: tuple[str | re.Pattern, ...]
-    """The names of all that it makes in its folder, or patterns of them."""
+    """Names, or patterns of them."""
 
     def made(self) -> list[Path]:
-        """Return what lies in the folder under names that this stage gives."""
         paths = self.folder.iterdir() if self.folder.is_dir() else ()
         patterns = [re.escape(name) if isinstance(name, str) else name for name in self.makes]
         return sorted(p for p in paths if any(re.fullmatch(made, p.name) for made in patterns))
 
     def check_own(self) -> Marker | None:
-        """Return the marker that the stage left in its folder, or None. Its other methods begin
-        with this check, too.
-
-        Raises:
-            ValueError: the marker is damaged, or of another stage, or what lies there under names
-                that this stage gives was not made by it.
-        """
+        """Return the stage's marker, or None; ValueError if files of others are there."""
         if self.folder.exists() and not self.folder.is_dir():
             raise ValueError(f"{self.folder} is not a folder; choose another one")
         found = read_marker(self.folder)
@@ -104,13 +92,11 @@ class Stage:
         write_json(self.folder / MARKER, asdict(marker))
 
     def empty(self, key: dict) -> None:
-        """Remove the files that this stage made, after marking it as unfinished under a new key."""
         self.mark(key, finished=False)
         self._unlink_made()
 
     def remove(self) -> None:
-        """Remove the files that this stage made, its marker, and its folder if nothing else is
-        there."""
+        """Remove the files that this stage made, its marker, and its folder if it is empty then."""
         if self.check_own() is not None:
             self._unlink_made()
             (self.folder / MARKER).unlink()
@@ -123,7 +109,6 @@ class Stage:
                 path.unlink()
 
     def is_done(self, key: dict) -> bool:
-        """Say whether the stage is finished with this key, and its files are as it left them."""
         marker = self.check_own()
         if marker is None or not marker.finished or differences(marker.key, key):
             return False
@@ -134,8 +119,7 @@ class Stage:
 def run_stage(
     stage: Stage, key: dict, work: Callable[[Path], None], say: Callable[[str], None]
 ) -> None:
-    """Let `work(folder)` make what the stage makes, unless it is there already. What was there
-    before stays until the work is done."""
+    """Let `work(folder)` make what the stage makes, unless it is done; until then the old stays."""
     if stage.is_done(key):
         say(f"{stage.name}: already done")
         return
@@ -155,8 +139,7 @@ def run_stage(
 
 
 def differences(before: dict, now: dict) -> list[str]:
-    """List the differences of two keys: "--lr: 0.1 before, 0.2 now". Of a text, {"file": its path,
-    "sha256": of its content}, only the content counts."""
+    """List what differs: "--lr: 0.1 before, 0.2 now"; of texts, the content counts."""
     names = sorted(before.keys() | now.keys())
     changed = [name for name in names if _compared(before.get(name)) != _compared(now.get(name))]
     return [

@@ -17,16 +17,7 @@ from lsq.memory.kept import nothing_kept
 def saved_tensors(
     forward: Callable[[], torch.Tensor], parameters: Iterable[torch.Tensor]
 ) -> Counter:
-    """Count the bytes that autograd keeps when `forward` runs: every storage once, without
-    parameters.
-
-    Args:
-        forward: returns the tensor on which backward() would be called.
-        parameters: tensors that exist anyway; views of them count nothing.
-
-    Returns:
-        "dtype [shape]" -> bytes, for the tensor that first brought each storage.
-    """
+    """Count bytes that autograd keeps of `forward`, by "dtype [shape]"; no parameters."""
     known = {parameter.untyped_storage().data_ptr() for parameter in parameters}
     kept: Counter = Counter()
 
@@ -46,8 +37,7 @@ def saved_tensors(
 
 
 def traced_peak(run: Callable[[], object]) -> int:
-    """Measure the bytes that PyTorch's CPU allocator holds at most while `run` runs, beyond those
-    before; lsq keeps none."""
+    """Measure the most bytes of PyTorch's CPU allocator beyond those before `run` runs."""
     with nothing_kept(), silent_libraries():
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             run()
@@ -62,7 +52,6 @@ def traced_peak(run: Callable[[], object]) -> int:
 
 
 def peak_on_gpu(run: Callable[[], object]) -> int:
-    """Measure the peak of PyTorch's allocator on the current GPU, in bytes."""
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     run()
@@ -70,15 +59,7 @@ def peak_on_gpu(run: Callable[[], object]) -> int:
 
 
 def step_memory(checkpoint: Path) -> dict[str, int]:
-    """Measure the memory of a step of the translator in a checkpoint of `lsq train`, on the largest
-    batch of its training data, on a GPU if the training used one and there is one.
-
-    A step is a forward and a backward pass with every tensor in fresh memory; parameters, their
-    gradients and the optimizer's state are not counted.
-
-    Returns:
-        {"kept_bytes": kept for the backward pass, "peak_bytes": most at any time}.
-    """
+    """Measure bytes of a step on the largest training batch: kept for backward, and peak."""
     quieten()
     with logging_to(Path(os.devnull)):
         (model,), config, task = checkpoint_utils.load_model_ensemble_and_task([str(checkpoint)])

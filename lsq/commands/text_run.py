@@ -65,7 +65,6 @@ FIXED = {
     "--validate-interval": "1000000",
     "--num-workers": "0",
 }
-"""Options of `lsq train` that are always the same; None for switches."""
 UNBOUND = frozenset(
     "--cpu --max-update --num-workers --log-interval --log-format --log-file --no-progress-bar"
     " --tensorboard-logdir --save-interval --save-interval-updates --validate-interval"
@@ -73,8 +72,7 @@ UNBOUND = frozenset(
     " --keep-best-checkpoints --no-epoch-checkpoints --stop-time-hours --lsq-memory"
     " --lsq-gemm-config --lsq-gemm-coverage --lsq-timeout --lsq-device --lsq-activations".split()
 )
-"""Options of `lsq train` that change nothing of what a run has made: they may differ when it goes
-on."""
+"""Options of `lsq train` that may differ when a run goes on."""
 OF_THIS_COMMAND = {
     "--disable-validation": "the checkpoint that translates is chosen by it",
     "--no-last-checkpoints": "an interrupted training goes on from them",
@@ -85,18 +83,15 @@ OF_THIS_COMMAND = {
 """Options of `lsq train` that cannot follow a lone --, and what to do instead."""
 REPORTED_PACKAGES = ("torch", "fairseq-fixed", "sentencepiece", "sacrebleu", "numpy")
 PREPARATION_SECONDS = 10.0
-"""To wait for another run that prepares the same data: mostly it only looks at them."""
 
 
 def set_by(given: Namespace) -> dict[str, str]:
-    """Return the options of `lsq train` that those of `lsq train-text` set, with their values."""
     values = {name: str(getattr(given, name.replace("-", "_"))) for name in SETS}
     return {option: values[name] for name, options in SETS.items() for option in options}
 
 
 def named_options(words: list[str]) -> dict[str, str | None]:
-    """Return options of a command line with their values, None for those without; words before any
-    option are under ""."""
+    """Return options with their values (None: switches); words before any option are under ""."""
     values: dict[str, list[str]] = {}
     option = ""
     for word in words:
@@ -109,12 +104,7 @@ def named_options(words: list[str]) -> dict[str, str | None]:
 
 
 def bound(training: dict[str, str | None], extra: list[str]) -> dict[str, str | bool]:
-    """Return the options that a run depends on, as its user knows them; True for switches.
-
-    Args:
-        training: options of `lsq train` that `lsq train-text` sets, with their values.
-        extra: further ones, as the user gave them.
-    """
+    """Return the options that a run depends on, as its user knows them; True for switches."""
     further = named_options(extra)
     ours = {
         NAMES.get(name, name): value
@@ -127,14 +117,11 @@ def bound(training: dict[str, str | None], extra: list[str]) -> dict[str, str | 
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """Options of a training and its translation."""
+    """Options of `lsq train-text`, those of `lsq train` that follow, and the user's own."""
 
     given: Namespace
-    """The options of `lsq train-text`, a name of the run among them."""
     training: dict[str, str | None]
-    """Options of `lsq train` that follow from them, with their values; None for switches."""
     extra: list[str]
-    """Further options of `lsq train`, as the user gave them."""
 
     def arguments(self, data: Path, folder: Path) -> list[str]:
         """Return the command line of `lsq train` with this data that writes into this folder."""
@@ -147,19 +134,14 @@ class RunOptions:
 
 NAME = re.compile(r"\w[\w.+=@,-]*")
 RESERVED = ("text", "vocabulary", "data", "numbers")
-"""Folders of an output folder that are not runs."""
 STAGE = "run"
-RESIDUALS = re.compile(r"checkpoint_last\.gradients-rank-(\d+)-of-(\d+)\.safetensors")
-"""Files that error feedback of version 0.1 wrote."""
 UPDATES = "--max-update"
-"""In the key of a model: how many updates are wanted, to which it is not bound."""
+"""In the key of a model, which is not bound to it."""
 SOURCES = ("--lsq-from", "--finetune-from-model", "--restore-file")
-"""Options that name a checkpoint to start from."""
 
 
 def check_name(name: str) -> str:
-    """Return the name of a run; ValueError if it is not one plain folder name, or is that of a
-    folder of the data."""
+    """Return the name of a run; ValueError if it is no plain folder name, or the data's."""
     if not NAME.fullmatch(name) or len(name.encode()) > 200:
         raise ValueError(
             f"--name {name!r} is not a plain folder name: letters, digits and _ . + = @ , - are"
@@ -180,7 +162,6 @@ class RunFolder:
     prepared: Prepared
     name: str
     remedy: str = "choose another --name, or delete it with --overwrite"
-    """For messages."""
 
     @property
     def path(self) -> Path:
@@ -192,7 +173,7 @@ class RunFolder:
 
     @property
     def model(self) -> Stage:
-        makes = (CHECKPOINT, RESIDUALS, LOSSES, "train.log", "crash.pt")
+        makes = (CHECKPOINT, LOSSES, "train.log", "crash.pt")
         return Stage(name="model", folder=self.path / "model", makes=makes)
 
     @property
@@ -201,28 +182,14 @@ class RunFolder:
         return Stage(name="translation", folder=self.path / TRANSLATION, makes=makes)
 
     def updates(self) -> int:
-        """Return the updates that the last checkpoint has made, 0 without one; ValueError if it is
-        damaged."""
         last = self.model.folder / LAST
         return updates_of(last) if last.exists() else 0
 
     def goes_on(self, key: dict) -> bool:
-        """Say whether a run of this key has begun here; ValueError if the folder holds files of
-        somebody else."""
         return not self._differences(key) and self.run.check_own() is not None
 
     def check(self, key: dict, updates: int, overwrite: bool) -> None:
-        """Make sure that a run with this key may be begun here or go on, and that no other run
-        loses its data. Nothing is written.
-
-        Args:
-            key: what the run is bound to: settings of the data and of the training.
-            updates: that are wanted.
-            overwrite: whether what is here may be removed.
-
-        Raises:
-            ValueError: it may not; names every option that differs, with both values.
-        """
+        """Refuse a run that may not begin or go on here; names what differs, writes nothing."""
         check_data(self.prepared, except_run=self.name)
         self.translation.check_own()
         different = self._differences(key)
@@ -244,9 +211,7 @@ class RunFolder:
             )
 
     def claim(self, key: dict, updates: int) -> None:
-        """Mark the folder as that of a run with this key, and remove what another run left there,
-        or this one if it has made more updates than are wanted; ValueError if the folder holds
-        files of somebody else."""
+        """Mark the folder as this run's, and remove what another run, or too many updates, left."""
         if self._differences(key) or updates < self.updates():
             for stage in (self.translation, self.model, self.run):
                 stage.remove()
@@ -268,8 +233,7 @@ class RunFolder:
 
 
 def check_data(prepared: Prepared, except_run: str | None = None) -> None:
-    """Make sure that the data which are about to be made are those of all runs in the output
-    folder, but of `except_run`; ValueError names a run with others, and what differs."""
+    """Refuse data other than those of the runs in the output folder, but of `except_run`."""
     for path in sorted(prepared.output.glob(f"[!.]*/{stages.MARKER}")):
         name, marker = path.parent.name, stages.read_marker(path.parent)
         if name == except_run or marker is None or marker.stage != STAGE:
@@ -287,17 +251,7 @@ def check_data(prepared: Prepared, except_run: str | None = None) -> None:
 
 @raised()  # while it prepares and translates; a training finishes its update first
 def run(prepared: Prepared, options: RunOptions) -> dict:
-    """Make the data, train, translate the test set and score; what is done is skipped, what was
-    begun is continued. All options are compared with what is there before anything is written.
-
-    Returns:
-        The content of results.json.
-
-    Raises:
-        ValueError: the run exists with other options, or an option is wrong.
-        Busy: another process is at work on this run, or on the data.
-        Interrupted: a signal came; the same call later continues.
-    """
+    """Make the data, train, translate and score; goes on where it stopped. Returns the results."""
     given = options.given
     folder = RunFolder(prepared=prepared, name=given.name)
     key = key_of(prepared, options)
@@ -329,20 +283,17 @@ def run(prepared: Prepared, options: RunOptions) -> dict:
 
 
 def key_of(prepared: Prepared, options: RunOptions) -> dict:
-    """Return the options that the results of a run depend on."""
     return {**prepared.settings, **bound(options.training, options.extra)}
 
 
 def check_folder(prepared: Prepared, options: RunOptions, remedy: str) -> None:
-    """Refuse what the folder of a run does not take, for a command that begins several, whose users
-    can do `remedy`; see `RunFolder.check`."""
+    """Refuse what the folder of a run does not take, for a command that begins several."""
     folder = RunFolder(prepared=prepared, name=options.given.name, remedy=remedy)
     folder.check(key_of(prepared, options), options.given.updates, options.given.overwrite)
 
 
 def check_training(prepared: Prepared, options: RunOptions) -> str | None:
-    """Refuse what the training would be refused for, before anything is written or removed: build
-    its model. Returns what the model multiplies as decoded values, in words; None: nothing."""
+    """Build the training's model, and say what it multiplies as decoded values, if anything."""
     with logging_to(Path(os.devnull)):
         arguments = options.arguments(prepared.data, Path("unused"))
         args = train.parse_training(arguments, with_data=False)
@@ -356,8 +307,7 @@ def check_training(prepared: Prepared, options: RunOptions) -> str | None:
 
 
 def train_model(prepared: Prepared, options: RunOptions, folder: RunFolder) -> None:
-    """Train into the run's folder, from the last checkpoint there if there is one, or else the
-    newest sound one; Interrupted if a signal came."""
+    """Train on from the last checkpoint, or else the newest sound one."""
     model = folder.model.folder
     arguments = options.arguments(prepared.data, model)
     done = folder.updates()
@@ -380,7 +330,6 @@ def train_model(prepared: Prepared, options: RunOptions, folder: RunFolder) -> N
 
 
 def translate(prepared: Prepared, options: RunOptions, model: Path, folder: Path) -> None:
-    """Translate the test set with the checkpoint of least validation loss."""
     given = options.given
     arguments = [str(prepared.data), "--path", str(model / BEST), "--results-path", str(folder)]
     arguments += "--gen-subset test --max-tokens 4096 --num-workers 0 --bpe sentencepiece".split()
@@ -400,13 +349,11 @@ def translate(prepared: Prepared, options: RunOptions, model: Path, folder: Path
 
 
 def hypotheses_of(prepared: Prepared, name: str) -> list[str]:
-    """Read the translations of the test set by the run of this name."""
     return read_items(prepared.output / name / TRANSLATION / "hypotheses.txt")
 
 
 def report(folder: RunFolder, options: RunOptions, key: dict) -> dict:
-    """Score a finished run, write results.json and losses.png, and return the content of the
-    former."""
+    """Score a finished run; write results.json and losses.png."""
     prepared, given = folder.prepared, options.given
     curve = read_losses(folder.model.folder / LOSSES)
     hypotheses = hypotheses_of(prepared, given.name)

@@ -35,7 +35,6 @@ from lsq.files import check_name
 logger = logging.getLogger(__name__)
 
 CHECKPOINT = re.compile(r"checkpoint(_last|_best|_?\d+|_\d+_\d+|\.best_\w+_[\d.]+)\.pt")
-"""The names that fairseq gives."""
 TASK = "lsq_translation"
 CRITERION = "lsq_label_smoothed_cross_entropy"
 OPTIMIZER = "lsq_adam"
@@ -48,12 +47,7 @@ def parse(
     description: str,
     defaults: dict[str, str | None],
 ) -> Namespace:
-    """Parse with a parser of fairseq's; --help also shows the options of the model, task and so on.
-
-    Raises:
-        ValueError: a number is out of its range, or --user-dir is no folder.
-        SystemExit: with status 0 after help and 2 after a mistake, as argparse does.
-    """
+    """Parse with a parser of fairseq's; ValueError or SystemExit. --help shows all options."""
     logs.quieten()
     parser.prog, parser.description = program, description
     parser.usage, parser.formatter_class = f"{program} DATA [options]", HelpFormatter
@@ -83,8 +77,7 @@ def parse(
 
 
 def check_user_dir(folder: str | None) -> None:
-    """Raise ValueError unless fairseq will find a folder of plugins: as it is, or beside or in its
-    own."""
+    """Raise ValueError unless fairseq will find the folder: as it is, or beside or in its own."""
     own = Path(importlib.util.find_spec("fairseq").origin).parent
     roots = Path(), own, own.parent
     if folder is not None and not any((root / folder).is_dir() for root in roots):
@@ -95,7 +88,6 @@ def check_user_dir(folder: str | None) -> None:
 
 
 def peek(arguments: list[str], *names: str) -> str | None:
-    """Return the value of an option by which the parser of the others is chosen, or None."""
     first = ArgumentParser(add_help=False, allow_abbrev=False)
     # without a value, it is the other parser that refuses it
     first.add_argument(*names, dest="value", nargs="?")
@@ -103,8 +95,7 @@ def peek(arguments: list[str], *names: str) -> str | None:
 
 
 def check_data(args: Namespace) -> None:
-    """Raise ValueError unless every folder of binarised data is there, of two sides where the task
-    translates."""
+    """Raise ValueError unless the folders of binarised data are there, and for the task."""
     for folder in args.data.split(os.pathsep):
         if not Path(folder).is_dir():
             raise ValueError(
@@ -153,8 +144,7 @@ def check_save_dir(args: Namespace) -> None:
 
 
 def parse_training(arguments: list[str], with_data: bool = True) -> Namespace:
-    """Parse fairseq's options of a training; the data may be missing unless `with_data`. ValueError
-    if they do not fit this machine."""
+    """Parse fairseq's options of a training; ValueError if they do not fit the data or machine."""
     architecture = peek(arguments, "--arch", "-a") or ARCHITECTURE
     defaults = {"arch": ARCHITECTURE, "distributed_world_size": None}
     if architectures.is_ours(architecture):
@@ -181,12 +171,7 @@ def parse_training(arguments: list[str], with_data: bool = True) -> Namespace:
 
 
 def train_process(cfg: DictConfig) -> None:
-    """Do one process's part of a training, answering to SIGINT and SIGTERM.
-
-    Raises:
-        Interrupted: a signal came; a checkpoint was written if there was something to write.
-        ExchangeFailed: other processes are gone, or too late; the message says which.
-    """
+    """Do one process's part of a training; Interrupted after a signal, or ExchangeFailed."""
     for function in (checkpoint_utils.save_checkpoint, fairseq_train.should_stop_early):
         if hasattr(function, "best"):  # of an earlier training in this process
             del function.best
@@ -198,8 +183,7 @@ def train_process(cfg: DictConfig) -> None:
 
 @contextlib.contextmanager
 def writing_alone(cfg: DictConfig) -> Iterator[None]:
-    """Let no other training write into --save-dir within this context, which is Busy if one does;
-    with --no-save nobody writes, and it is free."""
+    """Let no other training write into --save-dir here (Busy); with --no-save nobody writes."""
     nobody = {"verify_checkpoint_directory": lambda folder: None} if cfg.checkpoint.no_save else {}
     with replaced(checkpoint_utils, **nobody):
         try:
@@ -291,12 +275,7 @@ def stopping_between_updates(interruption: Interruption) -> Iterator[None]:
 
 
 def run(arguments: list[str]) -> int:
-    """Train as the options say.
-
-    Raises:
-        ValueError, OSError: a mistake in the options or the data.
-        Interrupted, ExchangeFailed: see `train_process`.
-    """
+    """Train as the options say; ValueError, OSError, or as `train_process` raises."""
     args = parse_training(arguments)
     command = launch.torchrun_command(args, arguments)
     if command is not None:

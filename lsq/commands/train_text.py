@@ -16,14 +16,7 @@ from lsq.commands.launch import (
     choose_device,
     device_options,
 )
-from lsq.commands.options import (
-    File,
-    Folder,
-    Positive,
-    check_writable,
-    command_parser,
-    is_given,
-)
+from lsq.commands.options import File, Folder, Positive, check_writable, command_parser, is_given
 from lsq.commands.prepare import Prepared, prepare, say
 from lsq.commands.text_run import FIXED, OF_THIS_COMMAND, RunOptions, named_options
 from lsq.commands.train import CRITERION, TASK
@@ -138,7 +131,6 @@ class Options(TextOptions, VocabularyOptions, Sizes, TrainingOptions):
 
 
 def parser() -> ArgumentParser:
-    """Make the parser of `lsq train-text`."""
     made = command_parser("train-text", Options, epilog=EPILOG)
     add_device_options(made)
     quantizers = made.add_argument_group(
@@ -149,8 +141,6 @@ def parser() -> ArgumentParser:
 
 
 def check_output(folder: Path) -> None:
-    """Refuse folders that cannot be written, or that fairseq takes for something else;
-    ValueError."""
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--output {folder} is a file; give a folder")
     check_writable(folder, makes_folders=True)
@@ -162,7 +152,6 @@ def check_output(folder: Path) -> None:
 
 
 def file_pair(given: Namespace, split: str) -> tuple[Path, Path] | None:
-    """Return the two files of a split, or None; ValueError if one is given without the other."""
     source, target = getattr(given, f"{split}_src"), getattr(given, f"{split}_tgt")
     if (source is None) != (target is None):
         raise ValueError(f"--{split}-src and --{split}-tgt go together; only one of them is given")
@@ -170,8 +159,7 @@ def file_pair(given: Namespace, split: str) -> tuple[Path, Path] | None:
 
 
 def run_options(given: Namespace, extra: list[str]) -> RunOptions:
-    """Make the options of a run from those of `parser`; ValueError if they contradict each
-    other."""
+    """Make the options of a run; ValueError if they contradict each other."""
     names = [
         name
         for name in vars(given)
@@ -213,8 +201,7 @@ def run_options(given: Namespace, extra: list[str]) -> RunOptions:
 
 
 def parsed(arguments: list[str]) -> tuple[Prepared, RunOptions]:
-    """Return the data and the run that a command line asks for; ValueError or OSError if something
-    is wrong with the options or the files."""
+    """Return the data and the run that a command line asks for; ValueError or OSError."""
     extra = []
     if "--" in arguments:
         middle = arguments.index("--")
@@ -239,12 +226,7 @@ def parsed(arguments: list[str]) -> tuple[Prepared, RunOptions]:
 
 
 def run(arguments: list[str]) -> int:
-    """Run the subcommand.
-
-    Raises:
-        ValueError, OSError: a mistake in the options or the files.
-        Interrupted: a signal came.
-    """
+    """Prepare, train, translate and score; ValueError, OSError or Interrupted."""
     prepared, options = parsed(arguments)
     given = options.given
     if given.prepare_only:
@@ -268,32 +250,19 @@ def run(arguments: list[str]) -> int:
 # Numbers that fit a text which is too small for the defaults
 
 CHARACTERS = 50
-"""Characters of the text for each piece of a vocabulary, at least: rarer pieces are hardly learnt.
-"""
+"""Of the text for each piece of a vocabulary, at least: rarer pieces are hardly learnt."""
 MORE_THAN_LETTERS = 100
 """Pieces that a vocabulary has beside single characters."""
 CHARACTERS_OF_A_TOKEN = 3
-"""Characters of a token of a small vocabulary, roughly."""
 PASSES = 200
-"""Passes over the text in a training, at most."""
+"""Over the text in a training, at most."""
 LEAST_UPDATES = 1000
-"""Updates that a model needs which begins at random."""
 LARGE = 2**23
 """Bytes of a text that the defaults fit."""
 
 
 def check_small_text(given: Namespace, words: list[str]) -> None:
-    """Refuse defaults that are more than twice as large as what fits the text; numbers of the user
-    are taken.
-
-    Args:
-        given: the options.
-        words: the command line that they are from.
-
-    Raises:
-        FileNotFoundError, ValueError: a file is not there; or defaults do not fit, with numbers
-            that do.
-    """
+    """Refuse defaults of more than twice what fits the text, and name what fits; ValueError."""
     for path in (given.src, given.tgt):
         check_file(path)
     wanted = ["--vocabulary-size"] if given.prepare_only else ["--vocabulary-size", "--updates"]
@@ -324,6 +293,5 @@ def check_small_text(given: Namespace, words: list[str]) -> None:
 
 
 def _two_digits(number: int) -> int:
-    """Round down to two digits."""
     unit = 10 ** max(0, len(str(number)) - 2)
     return number // unit * unit

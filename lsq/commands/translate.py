@@ -29,17 +29,13 @@ STANDARD_INPUT = Path("-")
 LONGEST = 2**26
 """Bytes of a line, at most: without an end, /dev/zero and the like would fill the memory."""
 DEVICES = Path("/dev")
-"""Its links to the standard output may lead to a file, and are none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """A line that is to be translated."""
-
     source: str
     """File and number, for messages."""
     number: int
-    """From 1, of all that is read."""
     text: str
     prefix: str
 
@@ -62,7 +58,6 @@ class Options(ModelOptions):
 
 
 def parser() -> ArgumentParser:
-    """Make the parser of `lsq translate`."""
     made = command_parser("translate", Options)
     text = "text, one after the other (default: -, standard input)"
     made.add_argument("files", type=Path, nargs="*", metavar="FILE", help=text)
@@ -93,8 +88,7 @@ def run(arguments: list[str]) -> int:
 
 
 def check_files(given: Namespace) -> None:
-    """Check what is read, and that --output can be written and is no part of what is read, no
-    device and no pipe; FileNotFoundError or ValueError."""
+    """Check what is read, and that --output is writable, a plain file, and none of what is read."""
     if given.prefix == STANDARD_INPUT and STANDARD_INPUT in given.files:
         raise ValueError(
             "the text and --prefix cannot both be standard input; name a file for one of them"
@@ -144,8 +138,7 @@ def read_lines(file: BinaryIO, name: str) -> Iterator[str]:
 
 
 def lines_of(given: Namespace, opened: contextlib.ExitStack) -> Iterator[Line]:
-    """Yield the lines of all files, which `opened` closes; ValueError if there are more or fewer
-    prefixes than lines."""
+    """Yield the lines of all files; ValueError if there are more or fewer prefixes than lines."""
 
     def lines(path: Path) -> Iterator[tuple[str, str]]:
         if path == STANDARD_INPUT:
@@ -176,8 +169,7 @@ def lines_of(given: Namespace, opened: contextlib.ExitStack) -> Iterator[Line]:
 def translated(
     lines: Iterable[Line], translator: TextTranslator, options: SearchOptions, given: Namespace
 ) -> Iterator[str]:
-    """Yield lines of the output as soon as they are known; ValueError names a line that is refused,
-    which at a terminal is only printed."""
+    """Yield lines of the output as soon as they are known; ValueError names a refused line."""
     typed = STANDARD_INPUT in given.files and sys.stdin.isatty()
     if typed:
         print("one sentence a line; Ctrl-D ends", file=sys.stderr)
@@ -215,8 +207,6 @@ def translated(
 
 
 def shown(line: Line, translation: Translation, options: SearchOptions, scores: bool) -> str:
-    """Format a line of the output: the number of its line if there are several for each, the score
-    if wanted, and the text, with tabs between."""
     columns = [str(line.number)] if options.nbest > 1 else []
     columns += [f"{translation.score:.6f}"] if scores else []
     return "\t".join([*columns, translation.text]) + "\n"

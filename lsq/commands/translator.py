@@ -65,10 +65,8 @@ class Translator(TextTranslator):
         device: str = "cpu",
     ):
         check_settings(batch_tokens, long_lines)
-        data, sentencepiece_model = (
-            None if given is None else Path(given) for given in (data, sentencepiece_model)
-        )
-        model = load(Path(path), data, sentencepiece_model, backend_of(device))
+        data, subwords = (given and Path(given) for given in (data, sentencepiece_model))
+        model = load(Path(path), data, subwords, backend_of(device))
         super().__init__(model, batch_tokens=batch_tokens, long_lines=long_lines)
 
 
@@ -88,12 +86,6 @@ def load(
                 f"{path} has its words in it; leave --data and --sentencepiece-model out"
             )
         return read_exported(path, device)
-    for folder in (path, path.parent):
-        if (folder / "model.bin").is_file() and (folder / "config.json").is_file():
-            raise ValueError(
-                f"{folder} is a model of CTranslate2's, which lsq does not read; name the run, or"
-                " what `lsq export --to lsq` makes of it"
-            )
     return _read_trained(run_files.find(path, data, sentencepiece_model), device)
 
 
@@ -157,8 +149,7 @@ class ModelOptions(Namespace):
 
 
 def add_search(parser: ArgumentParser) -> None:
-    """Add an option for every field of SearchOptions; those that are not given are missing in the
-    namespace."""
+    """Add an option for every field of SearchOptions, missing in the namespace unless given."""
     search = parser.add_argument_group("search", argument_default=SUPPRESS)
     texts = documentation(SearchOptions)
     for field in fields(SearchOptions):
@@ -176,8 +167,6 @@ def add_search(parser: ArgumentParser) -> None:
 
 
 def translator_of(given: Namespace) -> Translator:
-    """Make the translator that ModelOptions describe; ValueError if there are not so many cores,
-    and as `Translator` raises."""
     cores = os.cpu_count() or 1
     if given.threads is not None:
         if given.threads > cores:
@@ -197,7 +186,6 @@ def translator_of(given: Namespace) -> Translator:
 
 
 def search_options(given: Namespace, defaults: SearchOptions) -> SearchOptions:
-    """Replace defaults by the options of `add_search`; ValueError if they are not allowed."""
     values = vars(given)
     chosen = {
         field.name: values[field.name] for field in fields(SearchOptions) if field.name in values

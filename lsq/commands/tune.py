@@ -7,20 +7,17 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import torch
 from tqdm import tqdm
 
-from lsq import extras
 from lsq.commands.options import Count, File, Seconds, check_writable, command_parser
 from lsq.commands.plan import parse_step
 from lsq.gemm import configuration_file
-from lsq.gemm.configuration import Entry, TileConfiguration
-from lsq.gemm.configuration_file import ConfigurationFile
+from lsq.gemm.configuration import TileConfiguration
 from lsq.gemm.cublaslt import first_candidate
-from lsq.gemm.operations import TILED, TILED_ALONE
-from lsq.gemm.product_key import MATMUL, TOKEN_STEP, ProductKey
+from lsq.gemm.product_key import TOKEN_STEP, ProductKey
 from lsq.gemm.tuner import product_list
 from lsq.gemm.tuner.cublaslt import CublasBackend
 from lsq.gemm.tuner.search import Summary, opened, tune
@@ -28,13 +25,8 @@ from lsq.gemm.tuner.trial import Outcome, Trials
 from lsq.ops.representatives import OPERATIONS
 from lsq.run.cuda import gpu
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
 STEPS = 16
-"""Numbers of tokens up to --max-tokens, unless --step is given."""
 LISTED = 5
-MARKERS = "osD^vP"
 BACKWARD = {"both": ("float", "int8"), "float": ("float",), "int8": ("int8",)}
 NOT_ON_CPUS = (
     "lsq tune is for GPUs: on a CPU nothing is tuned, because lsq's own tiles run every product by"
@@ -85,36 +77,26 @@ class Options(What, Training):
     """tune also what the file has already"""
     list: bool = False
     """print the products as CSV, and tune nothing; needs no GPU"""
-    plot: File | None = None
-    """draw what the file holds (.png, .svg, .pdf)"""
     quiet: bool = False
     """no progress bar"""
 
 
 def parser() -> ArgumentParser:
-    """Make the parser of `lsq tune`, up to fairseq's options."""
     return command_parser("tune", Options)
 
 
 def run(arguments: list[str]) -> int:
-    """Tune, report and draw; the exit status is 130 after Ctrl-C, 1 if a product could not be
-    tuned.
-
-    Raises:
-        ValueError, OSError: a mistake in the options or the files, another tuner is at work, or
-            there is no GPU or no libcublasLt.
-    """
+    """Tune and report; exit status 130 after Ctrl-C, 1 after a failure; ValueError, OSError."""
     options = parser()
     given, training = options.parse_known_args(arguments)
     if training and given.arch is None:
         options.error(f"unrecognized arguments: {' '.join(training)}")
-    if not (given.arch or given.shapes or given.plot) or given.arch and given.shapes:
+    if bool(given.arch) == bool(given.shapes):
         options.error("say what to tune: --arch NAME or --shapes FILE")
     if given.device == "cpu":
         raise ValueError(f"--device is cpu, and {NOT_ON_CPUS}")
-    for option, file in (("--output", given.output), ("--plot", given.plot)):
-        if file is not None and not given.list:
-            check_writable(file, option, makes_folders=option == "--output")
+    if given.output is not None and not given.list:
+        check_writable(given.output, makes_folders=True)
     keys = products(given, training)
     if given.list:
         print(product_list.text(keys), end="")
@@ -126,36 +108,27 @@ def run(arguments: list[str]) -> int:
     path = given.output or _default_path(configuration_file.file_name(validators))
     if given.output is None:
         check_writable(path, makes_folders=True)
-    status = 0
-    if given.arch or given.shapes:
-        known = () if given.again else {entry.key for entry in opened(path, validators).entries}
-        due = sum(key not in known for key in keys)
-        if due:
-            print(f"to tune    {due} products", flush=True)
-        with _progress(due, given.quiet) as progress:
-            summary = tune(
-                gpu_trials(),
-                keys,
-                path,
-                validators,
-                again=given.again,
-                seconds=given.seconds or math.inf,
-                progress=progress,
-            )
-        print(report(summary))
-        status = 130 if summary.interrupted else 1 if summary.failed else 0
-    if given.plot is not None:
-        draw(configuration_file.read(path), given.plot)
-    return status
+    known = () if given.again else {entry.key for entry in opened(path, validators).entries}
+    due = sum(key not in known for key in keys)
+    if due:
+        print(f"to tune    {due} products", flush=True)
+    with _progress(due, given.quiet) as progress:
+        summary = tune(
+            gpu_trials(),
+            keys,
+            path,
+            validators,
+            again=given.again,
+            seconds=given.seconds or math.inf,
+            progress=progress,
+        )
+    print(report(summary))
+    return 130 if summary.interrupted else 1 if summary.failed else 0
 
 
 def products(given: Namespace, training: Sequence[str]) -> list[ProductKey]:
-    """Return the products to tune."""
-    keys: list[ProductKey] = []
-    if given.arch is not None:
-        keys = _of_training(given, training)
-    elif given.shapes is not None:
-        keys = product_list.read(given.shapes)
+    of_training = given.arch is not None
+    keys = _of_training(given, training) if of_training else product_list.read(given.shapes)
     return list(dict.fromkeys(key.rounded() for key in keys))
 
 
@@ -174,14 +147,7 @@ def _of_training(given: Namespace, training: Sequence[str]) -> list[ProductKey]:
 
 
 def gpu_trials(*, cache: int | None = None) -> Trials:
-    """Make trials of products on the current GPU.
-
-    Args:
-        cache: bytes that the operands of a product exceed together; None: the L2 cache.
-
-    Raises:
-        RuntimeError, ValueError: there is no libcublasLt, or the GPU cannot be used.
-    """
+    """Make trials of products; `cache`: bytes that operands exceed (None: the L2 cache)."""
     current = gpu(torch.cuda.current_device(), first_candidate)
     return CublasBackend(current.products, device=current, operations=OPERATIONS, cache=cache).trial
 
@@ -195,7 +161,6 @@ def _default_path(name: str) -> Path:
 
 @contextlib.contextmanager
 def _progress(total: int, quiet: bool) -> Iterator[Callable[[ProductKey, Outcome | None], None]]:
-    """Within this context, the `progress` of `lsq.gemm.tuner.search.tune`."""
     gains = []
     with tqdm(total=total, desc="tuning", disable=quiet or None, file=sys.stderr) as bar:
 
@@ -210,7 +175,6 @@ def _progress(total: int, quiet: bool) -> Iterator[Callable[[ProductKey, Outcome
 
 
 def report(summary: Summary) -> str:
-    """Format the results of a run."""
     entries = summary.entries
     lines = [f"file       {summary.path}", f"tuned      {len(entries)} products"]
     if entries:
@@ -227,9 +191,8 @@ def report(summary: Summary) -> str:
     compared = [entry for entry in entries if entry.times.other is not None]
     if compared:
         tiled = sum(isinstance(entry.configuration, TileConfiguration) for entry in compared)
-        average = statistics.geometric_mean(
-            entry.times.other / entry.times.chosen for entry in compared
-        )
+        ratios = [entry.times.other / entry.times.chosen for entry in compared]
+        average = statistics.geometric_mean(ratios)
         lines += [
             f"in one     {tiled} of {len(compared)}: one kernel multiplies and ends; the others by"
             " cuBLASLt",
@@ -247,65 +210,3 @@ def report(summary: Summary) -> str:
     lines += [f"           and {more} more"] if more > 0 else []
     lines += ["stopped    by Ctrl-C; what is done is in the file"] if summary.interrupted else []
     return "\n".join(lines)
-
-
-def draw(file: ConfigurationFile, path: Path) -> None:
-    """Draw the speed-up of each product over the default, and over the product of floats; the
-    suffix of `path` chooses the format. ValueError if the file has no entries, or the format is
-    unknown."""
-    if not file.entries:
-        raise ValueError("the file has no entries; there is nothing to draw")
-    extras.require("a picture", "study")
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12, 8), layout="constrained")
-    above, below = figure.subplots(2, 1, sharex=True)
-    _panel(above, file.entries, lambda entry: entry.gain, "as run untuned")
-    _panel(
-        below,
-        file.entries,
-        lambda entry: entry.times.float / entry.times.chosen,
-        "as the product of floats",
-    )
-    below.set_xlabel("multiplications and additions of the product")
-    validators = file.validators
-    figure.suptitle(
-        f"{validators.device}, {validators.library} {validators.library_version}:"
-        f" {len(file.entries)} products"
-    )
-    figure.savefig(path, dpi=150)
-
-
-def _panel(
-    axes: "Axes", entries: Sequence[Entry], gain: Callable[[Entry], float], compared: str
-) -> None:
-    for number, op in enumerate((*TILED, *TILED_ALONE, MATMUL)):
-        chosen = [entry for entry in entries if entry.key.op == op]
-        if not chosen:
-            continue
-        gains = [gain(entry) for entry in chosen]
-        axes.plot(
-            [entry.key.arithmetic for entry in chosen],
-            gains,
-            MARKERS[number],
-            color=f"C{number}",
-            alpha=0.7,
-            markersize=5,
-            markeredgewidth=0,
-            label=f"{op}: {statistics.geometric_mean(gains):.2f} on average",
-        )
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
-    axes.axhline(1, color="black", linewidth=0.8)
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    lowest, highest = axes.get_ylim()
-    if highest / lowest < 5:
-        axes.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: f"{value:.3g}"))
-    else:
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.set_ylabel(f"times as fast {compared}")
-    axes.grid(True, which="both", alpha=0.25)
-    axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))

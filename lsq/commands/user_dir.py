@@ -12,12 +12,10 @@ class Options(Namespace):
 
 
 def user_dir() -> Path:
-    """Return the folder that fairseq imports lsq's plugin from."""
     return Path(lsq.__file__).parent / "fairseq" / "user_dir" / "lsq_fairseq"
 
 
 def run(arguments: list[str]) -> int:
-    """Print the folder."""
     command_parser("user-dir", Options).parse_args(arguments)
     print(user_dir())
     return 0

@@ -91,8 +91,7 @@ def accept(convert: Callable[[Mapping[str, Any]], dict[str, Any]]) -> Callable[[
 
 
 def without_constants(given: Mapping[str, Any], constants: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields without those that are constant now; ValueError if one has another
-    value."""
+    """Drop fields that are constant now, with a warning; raises ValueError for another value."""
     for name in constants.keys() & given.keys():
         if given[name] != constants[name]:
             raise ValueError(

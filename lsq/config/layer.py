@@ -26,32 +26,22 @@ class Rotary:
     """Column i of R / 2 turns by position * base ** (-2 i / R)."""
     width: int | None = None
     """R, the first columns of a head, which are rotated; None: all."""
-    frequencies: tuple[float, ...] | None = None
-    """Replace base ** (-2 i / R), in models for longer sequences; None: they do not."""
-    factor: float = 1.0
-    """Factor of all cosines and sines (YaRN, Peng et al. 2023)."""
 
     def __post_init__(self) -> None:
         require_whole("positions", self.positions)
         require_positive("base", self.base)
-        require_positive("factor", self.factor)
         if self.width is not None and (
             not isinstance(self.width, int) or self.width < 2 or self.width % 2
         ):
             raise ValueError(f"width is {self.width!r}; it must be an even number above 0, or None")
 
     def columns(self, head: int) -> int:
-        """Return R for heads of so many columns; ValueError if they are too few, or an odd number,
-        or there are not R / 2 frequencies."""
+        """Return R for heads of so many columns; raises ValueError if they cannot turn."""
         found = head if self.width is None else self.width
         if found > head or found % 2:
             raise ValueError(
                 f"{found} columns of a head cannot turn; give an even number up to its width,"
                 f" {head}"
-            )
-        if self.frequencies is not None and 2 * len(self.frequencies) != found:
-            raise ValueError(
-                f"{len(self.frequencies)} frequencies are given; {found} columns need {found // 2}"
             )
         return found
 
@@ -83,8 +73,7 @@ class RelativeBias:
 
 @dataclass(frozen=True, kw_only=True)
 class Adapter:
-    """Low-rank adapters of one weight of a layer (LoRA, Hu et al. 2022), trained in floats beside
-    it."""
+    """Low-rank adapters (LoRA, Hu et al. 2022) of one weight, trained in floats beside it."""
 
     weight: str
     """The name of the weight in the layer."""

@@ -56,8 +56,7 @@ RENAMED = {"weight_init": "clip_init", "activation_init": "clip_init"}
 
 
 def check_format(fast: Collection[str], name: str) -> None:
-    """Raise a ValueError if a format is neither fast, nor "float32", nor of lsq.quant.numbers; the
-    nearest is offered."""
+    """Raise a ValueError, which offers the nearest name, for a format that does not exist."""
     if name in (*fast, UNROUNDED):
         return
     try:
@@ -70,8 +69,7 @@ def check_format(fast: Collection[str], name: str) -> None:
 
 
 def of_this_version(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return fields of QuantConfig, some of which have their names of version 0.1; ValueError if
-    one that is constant now has another value, or two that are one now differ."""
+    """Rename fields of version 0.1; raises ValueError for values that would be lost."""
     fields = without_constants(given, CONSTANT)
     for name in RENAMED.keys() & given.keys():
         value, now = fields.pop(name), RENAMED[name]
@@ -85,8 +83,7 @@ def of_this_version(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def of_trained(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return fields of QuantConfig of a training by version 0.1, which may have any value of fields
-    that are constant now: they are left out, and clips that learned go on learning."""
+    """Convert fields of a training by version 0.1: constants go, and clips that learned go on."""
     before = {name: given[name] for name in {*CONSTANT, *RENAMED} & given.keys()}
     fields = {name: value for name, value in given.items() if name not in before}
     inits = {before[name] for name in RENAMED if name in before}
@@ -249,8 +246,7 @@ class QuantConfig:
 
     @cached_property
     def coded(self) -> bool:
-        """Whether products read integers: all formats have fast ones. Else anything quantised is
-        decoded first."""
+        """Whether products read integers, as all formats have fast ones; else decoded values."""
         return self.quantized and all(
             form in fast
             for name, fast in FAST_FORMATS.items()
@@ -273,15 +269,14 @@ class QuantConfig:
         return any(format_choice(getattr(self, name)).exceptions for name in FAST_FORMATS)
 
     def activation_form(self, name: str) -> Format | ScaledFormat | None:
-        """Return what an activation is rounded to, under one clip for a tensor, or None. The middle
-        of a gated block takes the same integers with a scale for each row."""
+        """Return what an activation is rounded to, under one clip for a tensor, or None."""
         if self.coded:
             return Format(name="activation", bits=self.bits, grain=Grain.TENSOR)
         return self._decoded(format_choice(self.activation_format).of(name), "tensor")
 
     def weight_form(self, name: str) -> WeightFormat | ScaledFormat | None:
-        """Return what a weight is rounded to, with a clip for each output channel, or one for all,
-        or None."""
+        """Return what a weight is rounded to, by clips of output channels or one for all, or
+        None."""
         form = format_choice(self.weight_format).of(name)
         per_row = self.weight_granularity == "channel"
         if self.coded:
@@ -289,8 +284,7 @@ class QuantConfig:
         return self._decoded(form, "row" if per_row else "tensor")
 
     def gradient_form(self, name: str) -> Format | ScaledFormat | None:
-        """Return what the gradient of a product with a weight is rounded to, GRADIENT at random,
-        others to the nearest, or None."""
+        """Return what the gradient of a weight's product is rounded to (GRADIENT: at random)."""
         if not self.quantized or self.backward == "float":
             return None
         form = format_choice(self.gradient_format).of(name)
@@ -328,15 +322,9 @@ class QuantConfig:
     ) -> "QuantConfig":
         """Return the configuration of a part of a model, where patterns may choose other formats.
 
-        Args:
-            path: of the part in the model.
-            weights, activations: what the part calls its tensors -> their names in the state dict
-                of the part.
-            fitted: gets the patterns that fit something, by the names of fields.
-
-        Raises:
-            ValueError: patterns give weights that are one tensor here, or their inputs, different
-                formats.
+        `path`: of the part. `weights`, `activations`: its tensors -> their names in its state dict.
+        `fitted` gets the patterns that fit, by field. Raises ValueError if patterns give weights
+        that are one tensor here, or their inputs, different formats.
         """
         if not self.formats_differ:
             return self
@@ -353,15 +341,10 @@ class QuantConfig:
     def check_fitted(
         self, fitted: Fitted, names: Mapping[str, Sequence[str]], floats: Sequence[str] = ()
     ) -> None:
-        """Refuse patterns that decide nothing in a model.
+        """Raise a ValueError that names the first pattern which decides nothing in a model.
 
-        Args:
-            fitted: patterns that fit a tensor.
-            names: of fields -> those of the model's tensors, for the error.
-            floats: names of parameters that may stay floats, for the error.
-
-        Raises:
-            ValueError: names the first one.
+        `fitted`: patterns that fit a tensor. `names`: of the model's tensors, by field. `floats`:
+        names of parameters that may stay floats.
         """
         for name in FAST_FORMATS:
             for pattern, form in format_choice(getattr(self, name)).exceptions:

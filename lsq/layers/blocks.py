@@ -1,8 +1,7 @@
-"""Blocks of Transformer layers as forward operations.
+"""Blocks of Transformer layers as forward operations on a LayerBuilder.
 
-Each block appends to a LayerBuilder, declares its parameters, and says which value is rounded under
-which clip; gradients follow. Names of parameters are relative to `prefix`, as in a module's state
-dict. M rows, H hidden, F feed-forward.
+Each declares its parameters, under names relative to `prefix`, and says which value is rounded
+under which clip. M rows, H hidden, F feed-forward.
 """
 
 import math
@@ -37,13 +36,9 @@ class PackedSequences:
     rows: int
     """M, all tokens."""
     count: int
-    """B"""
 
     def filled(self) -> "PackedSequences":
-        """At least as large, of few sizes: four numbers of rows between two powers of two, each
-        with one number of sentences if these have 16 tokens or more on average, with twice as many
-        from 8 on, ...
-        """
+        """Return sizes at least as large, of which there are few."""
         rows = filled(self.rows)
         count = -(-rows // 16)
         while count < self.count:
@@ -107,8 +102,7 @@ def bias_of(config: LayerConfig, name: str) -> str | None:
 def project_heads(
     builder: LayerBuilder, config: LayerConfig, x: Rows, name: str, parts: int
 ) -> Rows:
-    """Queries (parts 1), keys and values (2) or all three (3) side by side, under `name`; all three
-    are those of self-attention, which may be rotated."""
+    """Queries (parts 1), keys and values (2), or all three (3), which may be rotated."""
     hidden, rotates = config.hidden, parts == 3 and config.rotary is not None
     columns = parts % 2 * config.query_columns + parts // 2 * 2 * config.key_columns
     heads = builder.project(
@@ -150,8 +144,7 @@ def attention(
     window: int | None = None,
     bias: PositionBias | None = None,
 ) -> VirtualTensor:
-    """Attention of rows that begin with queries, and its output projection: floats [M, H], before
-    dropout."""
+    """Attend from rows that begin with queries, and project: floats [M, H], before dropout."""
     hidden, columns, rows = config.hidden, config.query_columns, queries.tensor.shape[0]
     context = builder.result(prefix + "context", (rows, columns), prefix + "context_clip")
     heads = Heads(
@@ -192,11 +185,7 @@ def self_attention(
     causal: bool,
     qkv: Rows | None = None,
 ) -> VirtualTensor:
-    """Attention of packed sentences to themselves: normalised rows -> as `attention`.
-
-    `qkv`: what x was projected to already. Raises ValueError if attention with a window is not
-    causal.
-    """
+    """Attend within sentences, from x or `qkv`; ValueError for a window that is not causal."""
     if config.window is not None and not causal:
         raise ValueError(
             f"window is {config.window}, but only causal self-attention has one: leave it out"
@@ -222,11 +211,7 @@ def cross_attention(
 
 
 def feed_forward(builder: LayerBuilder, config: LayerConfig, x: Rows, prefix: str) -> VirtualTensor:
-    """Two projections with an activation between them, or three with a gate: normalised rows ->
-    floats [M, H], before dropout.
-
-    The middle of a gated block is dropout(activation(gate(x)) * up(x)) [M, F].
-    """
+    """Two projections around an activation, or three with a gate: rows -> floats [M, H]."""
 
     def projected(x: Rows, name: str, outputs: int, end: Epilogue, **options) -> Rows:
         inputs, name = x.tensor.shape[1], prefix + name
@@ -288,8 +273,7 @@ def residual_sum(
     *,
     kept: bool = True,
 ) -> ResidualSum:
-    """residual + dropout(update), stored under that name if it is kept; the residual itself without
-    an update."""
+    """residual + dropout(update), stored if it is `kept`; the residual itself without an update."""
     if update is None:
         return ResidualSum(residual=residual)
     z = builder.like(name, residual) if kept else None
@@ -308,11 +292,8 @@ def norm(
     clip: str | None,
     keep_float: bool,
 ) -> Residual:
-    """residual + dropout(update), and its norm `name`: rounded under `clip`, or floats.
-
-    Returns:
-        The rows of the norm, and the floats of the norm if they are kept; else those of the sum.
-    """
+    """Norm of residual + dropout(update): its rows, and its floats if they are kept, else the
+    sum."""
     rows, columns = shape = residual.shape
     # the next sum begins with z, or a gradient reads it
     kept = config.pre_norm or builder.backward and not builder.keeps_codes
@@ -356,8 +337,7 @@ def between(
     following: str,
     clip: str,
 ) -> Residual:
-    """Dropout and residual of one block, then the norm: its own (post-norm) or the following
-    block's (pre-norm)."""
+    """Add a block's result; then its own norm (post-norm) or the following block's (pre-norm)."""
     name, post = following if config.pre_norm else own, not config.pre_norm
     return norm(builder, config, before.floats, update, name=name, clip=clip, keep_float=post)
 
@@ -365,8 +345,7 @@ def between(
 def leave(
     builder: LayerBuilder, config: LayerConfig, before: Residual, update: VirtualTensor, own: str
 ) -> VirtualTensor:
-    """Dropout and residual of the last block, and its own norm under post-norm: the layer's result
-    [M, H]."""
+    """Add the last block's result, with its norm under post-norm: the layer's result [M, H]."""
     if not config.pre_norm:
         return norm(
             builder, config, before.floats, update, name=own, clip=None, keep_float=True

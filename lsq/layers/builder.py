@@ -1,7 +1,6 @@
 """The builder of layers, which knows how a value is rounded, and functions that keep programs.
 
-Products read int8 codes (or int4 weights), which operations write (`Coded`); or values of a format
-without a fast product, which a FakeQuantize makes of floats; or, in float mode, floats.
+Products read int8 codes (or int4 weights), values that a FakeQuantize makes, or floats.
 """
 
 import inspect
@@ -79,11 +78,7 @@ class LayerBuilder(Builder):
         floats: bool = False,
         by_row: bool = False,
     ) -> Result:
-        """A new value [M, N], rounded under `clip`, the value's name and "_clip", if there is one.
-
-        `name` and `dtype` are those of floats, which `floats` stores beside codes; `by_row`: see
-        Builder.coded.
-        """
+        """Declare a value [M, N], rounded under `clip` if given; `by_row`: see Builder.coded."""
         rounded = None
         if clip is not None and self.quant.coded:
             rounded = self.coded(clip.removesuffix("_clip"), shape, clip, by_row=by_row)
@@ -176,12 +171,8 @@ class LayerBuilder(Builder):
     ) -> Rows:
         """x [M, K] times a weight of `shape` [N, K], transposed, with bias [N] and epilogue.
 
-        Args:
-            bias: its name; it begins within `bias_bound`.
-            rows: above N pads the weight's codes and so the columns of the result.
-            accumulates: the gradient of x goes into that of a product before this one, which reads
-                x.
-            start: see Builder.weight.
+        `rows` above N pads codes and result. `accumulates`: the gradient of x is added to that of
+        an earlier product that reads x. `start`: see Builder.weight.
         """
         form = None if self.quant.coded else self.quant.weight_form(weight)
         groups = None if form is None else self._groups(x, form)
@@ -207,8 +198,7 @@ class LayerBuilder(Builder):
         return y.rows
 
     def _groups(self, x: Rows, form) -> GroupedCodes | None:
-        """Decoded x [M, K] as int8 codes with scales of groups, where products with weights of a
-        format read those: weights that stay, on the CPU."""
+        """Decoded x [M, K] as int8 codes with scales of groups, if CPU products read these."""
         producer = self.producer(x.floats)
         if not self.multiplies_groups or not isinstance(producer, FakeQuantize):
             return None
@@ -243,9 +233,7 @@ class Mode:
     """How a program runs."""
 
     training: bool
-    """Dropout is active."""
     backward: bool
-    """There is a backward pass."""
     backend: Backend
     wanted: frozenset[str] | None = None
     """Names of the inputs and parameters that need a gradient; None: all of them."""
@@ -264,8 +252,7 @@ class Mode:
 
 
 def cached(build: Callable[..., Program]) -> Callable[..., Program]:
-    """Keep what `build` returned for the arguments seen last, while the same files of tuned
-    products are used, which decide how much scratch memory operations take."""
+    """Keep what `build` returned for the last arguments, while the same tuned files are used."""
     signature = inspect.signature(build)
 
     @lru_cache(maxsize=PROGRAMS_KEPT)
@@ -287,10 +274,7 @@ def call_of(program: Program) -> tuple[Callable[..., Program], dict[str, object]
 
 
 def in_floats(program: Program) -> Program:
-    """Return `program` in float mode: it has the same inputs, except codes of weights.
-
-    A vocabulary is not padded there, so that its logits are fewer.
-    """
+    """Return `program` in float mode: it reads no codes, and a vocabulary is not padded."""
     build, arguments = call_of(program)
     return build(**{name: _in_floats(value) for name, value in arguments.items()})
 

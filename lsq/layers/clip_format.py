@@ -29,7 +29,6 @@ DEFAULTS = {field.name: field.default for field in fields(QuantConfig) if field.
 OUTDATED_CLIPS = ("hidden_clip", "out_clip")
 """Clips of products before their bias, which earlier versions rounded."""
 OUTDATED_COUNTS = ("calibrated", "passes")
-"""Of inner modules."""
 
 
 def save(destination: dict[str, torch.Tensor], prefix: str, quantization: QuantConfig) -> None:
@@ -41,8 +40,7 @@ def save(destination: dict[str, torch.Tensor], prefix: str, quantization: QuantC
 
 
 def load(state_dict: dict[str, torch.Tensor], prefix: str, quantization: QuantConfig) -> None:
-    """Take the format out of a state dict that may have one; raises ValueError if it differs from
-    this one, or is damaged."""
+    """Take the format out of a state dict; raises ValueError if it is damaged or another one."""
     entry, ours = state_dict.pop(prefix + NAME, None), fields_of(quantization)
     if entry is not None or prefix + OF_CLIPS in state_dict:
         check(stored(entry, prefix + NAME, ours), ours, prefix)
@@ -54,11 +52,7 @@ def fields_of(quantization: QuantConfig) -> dict[str, Any]:
 
 
 def stored(entry: torch.Tensor | None, name: str, ours: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of the entry `name` of a state dict.
-
-    Without one, as earlier versions had int8 and int4 alone, they are those of this model, `ours`,
-    if these are int8 or int4; else int8. Raises ValueError as `read`.
-    """
+    """Return the fields in the entry `name`; without one, int8 or int4, as earlier versions had."""
     if entry is not None:
         return read(entry, name)
     other = [
@@ -70,8 +64,7 @@ def stored(entry: torch.Tensor | None, name: str, ours: Mapping[str, Any]) -> di
 
 
 def read(entry: torch.Tensor, name: str) -> dict[str, Any]:
-    """Return the fields in the entry `name` of a state dict, or their defaults; raises ValueError
-    if it is damaged."""
+    """Return the fields in an entry of a state dict; raises ValueError if it is damaged."""
     try:
         return DEFAULTS | json.loads(bytes(map(round, entry.tolist())))
     except (TypeError, ValueError, OverflowError) as error:
@@ -81,10 +74,7 @@ def read(entry: torch.Tensor, name: str) -> dict[str, Any]:
 
 
 def check(theirs: Mapping[str, Any], ours: Mapping[str, Any], prefix: str = "") -> None:
-    """Raise a ValueError if `theirs`, fields of QuantConfig of a checkpoint, differ from `ours`.
-
-    `prefix`: of the names in the checkpoint that are looked at.
-    """
+    """Raise a ValueError if a checkpoint's fields differ from `ours`; `prefix`: of its names."""
     other = [name for name in theirs if _canonical(theirs[name]) != _canonical(ours.get(name))]
     if not other:
         return
@@ -114,8 +104,7 @@ def option(field: str, prefix: str = "--") -> str:
 
 
 def upgrade(state_dict: dict[str, torch.Tensor], prefix: str, declared: Collection[str]) -> None:
-    """Drop clips that earlier versions kept from the state of a module; clips of activations are
-    measured again then. `declared`: names of its parameters."""
+    """Drop clips of earlier versions from a module's state; activations are measured again then."""
     parts = {name.rpartition(".")[0] for name in declared} - {""}
     outdated = {f"{part}.{name}" for part in parts for name in (*OUTDATED_CLIPS, *OUTDATED_COUNTS)}
     outdated = {*outdated, *OUTDATED_CLIPS} - set(declared)

@@ -27,14 +27,12 @@ APART = 4
 
 
 class FollowedClips:
-    """The largest magnitudes that a module's training passes have rounded since a step, until its
-    clips follow them (QuantConfig.clips="absmax").
+    """Clips that follow the largest magnitudes of training passes (QuantConfig.clips="absmax").
 
-    Operations record magnitudes while they round (Coded.seen). The next pass takes the larger of
-    those and of the clip, less a 64th if an optimizer has stepped: so a clip is the largest
-    magnitude of some dozen steps, whatever the number of passes in each. Magnitudes stay until a
-    step, so that a state dict taken before it changes nothing. Nobody waits for a device. Values
-    that are not finite count for nothing, and a clip stays where nothing was recorded.
+    Operations record magnitudes (Coded.seen). The next pass takes the larger of those and of the
+    clip, less a 64th if an optimizer has stepped. They stay until a step, so that a state dict
+    taken before it changes nothing. Values that are not finite do not count; nobody waits for a
+    device.
     """
 
     def __init__(self):
@@ -72,11 +70,7 @@ class FollowedClips:
     def memory(
         self, wanted: Iterable[tuple[str, str]], clips: Mapping[str, torch.Tensor], *, counts: bool
     ) -> dict[str, torch.Tensor]:
-        """Return memory, float32 [1] each, for the magnitudes of what a pass rounds.
-
-        `wanted`: (name, clip) of these. `clips`: all that may follow, by name. `counts`: it is a
-        training pass.
-        """
+        """Return float32 [1] for each (name, clip) of `wanted`, where magnitudes are recorded."""
         if self._seen is None:
             self._rows = {name: row for row, name in enumerate(clips)}
             device = next((clip.device for clip in clips.values()), None)
@@ -101,15 +95,8 @@ def _agree(optimizer: Optimizer) -> None:
 class ClippedModule(nn.Module):
     """A module that has the parameters that a program declares.
 
-    A parameter "self_attn.out_weight" of the program is the attribute `out_weight` of a plain child
-    module `self_attn`. Clips stay float32 when the module is converted to another dtype.
-
-    Attributes:
-        schedule: when clips are measured.
-        weight_state: the codes of its weights.
-        weight_masks: the masks of its weights, if it is sparse (lsq.layers.weight_masks).
-        followed: clips of activations that do not learn.
-        measured: what passes have measured of clips, until all processes know it.
+    A parameter "self_attn.out_weight" is the attribute `out_weight` of a plain child `self_attn`.
+    Clips stay float32 when the module is converted to another dtype.
     """
 
     def begin(self, quantization: QuantConfig) -> None:
@@ -150,13 +137,11 @@ class ClippedModule(nn.Module):
         return name
 
     def state_names(self, name: str) -> Sequence[str]:
-        """Return the names in the state dict of a declared parameter that may be made of
-        several."""
+        """Return the names in the state dict of a parameter, which may be made of several."""
         return [self.state_name(name)]
 
     def own_parameter(self, name: str) -> nn.Parameter:
-        """Return a declared parameter, or what pruning, weight norm or a parametrization make in
-        its place; ten times as fast as `get_parameter`."""
+        """Return a parameter, or what others make of it, ten times as fast as `get_parameter`."""
         found = self._parameters.get(name)
         if found is not None:
             return found
@@ -206,8 +191,7 @@ class ClippedModule(nn.Module):
         return [name for name, declared in self.declared.items() if declared.kind is Kind.WEIGHT]
 
     def add_masks(self) -> None:
-        """Give each prunable weight a mask that keeps everything, if they are to be sparse; raises
-        ValueError if a width is no multiple of 4."""
+        """Give prunable weights masks that keep all; ValueError unless 4 divides their widths."""
         names = [] if self.quant.pruning is None else self.prunable()
         if names:
             from lsq.layers.weight_masks import WeightMasks  # which dense layers do not need
@@ -279,14 +263,10 @@ class ClippedModule(nn.Module):
         anew: Collection[str] = (),
         all: bool = True,
     ) -> None:
-        """Measure clips of weights, unseen by autograd: an earlier pass of this module may still
-        await its backward pass.
+        """Measure clips of weights, unseen by autograd, since earlier passes may yet go back.
 
-        Args:
-            again: clips hold what was measured before, which shortens the search, and stay while
-                weights are the same.
-            anew: weights of which clips say nothing, since others have put values there.
-            all: of all weights; else of those in `anew`.
+        `again`: go on from the present clips, where weights have changed. `anew`: weights whose
+        clips say nothing, since others have put values there. `all`: else of those alone.
         """
         for name, declared in self.declared.items():
             if declared.clip is None or not (all or name in anew) or self.is_coded(name):
@@ -319,11 +299,7 @@ class ClippedModule(nn.Module):
         widens: bool = False,
         **options,
     ) -> None:
-        """Measure the clip of x in a format.
-
-        `into`: where a pass reads it, if that is not the parameter itself. `widens`: it does not
-        become smaller, and values that are not finite count for nothing.
-        """
+        """Measure the clip of x; `into`: as a pass reads it; `widens`: it grows, and skips NaN."""
         parameter, how = self.own_parameter(clip), self.quant.clip_init
         kept = parameter.data
         target = kept.float() if into is None else into
@@ -351,9 +327,7 @@ class ClippedModule(nn.Module):
         return made
 
     def _fit_clips(self, program: Program, parameters: dict[str, torch.Tensor]) -> list[str]:
-        """Make clips anew in `parameters`, those that `program` reads, where weights have another
-        number of rows now; return the names of these weights. Raises ValueError if a parameter has
-        a shape that no program of this module is for."""
+        """Resize clips with weights, whose names are returned; ValueError for other parameters."""
         resized = []
         for virtual in program.parameters:
             name, declared, found = virtual.name, virtual.declared, parameters[virtual.name]
@@ -374,16 +348,10 @@ class ClippedModule(nn.Module):
     # Limits
 
     def limit_clip_steps(self) -> None:
-        """Bring every clip back to within `clip_step`, relatively, of where the last training pass
-        saw it. NaN stays.
+        """Bring every clip back to within `clip_step` of where the last training pass saw it.
 
-        An optimizer such as Adam takes steps about as long as its learning rate: several percent of
-        a small clip each time, and across zero sooner or later. lsq.optim.Adam limits its steps
-        itself.
-
-        Raises:
-            RuntimeError: the first step has put clips back to what they were before they were
-                measured.
+        Steps of Adam are about as long as its learning rate, and take small clips across zero. NaN
+        stays. Raises RuntimeError if the first step has put clips back to those before measuring.
         """
         if self.measured.stepped:
             self.measured.check_step(self.clips(), type(self).__name__)
@@ -401,8 +369,7 @@ class ClippedModule(nn.Module):
             parameter_state.forget(clip)
 
     def follow_clips(self) -> None:
-        """Bring clips of activations to what training passes have seen, unless they learn; shards
-        wait for the next pass."""
+        """Bring clips of activations, unless they learn or are shards, to what passes have seen."""
         clips = self.activation_clips() if self.followed.recorded else {}
         if not any(map(is_shard, clips.values())):
             self.followed.follow(clips)

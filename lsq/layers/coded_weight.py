@@ -36,9 +36,7 @@ class Codes:
     scale: torch.Tensor
     """float32 [P]"""
     rows: int
-    """N."""
     columns: int
-    """K."""
     in_out: bool
     """Whether the parameter is [K, N]; then it is one alone."""
 
@@ -158,10 +156,7 @@ class ReadOnly(torch.Tensor):
 
 
 class CodedWeight(ReadOnly):
-    """Rows of Codes, with the shape and dtype of the parameter that they replace.
-
-    Programs read the codes. A copy shares them, and `.to(dtype)` changes what they decode to.
-    """
+    """Rows of Codes in the place of a parameter; copies share them, and `.to` changes the dtype."""
 
     @staticmethod
     def __new__(cls, codes: Codes, first: int, last: int, dtype: torch.dtype) -> CodedWeight:
@@ -179,8 +174,7 @@ class CodedWeight(ReadOnly):
 
     @staticmethod
     def joined(parts: Sequence[torch.Tensor]) -> CodedWeight | None:
-        """Join several parameters to the one that a program reads; None where all are floats.
-        Raises ValueError if others have taken the place of some."""
+        """Join parts of one product; None if all are floats; ValueError if one was replaced."""
         coded = [part for part in parts if type(part) is CodedWeight]
         if not coded:
             return None
@@ -197,8 +191,7 @@ class CodedWeight(ReadOnly):
         return self.codes.decode(self.first, self.last).to(self.dtype)
 
     def given(self, weight: Weight, made_of: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the inputs of a program with this weight, by name; raises ValueError if one of the
-        parameters and the clip that it is `made_of` is to be trained."""
+        """Return the program's inputs of this weight; ValueError if a part of it is trained."""
         if any(one.requires_grad for one in made_of):
             raise ValueError(f"{weight.values.name} or its clip requires a gradient, but {ADVICE}")
         codes, scale, values = weight.codes.name, weight.scale.name, weight.values

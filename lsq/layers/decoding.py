@@ -125,8 +125,7 @@ def decoder_step(config: LayerConfig, past: int, source: PackedSequences, mode: 
 def _attend_to_history(
     b: LayerBuilder, config: LayerConfig, rows: Rows, cu_seqlens: VirtualTensor, past: int
 ) -> tuple[VirtualTensor, Rows]:
-    """Self-attention of one word of each sentence: (floats [B, H] before dropout, rows [B * (P +
-    1), W] of all)."""
+    """Self-attention of one word each: (floats [B, H], all rows [B * (P + 1), W])."""
     batch, width = rows.tensor.shape[0], config.query_columns + 2 * config.key_columns
     history = b.input("history", (batch * past, width), codes_dtype(config))
     all_cu_seqlens = b.input("history_cu_seqlens", (batch + 1,), torch.int32)

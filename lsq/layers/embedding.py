@@ -7,18 +7,14 @@ from torch import nn
 
 from lsq.config import QuantConfig
 from lsq.layers import programs
-from lsq.layers.module import ProgramModule, beside_the_graph
+from lsq.layers.module import ProgramModule, beside_the_graph, check_words
 from lsq.layers.packing import Packing, packing_options, unpack_time_major
 
 POSITIONS = ("sinusoidal", "learned")
 
 
 def sinusoidal_table(positions: int, hidden: int, padding_idx: int) -> torch.Tensor:
-    """float32 [positions, hidden]: sines, then cosines, as fairseq lays them out; the padding's row
-    is zero.
-
-    Vaswani et al. 2017, section 3.5, with the layout of tensor2tensor.
-    """
+    """float32 [positions, hidden]: sines, then cosines (Vaswani et al. 2017, section 3.5)."""
     half = hidden // 2
     frequency = torch.exp(
         torch.arange(half, dtype=torch.float32) * -(math.log(10000) / max(half - 1, 1))
@@ -36,12 +32,10 @@ class Embedding(ProgramModule):
     Positions count from padding_idx + 1 along each sentence and skip padding, as fairseq's do.
 
     Args:
-        vocabulary: number of words, V.
-        hidden: H.
-        padding_idx: the padding token; its row is zero and stays so.
+        vocabulary, hidden: numbers of words and columns, V and H.
+        padding_idx: the padding token; its row stays zero.
         positions: "sinusoidal" (a fixed table) or "learned" (the parameter `position_weight`).
         max_positions: longest sentence.
-        dropout: probability of dropping an element.
         scale: factor of the words' rows; fairseq's default is sqrt(H).
         layer_norm: a LayerNorm between sum and dropout.
     """
@@ -88,23 +82,15 @@ class Embedding(ProgramModule):
         self.layer_norm = nn.LayerNorm(hidden) if layer_norm else None
 
     def forward(self, tokens: torch.Tensor, offset: int = 0) -> torch.Tensor:
-        """tokens int64 [B, T] -> float32 [T, B, H], zero where there is padding.
-
-        `offset` is the position of the first column, for incremental decoding. Raises as `rows`
-        does.
-        """
+        """Embed tokens at positions from `offset` on; padding becomes zero. Raises as `rows`."""
         self._check(tokens)
         packing = Packing(tokens == self.padding_idx, **packing_options(self))
         return unpack_time_major(self.rows(tokens, packing, offset), packing)
 
     @beside_the_graph
     def rows(self, tokens: torch.Tensor, packing: Packing, offset: int = 0) -> torch.Tensor:
-        """Return packed tokens [M, H], by the packing of the padding.
-
-        Raises:
-            ValueError: a sentence longer than max_positions, an empty batch, or a token outside the
-                vocabulary (on a GPU its row is NaN then).
-        """
+        """Return packed tokens [M, H]; raises ValueError for a sentence that is too long, an
+        empty batch, or a token outside the vocabulary (on a GPU its row is NaN then)."""
         self._check(tokens)
         time = tokens.shape[1]
         if time + offset > self.max_positions:
@@ -132,11 +118,4 @@ class Embedding(ProgramModule):
                 f"the tokens are {tuple(tokens.shape)}; they must be [sentences, time] with at"
                 " least one word"
             )
-        words = self.weight.shape[0]
-        if tokens.device.type != "cpu":
-            return  # the kernel answers with NaN: nobody waits for a look
-        if not 0 <= int(tokens.min()) <= int(tokens.max()) < words:
-            raise ValueError(
-                f"tokens lie between {int(tokens.min())} and {int(tokens.max())}; the vocabulary"
-                f" has {words} words"
-            )
+        check_words("tokens", tokens, len(self.weight))

@@ -12,19 +12,17 @@ from lsq.layers.blocks import filled
 from lsq.layers.in_place import InPlace, class_in_place
 from lsq.layers.linear import ALONE, result_dtype
 from lsq.layers.logits import Logits
-from lsq.layers.module import beside_the_graph
+from lsq.layers.module import beside_the_graph, check_words
 from lsq.run.frames import active_rehearsal
 
 IGNORED = -1
-"""The target that a program ignores."""
 
 
 class Head(InPlace):
-    """A torch.nn.Linear [V, H] without a bias, for any V: int8 products padded to a multiple of 16.
+    """A torch.nn.Linear [V, H] without a bias, for any V: products are padded to a multiple of 16.
 
-    In training it returns lsq.layers.logits.Logits: a cross-entropy on these runs as one program
-    with the projection, and nothing [M, V] is ever stored. On the CPU, rows whose targets count for
-    nothing are left out.
+    In training it returns Logits, whose cross-entropy runs as one program with the projection:
+    nothing [M, V] is stored. On the CPU, rows whose targets do not count are left out.
     """
 
     def take_place(self, quant: QuantConfig, path: str) -> None:
@@ -60,12 +58,8 @@ class Head(InPlace):
     def loss(
         self, rows: torch.Tensor, target: torch.Tensor, *, ignore: int, smoothing: float, mean: bool
     ) -> torch.Tensor:
-        """Cross-entropy as PyTorch defines it, of rows [M, H] and target int64 [M], in float32.
-
-        Raises:
-            ValueError: a target lies outside the vocabulary and is not `ignore` (on a GPU the loss
-                is NaN then).
-        """
+        """PyTorch's cross-entropy of rows [M, H] and target int64 [M], in float32; ValueError
+        for a target outside the vocabulary but `ignore` (on a GPU the loss is NaN then)."""
         words, counted = len(self.weight), target != ignore
         count = counted.sum()
         if target.device.type == "cpu":
@@ -94,12 +88,7 @@ class Head(InPlace):
             index = counted.nonzero().squeeze(1)
             rows, target = rows.index_select(0, index), target.index_select(0, index)
         if count:
-            low, high = (int(one) for one in torch.aminmax(target))
-            if low < 0 or high >= len(self.weight):
-                raise ValueError(
-                    f"targets lie between {low} and {high}; the vocabulary has {len(self.weight)}"
-                    " words"
-                )
+            check_words("targets", target, len(self.weight))
         # what fills up must not be measured
         exact = self.calibration_due() and active_rehearsal.get() is None
         if count in (0, counted.numel()) or exact:

@@ -15,24 +15,20 @@ _mode = functools.lru_cache(maxsize=1024)(Mode)
 
 
 class InPlace(ProgramModule):
-    """A module of another model whose class has been changed to one of lsq, in place.
+    """A module of another model whose class has become one of lsq's; parameters and hooks stay.
 
-    Parameters, hooks and its position in the model stay; clips are added. A state dict without
-    clips is complete: the next pass measures them.
+    A state dict without clips is complete: the next pass measures them.
     """
 
     takes_float_states = True
     float_class: type[nn.Module]
-    """The class that it had."""
 
     def take_place(self, quant: QuantConfig, path: str) -> None:
-        """Set up a module at `path` of a model, whose class has just been changed; clips are made
-        and not measured. Raises ValueError if there is no program for it."""
+        """Set up a module at `path`, whose class has just changed; ValueError without a program."""
         raise NotImplementedError
 
     def finish_conversion(self, check: bool) -> None:
-        """End a conversion that cannot fail any more; `check`: the first pass is compared with the
-        float module's, where that is known."""
+        """End a conversion that cannot fail; `check`: compare the first pass with the float one."""
 
     def holders(self, name: str) -> Iterator[tuple[str, nn.Module, str]]:
         """Yield (path, module, name there) of the parameters that `name` is made of."""

@@ -33,12 +33,7 @@ def linear(
     in_out: bool = False,
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype] = FLOAT32,
 ) -> Program:
-    """Build a projection by itself: x [M, K] -> y [M, N].
-
-    Args:
-        in_out: its weight is [K, N].
-        dtypes: of x, weight and y; in float mode all are float32.
-    """
+    """Build x [M, K] -> y [M, N]; `dtypes`: of x, weight and y, which float mode ignores."""
     x_dtype, weight_dtype, y_dtype = dtypes if quant.coded else FLOAT32
     b = mode.builder("linear", quant)
     x = b.round(b.input("x", (rows, inputs), x_dtype), "input_clip")
@@ -65,11 +60,9 @@ def _check_sizes(inputs: int, outputs: int) -> None:
 
 
 class Projection(InPlace):
-    """y = x weight^T + bias with an int8 product: floats [..., inputs] -> [..., outputs] of the
-    same dtype, or of that of torch.autocast."""
+    """y = x weight^T + bias in int8: [..., inputs] -> [..., outputs] of x's or autocast's dtype."""
 
     in_out = False
-    """Whether the weight is [inputs, outputs]."""
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -120,7 +113,6 @@ class Projection(InPlace):
         return y.view(*x.shape[:-1], outputs).to(wanted)
 
     def _in_floats(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute as the float layer does, in the dtype of the result."""
         dtype = result_dtype(x)
         weight = self.values_of("weight").t() if self.in_out else self.values_of("weight")
         bias = None if self.bias is None else self.bias.to(dtype)
@@ -128,11 +120,7 @@ class Projection(InPlace):
 
 
 class QuantizedLinear(Projection, nn.Linear):
-    """A torch.nn.Linear with an int8 product, which has clips beside the same parameters.
-
-    Raises:
-        ValueError: a width that int8 products cannot take.
-    """
+    """A torch.nn.Linear with an int8 product; raises ValueError for widths that it cannot take."""
 
     float_class = nn.Linear
 

@@ -1,7 +1,6 @@
 """Logits that nobody has computed yet: a cross-entropy on them needs none.
 
-Models of others project onto the vocabulary, reshape the result and give it to
-torch.nn.functional.cross_entropy. A Logits goes along with that; anything else gets the real ones.
+A Logits follows reshaping into torch.nn.functional.cross_entropy; anything else gets the real ones.
 H hidden, V words.
 """
 
@@ -36,22 +35,15 @@ class Pass:
     """State that all logits of one pass share."""
 
     made_with: int
-    """The version of its weight."""
     counted: bool = False
-    """Whether a loss of them has been computed."""
     wanted: bool = False
     """Whether somebody waits for gradients of logits, which a loss of them does not need."""
 
 
 class Logits(torch.Tensor):
-    """Floats [..., V], of `hidden` [..., H] by a lsq.layers.head.Head.
+    """Floats [..., V] of `hidden` [..., H], by a lsq.layers.head.Head, computed when asked for.
 
-    Args:
-        head: whose they are.
-        hidden: the rows.
-        words: V.
-        dtype: of the logits.
-        before: the logits of which they are a change, and that; None: they begin a pass.
+    `before`: the logits that these are a change of, and that change; None: they begin a pass.
     """
 
     head: nn.Module
@@ -145,11 +137,7 @@ class Logits(torch.Tensor):
 
 
 class _Projected(torch.autograd.Function):
-    """Logits in autograd's graph, where DistributedDataParallel sees their parameters.
-
-    Functions of autograd get the real ones without a graph; their gradient comes back here, where
-    logits are computed once more.
-    """
+    """Logits in autograd's graph, where DistributedDataParallel sees their parameters."""
 
     @staticmethod
     def forward(
@@ -206,8 +194,7 @@ class _Changed(torch.autograd.Function):
 
 
 class _Used(torch.autograd.Function):
-    """A result `made` from logits, whose gradient goes past them, unless theirs is wanted; `back`
-    makes the gradient of the logits of that of `made`."""
+    """A result of logits, whose gradient goes past them, or by `back` if theirs is wanted."""
 
     @staticmethod
     def forward(
@@ -229,8 +216,7 @@ class _Used(torch.autograd.Function):
 
 
 def _passes_by(logits: Logits) -> bool:
-    """Whether DistributedDataParallel copies logits beside their loss, as it does under
-    find_unused_parameters=True or static_graph=True: nobody may ever look at these."""
+    """Whether DistributedDataParallel copies logits beside their loss, unread."""
     # PyTorch's own; without it logits are computed for the copy
     sink = getattr(distributed, "_DDPSink", None)
     frame = sys._getframe() if sink is not None and logits.origin.counted else None
@@ -240,8 +226,7 @@ def _passes_by(logits: Logits) -> bool:
 
 
 def _hook(logits: Logits, hook: Callable):
-    """Register a hook on the gradient; those of FSDP2 only wait for the backward pass and see no
-    gradient of logits that are not computed."""
+    """Register a hook; those of FSDP2 wait for the backward pass, and see no unread logits."""
     if not (getattr(hook, "__module__", None) or "").startswith("torch.distributed."):
         return _natively(torch.Tensor.register_hook, _wanted(logits), hook)
     logits.hooks.append(hook)
@@ -283,7 +268,6 @@ def _seen(logits: Logits, hidden: torch.Tensor, change: Callable) -> Logits:
 
 
 def _view(logits: Logits, *shape, **options):
-    """The last dimension stays, or is not looked at."""
     if options or not shape or isinstance(shape[0], torch.dtype):
         return NotImplemented
     shape = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
@@ -295,7 +279,6 @@ def _view(logits: Logits, *shape, **options):
 
 
 def _item(logits: Logits, index):
-    """Index other dimensions than the last."""
     parts = index if isinstance(index, tuple) else (index,)
     if len(parts) == 1 and isinstance(parts[0], torch.Tensor):
         masks = parts[0].dtype in (torch.bool, torch.uint8)

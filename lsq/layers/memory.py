@@ -21,10 +21,8 @@ def rehearse_step(
 ) -> tuple[Rehearsal, tuple[str, ...]]:
     """Return the passes of `step`, and the name in `model` of the module of each.
 
-    Raises:
-        ValueError: the model has no layer of lsq, or runs layers again in the backward pass; it is
-            in eval mode; the step trains modules that are not in it, or is none (see
-            `lsq.run.step.rehearse`).
+    Raises ValueError if the model has no layer of lsq, runs layers again in the backward pass, or
+    is in eval mode; or the step trains other modules, or is none (see `lsq.run.step.rehearse`).
     """
     require_model(model)
     modules = list(model.modules())
@@ -69,16 +67,13 @@ def plan_memory(
 
     Args:
         model: its ProgramModules run the layers.
-        step: runs the model on the largest batch and returns the loss, a scalar. It is rehearsed:
-            the layers compute nothing, their results are zeros. Every training step must run the
-            same layers in the same order, on batches no larger. A model in eval mode has no plan
-            and is free.
-        mode: "planned"; "guard" checks every access to a planned tensor and is slow; "naive" takes
-            any plan away.
+        step: runs the model on the largest batch and returns the loss, a scalar. It is
+            rehearsed: the layers compute nothing. Every training step must run the same layers
+            in the same order, on batches no larger; eval mode is free.
+        mode: "planned"; "guard" checks every access and is slow; "naive" takes any plan away.
 
     Returns:
-        The memory, which `release_memory` gives back; print it. None under "naive", and where the
-        C++ library is not built.
+        The memory, which `release_memory` gives back; None under "naive" or without C++.
 
     Raises:
         ValueError: an unknown mode, or a step that cannot be planned (see `rehearse_step`).
@@ -107,10 +102,7 @@ def plan_memory(
 
 
 def release_memory(model: nn.Module) -> None:
-    """Take the planned memory away from every layer; it is freed once nothing uses it any more.
-
-    Gradients that lie in it move to memory of their own.
-    """
+    """Take the planned memory away; gradients that lie in it move to memory of their own."""
     require_model(model)
     for module in model.modules():
         if isinstance(module, ProgramModule) and module.step_memory is not None:

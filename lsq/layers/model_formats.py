@@ -19,10 +19,9 @@ from lsq.run.backends import backend
 def tensor_names(
     program: Program, state_names: Callable[[str], Sequence[str]]
 ) -> tuple[Names, Names]:
-    """Return (weights, activations) of a program with their names in the state dict of its module.
+    """Return (weights, activations) of a program -> their names in the module's state dict.
 
-    An activation has the name of its clip, without _clip, and also those of the weights of the
-    products that read it. `state_names`: of a declared parameter.
+    An activation has the name of its clip, without _clip, and those of the weights that read it.
     """
     weights = {name: state_names(name) for name in program.weights}
     readers: defaultdict[VirtualTensor, list[str]] = defaultdict(list)
@@ -45,14 +44,7 @@ def config_at(
     build: Callable[[Mode], Program],
     state_names: Callable[[str], Sequence[str]] = lambda name: [name],
 ) -> LayerConfig:
-    """Return the configuration of a layer at a module path, whose patterns may name formats.
-
-    Args:
-        config: of all such layers.
-        path: of the layer.
-        build: makes the layer's program for a batch of any size.
-        state_names: what a declared parameter is called in the state dict of the layer.
-    """
+    """Return the configuration of a layer at `path`, whose patterns may name formats."""
     if not config.quant.formats_differ:
         return config
     program = build(Mode(training=True, backward=False, backend=backend("reference")))

@@ -80,7 +80,6 @@ class ProgramModule(ClippedModule):
         "_watcher",
         "step_memory",
     )
-    """Its attributes beside those of nn.Module."""
     takes_float_states = False
     """Whether a state dict without clips is complete: the next pass measures them."""
 
@@ -96,12 +95,7 @@ class ProgramModule(ClippedModule):
         self.step_memory: StepMemory | None = None
 
     def declare(self, build: Callable[[Mode], Program], *, measure: bool = True) -> None:
-        """Make the parameters that a program declares, and measure the clips of weights.
-
-        Args:
-            build: makes the program for a batch of any size.
-            measure: False: the first pass measures the clips.
-        """
+        """Make the parameters of the program of `build`; `measure`: clips of weights now."""
         program = build(Mode(training=True, backward=True, backend=backend("reference")))
         self.tensor_names = tensor_names(program, self.state_names)
         self.take_parameters(virtual.declared for virtual in program.parameters)
@@ -131,11 +125,7 @@ class ProgramModule(ClippedModule):
     # One pass
 
     def execute(self, program: Program, inputs: dict[str, Tensor]) -> tuple[Tensor, ...]:
-        """Run `program` on `inputs` and this module's parameters.
-
-        Raises:
-            ValueError: an input is on another device than the parameters.
-        """
+        """Run `program` on inputs and own parameters; ValueError if their devices differ."""
         self._check_devices(inputs)
         if self.schedule.float_fallback:
             program = in_floats(program)
@@ -244,8 +234,7 @@ class ProgramModule(ClippedModule):
         self._drop_codes()
 
     def reached(self, nothing: Tensor, *inputs: Tensor) -> Tensor:
-        """Return a result without a value, [..., 0, ...], by which all parameters and `inputs` get
-        gradients of zeros, for which DistributedDataParallel waits."""
+        """Return a result [..., 0, ...] by which all parameters get zeros, for which DDP waits."""
         return nothing + sum(one.sum() for one in (*self.parameters(), *inputs)).to(nothing.dtype)
 
     def calibration_due(self) -> bool:
@@ -278,12 +267,8 @@ class ProgramModule(ClippedModule):
         return {name: self.values_of(name) for name in own}
 
     def _random_key(self, program: Program, inputs: dict[str, Tensor], target: Backend) -> Tensor:
-        """Return the key of a pass's random numbers, int64 [1].
-
-        Each pass in training mode draws it from PyTorch's generator, also one that needs none:
-        reentrant checkpointing goes forward without gradients first, and then again from the same
-        state.
-        """
+        """Return the key of a pass's random numbers, int64 [1]; each pass in training mode draws
+        it, since reentrant checkpointing goes forward again from the same state."""
         if self.training:
             (key,) = target.send([draw_key()])
             return key
@@ -365,22 +350,25 @@ def _records(program: Program) -> tuple[tuple[str, str], ...]:
 
 
 def rows_of(x: Tensor, width: int) -> Tensor:
-    """x [..., width] as rows [M, width].
-
-    Raises:
-        ValueError: another width, or nothing in it.
-    """
+    """x [..., width] as rows [M, width]; raises ValueError for another width, or nothing in it."""
     if x.dim() == 0 or x.shape[-1] != width or x.numel() == 0:
         raise ValueError(f"the input is {tuple(x.shape)}; it must be [..., {width}] and not empty")
     # as it is, so that planned memory knows it again
     return x if x.dim() == 2 else x.reshape(-1, width)
 
 
-def held(y: Tensor, parameters: Iterable[Tensor]) -> Tensor:
-    """Return y, which depends on `parameters` for autograd, though they get no gradient.
+def check_words(kind: str, words: Tensor, vocabulary: int) -> None:
+    """Raise a ValueError for words outside a vocabulary; on a GPU kernels answer with NaN."""
+    if words.device.type == "cpu":
+        low, high = map(int, torch.aminmax(words))
+        if low < 0 or high >= vocabulary:
+            raise ValueError(
+                f"{kind} lie between {low} and {high}; the vocabulary has {vocabulary} words"
+            )
 
-    DistributedDataParallel waits for every parameter that it was given.
-    """
+
+def held(y: Tensor, parameters: Iterable[Tensor]) -> Tensor:
+    """Return y, whose graph reaches `parameters` without giving gradients: DDP waits for each."""
     return _Held.apply(y, *parameters)
 
 
@@ -399,11 +387,9 @@ class _Held(torch.autograd.Function):
 
 
 def beside_the_graph(method: Callable) -> Callable:
-    """Decorate a method that runs a program: torch.compile breaks its graph there and calls the
-    method as it is; other transforms of PyTorch are refused with a RuntimeError.
+    """Let torch.compile call a method beside its graph; refuse other transforms of PyTorch.
 
-    This is `torch.compiler.disable`, but imports torch._dynamo at the first call, not here: that
-    takes as long as importing PyTorch, and who only reads an exported model calls no layer.
+    This is `torch.compiler.disable`, without importing torch._dynamo, which takes seconds.
     """
 
     @wraps(method)

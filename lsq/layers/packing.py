@@ -1,7 +1,6 @@
 """Packing: the real tokens of padded sentences as rows, one sentence after another, and back.
 
-B sentences, T time, M real tokens, R rows, H hidden. R is M, or more where programs are made for a
-few sizes alone: rows behind the last sentence are padding.
+B sentences, T time, M real tokens, H hidden; R rows, M or more: those behind are padding.
 """
 
 import torch
@@ -17,19 +16,16 @@ from lsq.run.frames import active_rehearsal
 class Packing:
     """The positions of a padded batch's tokens among packed rows.
 
-    It is made on the CPU, since its sizes choose programs. So the CPU waits for a padding that lies
-    on a GPU: keep a copy on the CPU, and name the backend.
+    Sizes choose programs, so the CPU makes it, and waits for a padding that lies on a GPU.
 
     Args:
         padding: bool [B, T], True is padding; None: no padding.
         shape: (B, T), for a batch without padding.
         backend: of the modules that will use it; None: that of the padding's device.
-        few_sizes: rows and sentences are filled up to one of a few sizes, see
-            PackedSequences.filled.
+        few_sizes: fill sizes up, see PackedSequences.filled.
 
     Attributes:
-        cu_seqlens: int32 [B + 1], the first row of each sentence, and M; B filled up by sentences
-            without a token.
+        cu_seqlens: int32 [B + 1], the first row of each sentence, and M; B is filled up, too.
         positions: int64 [R], of each row in its sentence; 0 behind the last one.
         sentences: the sizes, by which programs are chosen.
     """
@@ -85,11 +81,8 @@ class Packing:
 
 @beside_the_graph
 def packing_options(model: nn.Module) -> dict:
-    """Return options of the Packing of a batch for the program modules in `model`.
-
-    Sizes are exact in passes that measure clips or are observed: what fills them up must not count.
-    A rehearsed pass measures none, and is planned for filled sizes, which are larger.
-    """
+    """Return options of Packing for the modules in `model`; sizes are exact in passes that
+    measure clips or are observed, where nothing else may count."""
     modules = [module for module in model.modules() if isinstance(module, ProgramModule)]
     target = modules[0].target
     looked_at = any(module._observer is not None or module.calibration_due() for module in modules)
@@ -100,12 +93,8 @@ def packing_options(model: nn.Module) -> dict:
 def pack_time_major(
     x: torch.Tensor, padding: torch.Tensor | None, width: int, **options
 ) -> tuple[torch.Tensor, Packing]:
-    """Rows [R, H] of x [T, B, H] with padding bool [B, T] or None, and how they were packed;
-    options: as Packing's.
-
-    Raises:
-        ValueError: another shape, no sentence, no word, or a mask that does not fit.
-    """
+    """Pack x [T, B, H] with padding bool [B, T] or None -> (rows [R, H], Packing); raises
+    ValueError for other shapes and empty batches. `options`: of Packing."""
     if x.dim() != 3 or x.shape[2] != width or x.numel() == 0:
         raise ValueError(
             f"the input is {tuple(x.shape)}; it must be [time, sentences, {width}] with at least"

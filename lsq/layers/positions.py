@@ -15,11 +15,7 @@ from lsq.program.tensor import Kind, VirtualTensor
 def rotate_heads(
     builder: LayerBuilder, config: LayerConfig, x: VirtualTensor, result: Result, prefix: str
 ) -> None:
-    """Queries, keys and values x [M, ...] -> result: queries and keys normed, if heads have norms,
-    and rotated.
-
-    Declares inputs of `position_inputs`.
-    """
+    """Rotate queries and keys of x [M, ...], after their norms, if any -> `result`."""
     rows, width, norms = x.shape[0], config.head_columns, None
     if config.qk_norm is not None:
         query, key = (
@@ -64,16 +60,9 @@ def position_inputs(
 ) -> dict[str, torch.Tensor]:
     """Return the inputs by name that positions need in a program with self-attention.
 
-    Args:
-        config: of the layer.
-        positions: int64 [M], of each row in its sentence.
-        longest: positions are below this number.
-        causal: keys behind a query are not seen.
-        table: [buckets, N], of biases by distance that several layers share.
-
-    Raises:
-        ValueError: a sentence has more words than `rotary` has positions, or a shared table is
-            missing.
+    `positions`: int64 [M] of the rows in their sentences, below `longest`. `table`: [buckets, N],
+    of biases that several layers share. Raises ValueError for a sentence longer than `rotary` has
+    positions, or a missing table.
     """
     rotary, relative, found = config.rotary, config.relative_bias, {}
     if relative is not None:
@@ -102,13 +91,8 @@ def position_inputs(
 def _table(rotary: Rotary, head_columns: int, device: torch.device) -> torch.Tensor:
     rotated = rotary.columns(head_columns)
     with torch.inference_mode(False), torch.device("cpu"):  # training may use it as well
-        if rotary.frequencies is None:
-            frequencies = rotary.base ** (
-                -torch.arange(0, rotated, 2, dtype=torch.float64) / rotated
-            )
-        else:
-            frequencies = torch.tensor(rotary.frequencies, dtype=torch.float64)
-        return rotation_table(frequencies, rotary.positions, rotary.factor).to(device)
+        exponents = -torch.arange(0, rotated, 2, dtype=torch.float64) / rotated
+        return rotation_table(rotary.base**exponents, rotary.positions).to(device)
 
 
 @lru_cache(maxsize=16)
@@ -118,8 +102,7 @@ def _buckets(relative: RelativeBias, causal: bool, device: torch.device) -> torc
 
 
 def bucket_of_distances(relative: RelativeBias, causal: bool) -> torch.Tensor:
-    """int64 [2L + 1]: the buckets of keys from L = `farthest` before to L behind a query, as T5
-    numbers them."""
+    """int64 [2L + 1]: T5's buckets of keys from L = `farthest` before to L behind a query."""
     distance = torch.arange(-relative.farthest, relative.farthest + 1)
     buckets = relative.buckets if causal else relative.buckets // 2
     behind = torch.zeros_like(distance) if causal else torch.where(distance > 0, buckets, 0)

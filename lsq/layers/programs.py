@@ -1,8 +1,4 @@
-"""Programs of Transformer layers, built once per configuration and sizes.
-
-Rows are packed: the tokens of a batch, sentence after sentence. Names of parameters are those of
-the modules.
-"""
+"""Programs of Transformer layers, built once per configuration and sizes of packed batches."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -63,13 +59,7 @@ def encoder_layer(
     causal: bool = False,
     heads: bool = False,
 ) -> Program:
-    """x [M, H] -> [M, H].
-
-    Causal, it is the layer of a decoder without a memory, as language models have it.
-
-    `heads`: queries, keys and values [M, ...] and the scale of their codes come out as well, for
-    decoding.
-    """
+    """x [M, H] -> [M, H]; `heads`: also queries, keys and values [M, ...], and their scale."""
     b = _layer_builder("encoder_layer", config, mode)
     x, cu_seqlens = packed(b, sentences, config)
     residual = blocks.enter(b, config, x, "self_attn_layer_norm", "self_attn.input_clip")
@@ -131,8 +121,7 @@ def vocabulary_loss(
     padding: int,
     smoothing: float,
 ) -> Program:
-    """x [M, H], target int64 [M] -> (loss [1], nll_loss [1]), summed over targets other than
-    `padding`: projection and label-smoothed cross-entropy in one."""
+    """x [M, H], target int64 [M] -> sums (loss [1], nll_loss [1]) over targets but `padding`."""
     b = mode.builder("vocabulary_loss", quant)
     x = b.round(b.input("x", (rows, hidden)), "input_clip")
     target = b.input("target", (rows,), torch.int64)
@@ -173,13 +162,11 @@ class Table:
     scale: float
     dropout: float
     learned: bool
-    """Whether positions are learned."""
 
 
 @cached
 def embedding(quant: QuantConfig, rows: int, table: Table, mode: Mode) -> Program:
-    """tokens int64 [M], positions int64 [M] -> x [M, H] = dropout(scale * weight[token] +
-    position_weight[position])."""
+    """tokens, positions int64 [M] -> dropout(scale * weight[token] + position_weight[position])."""
     b = mode.builder("embedding", quant)
     tokens, positions = (b.input(name, (rows,), torch.int64) for name in ("tokens", "positions"))
     start = {"kind": Kind.TABLE, "deviation": table.hidden**-0.5}
@@ -227,8 +214,7 @@ def before_cross_attention(
 def finish_with_feed_forward(
     b: LayerBuilder, config: LayerConfig, residual: Residual, update: VirtualTensor, own: str
 ) -> None:
-    """The end of a layer: the residual addition of `update`, whose norm is `own`, and the
-    feed-forward block."""
+    """Add `update`, whose norm is `own`, and the feed-forward block."""
     last, clip = "final_layer_norm", "feed_forward.input_clip"
     residual = blocks.between(b, config, residual, update, own=own, following=last, clip=clip)
     update = blocks.feed_forward(b, config, residual.rows, "feed_forward.")

@@ -1,8 +1,4 @@
-"""When a module measures its clips, by how many training passes it has made.
-
-Plain numbers, so that nobody waits for a device to decide. Checkpoints hold them as tensors beside
-the parameters.
-"""
+"""When a module measures its clips: plain numbers of passes, for which nobody waits."""
 
 import math
 from collections.abc import Mapping
@@ -34,11 +30,8 @@ def recomputing() -> bool:
 class Schedule:
     """The schedule of one module.
 
-    Attributes:
-        calibrated: whether the clips of activations hold measured values.
-        passes: training passes so far, each counted once if gradient checkpointing runs it again;
-            or NEVER.
-        float_fallback: whether the module goes on in floats, so that no clip is measured any more.
+    `calibrated`: clips of activations are measured. `passes`: training passes, counted once under
+    gradient checkpointing, or NEVER. `float_fallback`: the module goes on in floats.
     """
 
     NAMES = ("calibrated", "passes", "float_fallback")
@@ -85,13 +78,8 @@ class Schedule:
     ) -> bool:
         """Whether the next pass measures the clips of activations.
 
-        The first pass and training passes 2, 4, 8, ... do, each with the passes of its window.
-
-        Args:
-            training: the pass is in training mode.
-            again: it recomputes an earlier one.
-            trained: it goes back; it measures nothing then if passes without gradients have done
-                so in its place.
+        The first pass and training passes 2, 4, 8, ... do, each with its window; not if it runs
+        `again`, nor if it is `trained` and passes without gradients have measured in its place.
         """
         if not self._rounds or not self.calibrated:
             return self._rounds
@@ -138,10 +126,7 @@ class Schedule:
         self._weights_at = self.passes
 
     def count(self, again: bool, *, trained: bool) -> None:
-        """A pass in training mode is through. `trained`: it goes back.
-
-        Checkpointing that goes forward without gradients first counts when it runs again.
-        """
+        """Count a pass in training mode; one of a checkpoint counts when it runs again."""
         if trained and (not again or self._uncounted):
             self.passes += 1
             step, self._step = self._step, steps.count
@@ -156,14 +141,9 @@ class Schedule:
             destination[prefix + name] = torch.tensor(value, dtype=torch.float64, device="cpu")
 
     def load(self, state_dict: dict[str, torch.Tensor], prefix: str) -> list[str]:
-        """Take the state out of a state dict, or the mean of several; return the names that it
-        lacks.
+        """Take the state, or the mean of several, out of a state dict; return the missing names.
 
-        Earlier versions call `float_fallback` `fallen`, or have none. Where some of several had
-        clips that nobody had measured, all are measured anew.
-
-        Raises:
-            ValueError: one is out of its range.
+        If some of several were never measured, all are anew. Raises ValueError out of range.
         """
         fallen = state_dict.pop(prefix + FALLEN, None)
         if fallen is not None:

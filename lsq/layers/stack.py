@@ -1,5 +1,4 @@
-"""Stacks of embedding, layers and final norm, run on packed tokens or one word at a time, and a
-language model of these."""
+"""Stacks of embedding, layers and final norm, and a language model of these."""
 
 import torch
 from torch import nn
@@ -15,39 +14,26 @@ from lsq.layers.vocabulary import VocabularyProjection
 class Stack:
     """For modules that have `embed_tokens` (an Embedding), `layers` and `layer_norm` (or None).
 
-    M rows, B sentences, T time, H hidden. `memory`: what `rows` and `step` of the layers take
-    beside x, if anything.
+    M rows, B sentences, T time, H hidden. `memory`: what layers take beside x, if anything.
     """
 
     def rows(self, tokens: torch.Tensor, packing: Packing, *memory) -> list[torch.Tensor]:
-        """Run tokens int64 [B, T] as packed rows.
-
-        Returns:
-            float32 [M, H] each: the input of the first layer, every layer's output, and the last
-            one normalised.
-        """
+        """Run tokens int64 [B, T]: float32 [M, H] of the first input, each layer, and the norm."""
         states = [self.embedded(tokens, packing, 0)]
         for layer in self.layers:
             states.append(layer.rows(states[-1], packing, *memory))
         return [*states, self._normalised(states[-1])]
 
     def last_rows(self, tokens: torch.Tensor, packing: Packing, *memory) -> torch.Tensor:
-        """Return the last of `rows`; memory of every other one is free once the next layer has
-        run."""
+        """Return the last of `rows`; the others are freed on the way."""
         x = self.embedded(tokens, packing, 0)
         for layer in self.layers:
             x = layer.rows(x, packing, *memory)
         return self._normalised(x)
 
     def step(self, tokens: torch.Tensor, states: dict[str, State], *memory) -> list[torch.Tensor]:
-        """As `rows`, [B, H] each, for the last of tokens int64 [B, T]: those before were the last
-        ones in earlier steps.
-
-        What the layers keep between steps goes into `states`, an empty dict at first.
-
-        Raises:
-            ValueError: the layers have not been given each of those before.
-        """
+        """As `rows`, [B, H] each, for the last of tokens int64 [B, T]; `states`, empty at first,
+        have those before. Raises ValueError if they hold another number of words."""
         kept = states.get(_key(0), {}).get("history")
         past = 0 if kept is None else kept.shape[1]
         if past != tokens.shape[1] - 1:
@@ -63,8 +49,7 @@ class Stack:
         return [*found, self._normalised(found[-1])]
 
     def embedded(self, tokens: torch.Tensor, packing: Packing, offset: int) -> torch.Tensor:
-        """Return the input [M, H] of the first layer, of tokens int64 [B, T] at positions from
-        `offset` on."""
+        """Return the input [M, H] of the first layer, at positions from `offset` on."""
         return self.embed_tokens.rows(tokens, packing, offset)
 
     def reorder(self, states: dict[str, State], order: torch.Tensor) -> None:
@@ -81,8 +66,7 @@ def _key(index: int) -> str:
 
 
 class TransformerLanguageModel(Stack, nn.Module):
-    """Embedding, causal layers, under pre-norm a final norm, and the projection onto the
-    vocabulary.
+    """Embedding, causal layers, under pre-norm a final norm, and a projection onto the vocabulary.
 
     B sentences, T time, V words. Padding is not computed.
 
@@ -90,9 +74,8 @@ class TransformerLanguageModel(Stack, nn.Module):
         vocabulary: V.
         config: of every layer; its dropout also follows the embedding.
         layers: how many.
-        padding_idx: the padding token.
         positions, max_positions: see `lsq.layers.Embedding`.
-        tied: words have the same rows in the embedding and in the projection.
+        tied: the embedding and the projection share their weight.
     """
 
     def __init__(
@@ -136,11 +119,9 @@ class TransformerLanguageModel(Stack, nn.Module):
         padding.
 
         With `target` int64 [B, T], those words: (loss, nll_loss), scalars summed over targets other
-        than padding; only `loss` has a gradient, and the logits are never stored.
-
-        Raises:
-            ValueError: an empty batch, a token or target outside the vocabulary, a sentence longer
-                than max_positions, another shape of targets, or label_smoothing not in [0, 1).
+        than padding; only `loss` has a gradient, and the logits are never stored. Raises ValueError
+        for an empty batch, other shapes, words outside the vocabulary, sentences longer than
+        max_positions, and label_smoothing outside of [0, 1).
         """
         packing = Packing(tokens == self.padding_idx, **packing_options(self))
         features = self.last_rows(tokens, packing)
@@ -156,14 +137,10 @@ class TransformerLanguageModel(Stack, nn.Module):
 
     @torch.no_grad()
     def next_word(self, tokens: torch.Tensor, states: dict[str, State]) -> torch.Tensor:
-        """tokens int64 [B, T], without padding -> logits float32 [B, V] of the word after the last
-        one.
+        """tokens int64 [B, T], without padding -> logits float32 [B, V] of the following word.
 
-        Only the last word is computed: what the layers keep of those before is in `states`, an
-        empty dict at first, and they must have been given one after another. `reorder(states,
-        order)` selects sentences.
-
-        Raises:
-            ValueError: as `forward`; training mode, or clips that were never measured.
+        Only the last word is computed: `states`, an empty dict at first, have those before, given
+        one after another; `reorder` selects sentences. Raises ValueError as `forward`, in training
+        mode, and without measured clips.
         """
         return self.output_projection(self.step(tokens, states)[-1])

@@ -23,11 +23,8 @@ ONE = PackedSequences(rows=1, count=1)
 
 
 class FeedForward(ProgramModule):
-    """fc2(dropout(activation(fc1(x)))) with int8 products; float32 [..., H] in and out.
-
-    With config.gated it is fc2(dropout(activation(gate(x)) * up(x))): SwiGLU with "silu" (Shazeer
-    2020).
-    """
+    """fc2(dropout(activation(fc1(x)))) in int8, float32 [..., H] in and out; with config.gated
+    fc2(dropout(activation(gate(x)) * up(x))): SwiGLU with "silu" (Shazeer 2020)."""
 
     def __init__(self, config: LayerConfig):
         super().__init__(config.quant)
@@ -43,12 +40,9 @@ class FeedForward(ProgramModule):
 
 
 class MultiheadAttention(ProgramModule):
-    """Multi-head attention with int8 projections (Vaswani et al. 2017), initialised as fairseq
-    does.
+    """Multi-head attention in int8 (Vaswani et al. 2017), initialised as fairseq does.
 
-    Args:
-        config: width, heads and dropout; positions count in self-attention alone.
-        cross: attend over a memory instead of the input itself.
+    `cross`: attend over a memory; positions count in self-attention alone.
     """
 
     def __init__(self, config: LayerConfig, *, cross: bool = False):
@@ -67,13 +61,10 @@ class MultiheadAttention(ProgramModule):
         key_padding_mask: torch.Tensor | None = None,
         causal: bool = False,
     ) -> torch.Tensor:
-        """x float32 [T, B, H], memory [S, B, H] if cross; key_padding_mask bool, True is padding ->
-        [T, B, H].
+        """x float32 [T, B, H], memory [S, B, H] if cross -> [T, B, H], zero where x is padding.
 
-        The mask is [B, T], or [B, S] of the memory. Results are zero where x is padding.
-
-        Raises:
-            ValueError: a memory is missing or not wanted; another shape, no sentence, or no word.
+        `key_padding_mask`: bool [B, T], or [B, S] of the memory, True is padding. Raises ValueError
+        for other shapes, empty batches, and a memory that is missing or not wanted.
         """
         if self.cross != (memory is not None):
             raise ValueError(
@@ -100,8 +91,7 @@ class MultiheadAttention(ProgramModule):
 
 
 class TransformerEncoderLayer(ProgramModule):
-    """One encoder layer, pre- or post-norm, with dropout wherever fairseq has it; `causal`: words
-    see those before them alone."""
+    """One encoder layer, pre- or post-norm; `causal`: words see those before them alone."""
 
     def __init__(self, config: LayerConfig, *, causal: bool = False):
         super().__init__(config.quant)
@@ -111,12 +101,8 @@ class TransformerEncoderLayer(ProgramModule):
     def forward(
         self, x: torch.Tensor, key_padding_mask: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """x float32 [T, B, H], key_padding_mask bool [B, T], True is padding -> float32 [T, B, H],
-        zero in padding.
-
-        Raises:
-            ValueError: another shape, no sentence, or no word.
-        """
+        """x float32 [T, B, H], key_padding_mask bool [B, T], True is padding -> [T, B, H], zero
+        in padding; raises ValueError for other shapes and empty batches."""
         rows, packing = pack_time_major(
             x, key_padding_mask, self.config.hidden, **packing_options(self)
         )
@@ -134,14 +120,10 @@ class TransformerEncoderLayer(ProgramModule):
     @beside_the_graph
     @torch.no_grad()
     def step(self, x: torch.Tensor, state: State) -> torch.Tensor:
-        """One step of decoding by a causal layer: the next word of each sentence, x float32 [B, H]
-        -> [B, H].
+        """Decode the next word of each sentence by a causal layer: x float32 [B, H] -> [B, H].
 
-        The layer keeps what the next step needs in `state`, an empty dict at first (see
-        `lsq.layers.decoding`).
-
-        Raises:
-            ValueError: the layer is not causal, in training mode, or its clips were never measured.
+        `state`, an empty dict at first, keeps what the next step needs. Raises ValueError if the
+        layer is not causal, in training mode, or its clips were never measured.
         """
         if not self.causal:
             raise ValueError(
@@ -156,7 +138,7 @@ class TransformerEncoderLayer(ProgramModule):
 
 
 class TransformerDecoderLayer(ProgramModule):
-    """One decoder layer, pre- or post-norm, with dropout wherever fairseq has it."""
+    """One decoder layer, pre- or post-norm."""
 
     def __init__(self, config: LayerConfig):
         super().__init__(config.quant)
@@ -172,17 +154,12 @@ class TransformerDecoderLayer(ProgramModule):
         self_padding_mask: torch.Tensor | None = None,
         state: State | None = None,
     ) -> torch.Tensor:
-        """x float32 [T, B, H], encoder_out [S, B, H], encoder_padding_mask bool [B, S] -> float32
-        [T, B, H].
+        """x float32 [T, B, H], encoder_out [S, B, H] -> [T, B, H], zero in padding of x.
 
-        Without `state` the whole target is there and the future is masked. With a state (an empty
-        dict at first) x is one step [1, B, H]; the layer keeps what the next step needs in the
-        state, a row for each sentence. Results are zero where `self_padding_mask` bool [B, T] says
-        padding.
-
-        Raises:
-            ValueError: another shape, no sentence or no word; a state in training mode, with more
-                than one step, or before calibration.
+        Masks are bool [B, S] and [B, T], True is padding. Without `state` the future is masked;
+        with one (an empty dict at first) x is one step [1, B, H]. Raises ValueError for other
+        shapes and empty batches; for a state in training mode, with more than a step, or unmeasured
+        clips.
         """
         width, options = self.config.hidden, packing_options(self)
         rows, packing = pack_time_major(x, self_padding_mask, width, **options)
@@ -220,12 +197,7 @@ class TransformerDecoderLayer(ProgramModule):
     def step(
         self, x: torch.Tensor, encoder_out: torch.Tensor, padding: torch.Tensor | None, state: State
     ) -> torch.Tensor:
-        """One step of decoding: x float32 [B, H], encoder_out [S, B, H], padding bool [B, S] or
-        None -> [B, H].
-
-        Raises:
-            ValueError: training mode, or clips that were never measured.
-        """
+        """One step: x float32 [B, H], encoder_out [S, B, H], padding bool [B, S] -> [B, H]."""
         decoding.check_ready(self)
         config, mode, (source, batch, hidden) = self.config, self.mode(), encoder_out.shape
         if not state:

@@ -5,22 +5,14 @@ from torch import nn
 
 from lsq.config import QuantConfig, check_dimension
 from lsq.layers import programs
-from lsq.layers.module import ProgramModule, beside_the_graph, rows_of
+from lsq.layers.module import ProgramModule, beside_the_graph, check_words, rows_of
 
 
 class VocabularyProjection(ProgramModule):
-    """Projection of float32 [..., H] onto a vocabulary of any size V, padded to a multiple of 16
-    inside.
+    """Projection of float32 [..., H] onto a vocabulary of any size V, padded to 16 inside.
 
-    Args:
-        vocabulary: V.
-        hidden: H.
-        weight: an embedding's weight [V, H] to share; without one the module has its own.
-        padding_idx: targets with this value count for nothing.
-
-    Raises:
-        ValueError: V is below 2, the shape of `weight` is not [V, H], or int8 products cannot take
-            H.
+    `weight`: an embedding's [V, H] to share. `padding_idx`: targets that do not count. Raises
+    ValueError if V is below 2, `weight` has another shape, or int8 products cannot take H.
     """
 
     def __init__(
@@ -69,11 +61,9 @@ class VocabularyProjection(ProgramModule):
         """(loss, nll_loss), scalars summed over targets other than padding, as fairseq defines
         them.
 
-        x float32 [..., H], target int64 [...]. Only `loss` has a gradient.
-
-        Raises:
-            ValueError: label_smoothing is not in [0, 1), there is not one target for each position,
-                or one lies outside the vocabulary (on a GPU the losses are NaN then).
+        x float32 [..., H], target int64 [...]. Only `loss` has a gradient. Raises ValueError if
+        label_smoothing is not in [0, 1), or targets are too few or outside the vocabulary (on a GPU
+        the losses are NaN then).
         """
         if not 0.0 <= label_smoothing < 1.0:
             raise ValueError(
@@ -85,13 +75,7 @@ class VocabularyProjection(ProgramModule):
                 f"the targets are {tuple(target.shape)}; they must be {tuple(x.shape[:-1])}"
             )
         target = target.reshape(-1)
-        # the kernel answers with NaN: nobody waits for a look
-        elsewhere = target.device.type != "cpu"
-        if not elsewhere and not 0 <= int(target.min()) <= int(target.max()) < self.vocabulary:
-            raise ValueError(
-                f"targets lie between {int(target.min())} and {int(target.max())}; the vocabulary"
-                f" has {self.vocabulary} words"
-            )
+        check_words("targets", target, self.vocabulary)
         program = programs.vocabulary_loss(
             self.quant,
             rows.shape[0],

@@ -11,7 +11,6 @@ from lsq.quant.pruning import GROUP, KEPT, check_width
 from lsq.run import shards
 
 SUFFIX = "_kept"
-"""Suffix of a mask's name, after that of its weight."""
 ALONE = (
     "a layer that is to be sparse trains, but its masks stay as they are, and nothing is pruned if"
     " there are none yet; call lsq.models.sparsity.sparsity_of(model).follow(optimizer) before the"
@@ -20,8 +19,7 @@ ALONE = (
 
 
 def bytes_of(stored: torch.Tensor, name: str) -> torch.Tensor:
-    """Return the bytes, uint8 [N], of the mask `name` in a state dict; raises ValueError if it is
-    damaged or the mean of several different masks."""
+    """Return a mask's bytes, uint8 [N]; raises ValueError if it is damaged or a mean of several."""
     found = stored.float().round().to(torch.uint8)
     whole = bool(((found - stored.float()).abs() <= 0.25).all())
     bits = 8 * found.numel()
@@ -37,12 +35,8 @@ def bytes_of(stored: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def without_masks(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Make the state dict of a dense model that computes the same as the sparse one: masks become
-    zeros. Masks of weights that are not there stay.
-
-    Raises:
-        ValueError: a mask has not one bit for each value of its weight.
-    """
+    """Return the state dict of a dense model that computes the same: masks become zeros, except
+    those of absent weights. Raises ValueError for a mask of another size."""
     found = dict(state)
     for name in state:
         of = name.removesuffix(SUFFIX)
@@ -54,18 +48,11 @@ def without_masks(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 class WeightMasks:
-    """The masks of one module.
+    """The masks of one module: a buffer of one bit for each value beside each weight.
 
-    A mask lies beside its weight, as a buffer of one bit for each value (quant.pack_bits). Its
-    bytes are float16: the mean of equal masks is the same mask. Weights keep all their values,
-    which go on learning where gradients are `straight_through`.
-
-    Attributes:
-        names: of the weights that have a mask, as programs call them.
-        active: whether a mask leaves anything out; else weights are read as they are.
-        straight_through: whether masked values get a gradient (Bengio et al. 2013,
-            arXiv:1308.3432).
-        followed: whether a lsq.models.sparsity.Sparsity chooses masks while the module trains.
+    Bytes are float16, so that the mean of equal masks is the same mask. Weights keep all values,
+    which learn where gradients are `straight_through` (Bengio et al. 2013, arXiv:1308.3432).
+    `active`: a mask leaves something out. `followed`: a Sparsity chooses them.
     """
 
     def __init__(self, *, straight_through: bool):
@@ -73,7 +60,6 @@ class WeightMasks:
         self.active = self.followed = False
         self.straight_through = straight_through
         self._unpacked: dict[str, tuple[torch.Tensor, int, torch.Tensor]] = {}
-        """Buffer, its version and mask."""
 
     def state_names(self, module: nn.Module) -> list[str]:
         """Return the names of the masks in the state dict of their module."""
@@ -83,8 +69,7 @@ class WeightMasks:
         return {**self.__dict__, "_unpacked": {}, "followed": False}
 
     def add(self, module: nn.Module, name: str) -> None:
-        """Give a weight of `module` a mask that keeps all; raises ValueError if its width is no
-        multiple of 4."""
+        """Give a weight a mask that keeps all; raises ValueError unless 4 divides its width."""
         declared = module.declared[name]
         check_width(name, declared.shape[0 if declared.in_out else 1])
         holder, last = module._holder(name)
@@ -115,8 +100,7 @@ class WeightMasks:
         module._drop_codes()
 
     def load(self, module: nn.Module, state: dict[str, torch.Tensor], prefix: str) -> None:
-        """Prepare for masks that are about to be loaded from `state`, which is changed: weights
-        without one, of a dense model, get a mask that keeps everything."""
+        """Prepare `state` for loading: weights of a dense model get masks that keep everything."""
         paths = {
             id(one): prefix + path for path, one in module.named_parameters(remove_duplicate=False)
         }
@@ -157,8 +141,7 @@ class WeightMasks:
         module._drop_codes()
 
     def parts(self, module: nn.Module, name: str) -> list[tuple[nn.Parameter, torch.Tensor]]:
-        """Return the parameters that a weight is made of, each with its part of the mask; raises as
-        `check_whole`."""
+        """Return a weight's parameters with their parts of the mask; ValueError for shards."""
         check_whole(module, name)
         parts = module.sources(name)
         masks = self.mask(module, name).split([len(part) for part in parts])

@@ -26,7 +26,6 @@ class RoundedWeight:
 
     virtual: Weight
     name: str
-    """Name of the parameter, as programs call it."""
     clip: str
     tensors: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
     """Names, shapes and dtypes of the program's inputs that are made from it."""
@@ -57,15 +56,11 @@ def rounded_weights(program: Program) -> tuple[RoundedWeight, ...]:
 
 
 class WeightState:
-    """The codes of one module's weights.
+    """The codes of one module's weights; `sums`: checksums in another state of these.
 
-    A weight that training changes is rounded in every pass, unless lsq.optim.Adam has rounded it in
-    its step, into memory of that parameter and its clip: an earlier pass with others, as of
-    torch.func.functional_call, may still await its backward pass. Other weights, and all in eval
-    mode, keep their codes until their Stamp says that weight or clip changed.
-
-    Args:
-        sums: checksums of another state of the same weights.
+    A weight that trains is rounded in every pass, unless lsq.optim.Adam has rounded it in its step,
+    into memory of that parameter and clip: an earlier pass with others may await its backward pass.
+    Other weights, and all in eval mode, keep codes until their Stamp sees a change.
     """
 
     def __init__(self, sums: Mapping[str, int | None] | None = None):
@@ -92,18 +87,12 @@ class WeightState:
         self._weights = {other: one for other, one in self._weights.items() if other != name}
 
     def changed(self, name: str, values: Tensor) -> bool:
-        """Whether a weight holds other values than when this was asked last; always on other
-        devices than the CPU, since the answer would have to be waited for."""
+        """Whether a weight has other values than when asked last; on a GPU, always."""
         before, self._sums[name] = self._sums.get(name), checksum(values)
         return before is None or before != self._sums[name]
 
     def drop_outdated(self, module: nn.Module, program: Program) -> list[str]:
-        """Forget codes of weights of `program` that have changed since.
-
-        Returns:
-            The names of weights that got other values, as by `copy_`, while clips stayed which
-            nobody has frozen.
-        """
+        """Forget codes of changed weights; return those whose clips stayed, unfrozen."""
         replaced = []
         for weight in rounded_weights(program) if self._weights else ():
             codes = self._weights.get(weight.name)
@@ -129,8 +118,7 @@ class WeightState:
         parameters: Mapping[str, Tensor],
         backend: Backend,
     ) -> dict[str, Tensor]:
-        """Return codes, scales and other layouts of every weight that `program` reads rounded, by
-        the names of its inputs; `parameters`: what it reads."""
+        """Return all inputs of `program` that are made from rounded weights, by name."""
         found, lasting = {}, {}
         for weight in rounded_weights(program):
             values, clip = parameters[weight.name], parameters[weight.clip]
@@ -193,8 +181,7 @@ def _write_first(
     *,
     prepare: bool,
 ) -> None:
-    """Allocate what is missing of a weight's codes and write them; `prepare`: also a writer for
-    later passes."""
+    """Allocate what is missing of a weight's codes and write them; `prepare`: a writer, too."""
     if not codes.holds(weight.tensors):
         for name, shape, dtype in weight.tensors:
             tensor = codes.tensors.get(name)
@@ -235,7 +222,6 @@ def _rounding(weight: Weight) -> RoundWeight:
 
 
 def _writer(weight: Weight, backend: Backend) -> Callable[[Tensor, Tensor], None]:
-    """Prepare a function that writes the codes of a weight under a clip."""
     dtypes, operation = (weight.values.dtype, weight.clip.dtype), _rounding(weight)
     scratch = [backend.allocate(*spec) for spec in backend.scratch(operation)]
     leaves = {leaf.name: leaf for leaf in operation.leaves()}

@@ -1,5 +1,5 @@
-"""Other people's models in int8: `convert` changes their linear layers and known whole layers to
-lsq's, `revert` changes them back."""
+"""Other people's models in int8: `convert` changes their layers to lsq's, `revert` changes them
+back."""
 
 from typing import TYPE_CHECKING
 

@@ -44,14 +44,9 @@ class _Active(NamedTuple):
 
 
 def adapted(layer: nn.Module, sources: Mapping[str, tuple[str, ...]]) -> Adapted:
-    """Read the adapters that are active in `layer` now.
+    """Read the adapters that are active in `layer` now; raises ValueError for those of no program.
 
-    Args:
-        layer: of a model, or a fused one.
-        sources: names of a program's parameters -> paths of those of the layer without adapters.
-
-    Raises:
-        ValueError: adapters that no program has.
+    `sources`: names of a program's parameters -> paths of those of the layer without adapters.
     """
     adapters, joined, blocks = [], {}, {}
     for name, paths in sources.items():
@@ -73,8 +68,7 @@ def adapted(layer: nn.Module, sources: Mapping[str, tuple[str, ...]]) -> Adapted
 
 
 def block_matrix(parts: Sequence[torch.Tensor], blocks: Sequence[Block], rows: int) -> torch.Tensor:
-    """[rows, sum of ranks] with each of `parts` [outputs, rank] times its scaling in its block,
-    else 0."""
+    """[rows, sum of ranks]: `parts` [outputs, rank] times their scaling in their blocks, else 0."""
     return torch.cat(
         [
             functional.pad(part * at.scaling, (0, 0, at.first, rows - at.first - len(part)))
@@ -85,7 +79,6 @@ def block_matrix(parts: Sequence[torch.Tensor], blocks: Sequence[Block], rows: i
 
 
 def _active(layer: nn.Module, paths: tuple[str, ...]) -> tuple[list[_Active], int]:
-    """The adapters of a weight that is made of the parameters at `paths`, and its outputs."""
     active, outputs = [], 0
     for path in paths:
         inside, _, last = path.rpartition(".")

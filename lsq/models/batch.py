@@ -1,4 +1,4 @@
-"""Masks and rotary embeddings of a batch, which models make once for all layers: read once, too.
+"""Masks and rotary embeddings of a batch, which all layers of a model share, read once.
 
 B sequences, T time, D columns of a head.
 """
@@ -33,17 +33,10 @@ def packing_of(
     window: int | None = None,
     **options,
 ) -> Packing | None:
-    """Return how the tokens that `mask` leaves are packed.
+    """Return how the tokens that `mask` leaves are packed; None if queries see something else.
 
-    Args:
-        mask: as models give it to their layers: None; [B, T], not 0 for tokens that are no padding;
-            or [B or 1, 1, T or 1, T] of which query sees which key, bool or with 0 where it does.
-        shape: (B, T).
-        causal, window: what the layer lets queries see, as of `visible`.
-        options: of Packing.
-
-    Returns:
-        None where queries see something else, as in packed sequences, or the mask is no tensor.
+    `mask`: None; [B, T], not 0 for tokens; or [B or 1, 1, T or 1, T], bool or 0 where a query sees
+    a key. `shape`: (B, T). `causal`, `window`: what queries may see. `options`: of Packing.
     """
 
     def present_in(mask: torch.Tensor) -> torch.Tensor | None:
@@ -63,15 +56,10 @@ def packing_of(
 def encoder_packing_of(
     mask: torch.Tensor | None, shape: tuple[int, int], **options
 ) -> Packing | None:
-    """Return how the tokens of an encoder's output that `mask` lets a decoder see are packed.
+    """Return how the tokens of an encoder's output that a decoder sees by `mask` are packed.
 
-    Args:
-        mask: as of `packing_of`, of T queries and S keys.
-        shape: (B, S).
-        options: of Packing.
-
-    Returns:
-        None where queries of a sequence see different keys, or none.
+    `mask`: as of `packing_of`, of T queries and S keys; `shape`: (B, S). None where queries of a
+    sequence see different keys, or none.
     """
 
     def present_in(mask: torch.Tensor) -> torch.Tensor | None:
@@ -109,11 +97,8 @@ def _remembered_packing(
 def rotation_of(
     cosine: torch.Tensor, sine: torch.Tensor, packing: Packing
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """cosine, sine [B or 1, T, D] of rotary embeddings in halves -> (table float32 [P, D],
-    positions int64 [R]).
-
-    P is filled up to a power of two, so that programs are made for few of them.
-    """
+    """cosine, sine [B or 1, T, D] -> (table float32 [P, D], positions int64 [R]), P of few
+    values."""
 
     def make() -> tuple[torch.Tensor, torch.Tensor]:
         (batch, time), half = packing.shape, cosine.shape[2] // 2
@@ -128,10 +113,7 @@ def rotation_of(
 
 
 def _sees(mask: torch.Tensor, batch: int) -> torch.Tensor | None:
-    """Which query sees which key, bool [B, T or 1, S], by a mask [B or 1, 1, T or 1, S].
-
-    None where heads see different keys, or what is added to scores hides a key in part.
-    """
+    """Which query sees which key, bool [B, T or 1, S]; None if heads differ, or in part."""
     if mask.shape[1] != 1:
         return None
     sees = mask if mask.dtype == torch.bool else mask == 0
@@ -141,10 +123,8 @@ def _sees(mask: torch.Tensor, batch: int) -> torch.Tensor | None:
 
 
 def visible(present: torch.Tensor, *, causal: bool, window: int | None = None) -> torch.Tensor:
-    """present bool [B, T] -> bool [B, T, T]: which keys each query sees.
-
-    All that are there; with `causal` those up to its own, the last `window` of them.
-    """
+    """present bool [B, T] -> bool [B, T, T]: which keys each query sees, if `causal` up to its
+    own."""
     time = present.shape[1]
     if not causal:
         return present[:, None, :].expand(-1, time, -1)
@@ -157,10 +137,7 @@ def visible(present: torch.Tensor, *, causal: bool, window: int | None = None) -
 def remembered(
     kind: str, objects: tuple, key: object, make: Callable[[], Result], *, exact: bool = True
 ) -> Result:
-    """Return what `make` returned for the same objects and key, or call it again.
-
-    With `exact`, tensors must also hold the values that they held.
-    """
+    """Return what `make` returned for the same objects and key, with `exact` of the same values."""
     kept = _local.__dict__.setdefault(kind, deque(maxlen=KEPT))
     tensors = [one for one in objects if exact and isinstance(one, torch.Tensor)]
     for references, stamp, kept_key, result in kept:

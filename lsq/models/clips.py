@@ -1,5 +1,4 @@
-"""Clips of a converted model: by themselves, in lsq.safetensors, out of the checkpoints that others
-read, in optimizers, and in a model of another number format."""
+"""Clips of a converted model: in lsq.safetensors, out of others' checkpoints, in other formats."""
 
 import gc
 import logging
@@ -28,7 +27,6 @@ from lsq.run import shards
 logger = logging.getLogger(__name__)
 NAME = "lsq.safetensors"
 CLIP = "_clip"
-"""How names of clips end."""
 ACTIVATION_FIELDS = ("activation_format", "bits")
 """Fields of clip_format.FIELDS on which clips of activations depend."""
 
@@ -36,15 +34,8 @@ ACTIVATION_FIELDS = ("activation_format", "bits")
 def save_clips(model: nn.Module, folder: str | os.PathLike) -> Path:
     """Write the clips of a converted `model` to lsq.safetensors in `folder`, whole or not at all.
 
-    Call it beside `model.save_pretrained(folder)`, whose files hold the weights alone. The folder
-    is made if it does not exist.
-
-    Returns:
-        The file.
-
-    Raises:
-        ValueError: the model is not converted, or sharded by FSDP2.
-        OSError: it cannot be written.
+    Call it beside `model.save_pretrained(folder)`, whose files hold weights alone. Returns the
+    file. Raises ValueError if the model is not converted, or sharded by FSDP2.
     """
     content = save(clip_state(model), {"format": "pt"})
     path = Path(folder) / NAME
@@ -54,17 +45,11 @@ def save_clips(model: nn.Module, folder: str | os.PathLike) -> Path:
 
 
 def load_clips(model: nn.Module, folder: str | os.PathLike, *, other_format: bool = False) -> None:
-    """Let a converted `model` go on with the clips that `save_clips` wrote to `folder`.
+    """Let a converted `model`, with its weights loaded, go on with the clips of `save_clips`.
 
-    Load its weights before.
-
-    Args:
-        other_format: allow clips of another number format; see `load_clip_state`.
-
-    Raises:
-        FileNotFoundError: there is no lsq.safetensors.
-        ValueError: it is damaged, of another format, or of a model that was converted with other
-            options; or the model is not converted.
+    `other_format`: allow clips of another number format, see `load_clip_state`. Raises
+    FileNotFoundError without the file, and ValueError if it is damaged, of another format, or of a
+    model that was converted with other options.
     """
     path = Path(folder) / NAME
     try:
@@ -89,19 +74,14 @@ def _hint(folder: Path) -> str:
 
 
 def average_clips(model: nn.Module, group: ProcessGroup | None = None) -> RemovableHandle:
-    """From now on, average the clips that training passes of `model` measure over the workers,
-    before optimizers step.
+    """Average the clips that passes of `model` measure over workers, before optimizers step.
 
-    Under DistributedDataParallel and FSDP2 this happens by itself; call it in every process where
-    something else makes gradients equal. Between measurements, the gradients that the workers share
-    keep clips equal.
+    DistributedDataParallel and FSDP2 need no call; else call it in every process. Between
+    measurements, shared gradients keep clips equal. `remove()` of the result ends it.
 
     Args:
         model: converted, and not wrapped.
         group: of the workers; None: all processes.
-
-    Returns:
-        Its `remove()` ends it.
 
     Raises:
         ValueError: there is no process group.
@@ -116,8 +96,7 @@ def average_clips(model: nn.Module, group: ProcessGroup | None = None) -> Remova
 
 
 def clip_names(model: nn.Module) -> set[str]:
-    """Return the names in the state dict of `model` that its float form does not have: clips, when
-    they are measured, their format, masks of weights."""
+    """Return the names in a state dict that the float model's has not: clips, formats, masks."""
     require_model(model)
     return {
         f"{prefix}.{name}" if prefix else name
@@ -133,12 +112,7 @@ def clip_names(model: nn.Module) -> set[str]:
 
 
 def clip_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return these entries as copies on the CPU: float32 [...] clips, float64 [], float32 [...]
-    formats, float16 [...] masks.
-
-    Raises:
-        ValueError: there are none, or clips are shards of FSDP2, whose checkpoints have them.
-    """
+    """Return these entries as copies on the CPU; raises ValueError without any, and for shards."""
     names = _names(model, "there are no clips")
     state = {name: value.detach() for name, value in model.state_dict().items() if name in names}
     if any(map(shards.is_shard, state.values())):
@@ -154,18 +128,11 @@ def clip_state(model: nn.Module) -> dict[str, torch.Tensor]:
 def load_clip_state(
     model: nn.Module, state: Mapping[str, torch.Tensor], *, other_format: bool = False
 ) -> None:
-    """Let the converted layers of `model` go on with the clips of a `clip_state`; weights stay as
-    they are.
+    """Let the converted layers of `model` go on with the clips of a `clip_state`.
 
-    Args:
-        other_format: allow clips of another number format. Clips of weights are then measured anew,
-            on the weights that the model has; those of activations are kept, or measured in the
-            next pass if their format differs as well.
-
-    Raises:
-        ValueError: the model is not converted, the state is of other layers or (without
-            `other_format`) of another format, clips have other shapes, or one cannot be used.
-            Nothing is loaded then.
+    `other_format`: allow clips of another number format, see `load_other_format`. Raises
+    ValueError, before anything is loaded, if the model is not converted, the state is of other
+    layers, shapes or (without `other_format`) formats, or a clip cannot be used.
     """
     own, state = model.state_dict(), renamed(state)
     names = _names(model, "no clips can be loaded")
@@ -230,18 +197,10 @@ def load_other_format(
 ) -> Measured:
     """Load a state dict whose clips may be of another format than those of `model`.
 
-    Clips of weights are measured anew, on the weights that the model then has. Those of activations
-    are kept, or measured in the next pass if their format differs.
-
-    Args:
-        model: whose layers of lsq have clips.
-        state: of such a model; those of earlier versions do not say their formats, see
-            clip_format.stored.
-        wanted: names that it must hold, but for clips of weights, and formats.
-
-    Raises:
-        ValueError: names or shapes do not fit, a clip that is kept cannot be used, or clips would
-            have to be measured where QuantConfig says that they are fixed. Nothing is loaded then.
+    Clips of weights are measured anew; those of activations are kept, or measured in the next pass
+    if their format differs. `wanted`: names that the state must hold, but for clips of weights, and
+    formats. Raises ValueError, before anything is loaded, if names or shapes do not fit, a clip
+    that is kept cannot be used, or QuantConfig fixes clips that must be measured.
     """
     own, kept, optional = model.state_dict(), dict(state), set()
     activations_due, measured = False, set()
@@ -312,11 +271,7 @@ def _check(
 
 
 def keep_apart(model: nn.Module, *, apart: bool = True) -> None:
-    """Let `save_pretrained` of transformers' models in `model` leave clips out, or have it save
-    everything again.
-
-    So it writes an ordinary checkpoint. transformers reads `_keys_to_ignore_on_save` of each model.
-    """
+    """Let `save_pretrained` of models in `model` leave clips out, or save them again."""
     for module in model.modules():
         if hasattr(type(module), "_keys_to_ignore_on_save"):
             own = clip_names(module)
@@ -327,10 +282,7 @@ def keep_apart(model: nn.Module, *, apart: bool = True) -> None:
 
 
 def warn_of_optimizers(model: nn.Module) -> None:
-    """Warn if an optimizer has parameters of `model` already: it will not train clips.
-
-    Weights are the same parameters as before, so that nothing else is lost.
-    """
+    """Warn if an optimizer has parameters of `model` already: it will not train clips."""
     own = set(map(id, model.parameters()))
     for one in gc.get_objects():
         if issubclass(type(one), Optimizer) and hasattr(one, "param_groups"):

@@ -1,7 +1,6 @@
 """A fused layer beside the code of its class, once: both in floats, on the first tokens that come.
 
-It draws no random numbers, nothing that a pass keeps is touched, and modes of PyTorch's functions
-do not see it.
+Nothing that a pass keeps changes, not even the state of random numbers.
 """
 
 import logging
@@ -30,16 +29,10 @@ def compare(
 ) -> bool:
     """Compare results for the first tokens of x [B, T, H], the input of a fused layer.
 
-    Args:
-        attention: what computes attention in the code of its class.
-        original, program: compute tokens [1, t, H] by this code, and by the program in floats.
-
-    Returns:
-        False where another pass can do it better: this one is rehearsed or run again, or has a
-        single token or NaN.
-
-    Raises:
-        RuntimeError: the results differ.
+    `attention`: what computes it in the code of its class. `original`, `program`: compute tokens
+    [1, t, H] by this code, and by the program in floats. Returns False where another pass can do it
+    better: this one is rehearsed or run again, or has a single token or NaN. Raises RuntimeError if
+    results differ.
     """
     tokens, kind = min(x.shape[1], TOKENS), layer.float_class.__name__
     if attention not in ("eager", "sdpa"):
@@ -83,7 +76,6 @@ def compare(
 
 @contextmanager
 def _evaluating(layer: nn.Module) -> Iterator[None]:
-    """Without dropout. `eval` would look at weights anew."""
     trains = [module for module in layer.modules() if module.training]
     try:
         for module in trains:

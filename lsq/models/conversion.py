@@ -19,7 +19,6 @@ from lsq.run import shards
 
 Model = TypeVar("Model", bound=nn.Module)
 FUSED = "Fused"
-"""How names of classes of fused layers begin."""
 UNDIVIDED = "_no_split_modules"
 """The attribute by which models of transformers name the classes that accelerate and others wrap
 one by one."""
@@ -35,39 +34,35 @@ def convert(
     fused: bool = True,
     check: bool = True,
 ) -> Report:
-    """Let the linear layers of `model` multiply in int8, forward and backward.
+    """Let the linear layers of `model` multiply in int8, forward and backward, in place.
 
-    `convert` changes the class of layers in place; parameters, their names, hooks and positions in
-    the model stay. A torch.nn.Linear becomes a lsq.layers.QuantizedLinear, which is one, too; so
-    does the Conv1D of transformers' GPT-2. Whole layers of transformers and PyTorch whose class
-    lsq.models.architectures knows become one program each. A projection onto a vocabulary without a
-    bias runs together with the cross-entropy of its logits (see lsq.layers.logits). Clips are added
-    and measured in the first pass: weights may be loaded before or afterwards, and the model may be
-    on the meta device.
+    Layers change their class; parameters, their names, hooks and positions stay. A torch.nn.Linear
+    becomes a lsq.layers.QuantizedLinear, which is one, too; so does the Conv1D of transformers'
+    GPT-2. Whole layers that lsq.models.architectures knows become one program each. A projection
+    onto a vocabulary without a bias runs together with the cross-entropy of its logits. The first
+    pass measures clips: weights may be loaded before or afterwards, onto the meta device, too.
 
     Args:
-        model: any. Convert it before its optimizer is made, which shall train the clips, before
-            DistributedDataParallel and fully_shard, and after PEFT, or with fused=False before it.
+        model: any; before its optimizer, which shall train clips, DistributedDataParallel and
+            fully_shard, and after PEFT, or with fused=False before it.
         quant: what is rounded, and how.
         skip: modules to leave as they are with all inside them: names, their ends from a dot on
-            ("lm_head"), patterns with * and ?, or a function of (layer, name) that says whether to
-            leave that layer.
-        minimum_width: layers with fewer inputs or outputs are left as they are; their products are
-            over before anything is gained.
+            ("lm_head"), patterns with * and ?, or a function of (layer, name).
+        minimum_width: layers with fewer inputs or outputs stay: they gain nothing.
         tied: convert layers whose weight is an embedding's, too.
-        fused: whole layers that are known, and the projection onto the vocabulary with its loss,
-            become programs; False converts linear layers alone.
-        check: compare each fused layer once, in its first pass, with the code of its class, on a
-            few tokens in floats.
+        fused: False converts linear layers alone.
+        check: compare each fused layer once, in its first pass, with the code of its class, on
+            a few tokens in floats.
 
     Returns:
         What was converted, and why the others were not; print it.
 
     Raises:
         TypeError: `model` is no torch.nn.Module, but a Trainer, say.
-        ValueError: nothing can be converted, a pattern in `skip` or in a format fits nothing, the
-            model is wrapped already, the mode is "float" where no layer is known, or a model that
-            is to be sparse is on the meta device. After any exception the model is as it was.
+        ValueError: nothing can be converted, a pattern in `skip` or in a format fits nothing,
+            the model is wrapped already, the mode is "float" where no layer is known, or a
+            model that is to be sparse is on the meta device. After any exception the model is
+            as it was.
     """
     check_bare(model, "convert")
     quant = QuantConfig() if quant is None else quant
@@ -142,8 +137,7 @@ def _all_or_nothing(model: nn.Module) -> Iterator[None]:
 
 
 def _name_classes(model: nn.Module) -> None:
-    """Name the classes of layers that there are now in UNDIVIDED: fused ones, beside the others or
-    instead of them."""
+    """Name the present classes of layers in UNDIVIDED, fused ones beside or instead of others."""
     for module in model.modules():
         listed = getattr(module, UNDIVIDED, None)
         if not listed:
@@ -161,15 +155,11 @@ def _name_classes(model: nn.Module) -> None:
 
 
 def revert(model: Model) -> Model:
-    """Make the layers of `convert` what they were, with the weights that they have now, in place.
+    """Make the layers of `convert` what they were, with the weights of now, in place; returns the
+    model.
 
-    Clips are removed. Weights that are codes alone (lsq.freeze) become floats, one after the other.
-
-    Returns:
-        The model.
-
-    Raises:
-        ValueError: the model is wrapped, or a layer has got a forward of its own since.
+    Clips are removed, codes alone (lsq.freeze) become floats. Raises ValueError if the model is
+    wrapped, or a layer has got a forward of its own since.
     """
     check_bare(model, "revert")
     converted = [module for module in model.modules() if isinstance(module, InPlace)]
@@ -189,10 +179,7 @@ def revert(model: Model) -> Model:
 
 
 def float_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The state dict of `model` without what its converted layers add: that of the float model.
-
-    Weights that are codes alone (lsq.freeze) are decoded.
-    """
+    """The state dict of the float model: without clips, and with decoded weights."""
     names = clip_names(model)
     return {
         name: value.decode() if isinstance(value, CodedWeight) else value

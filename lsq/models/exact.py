@@ -30,15 +30,10 @@ TRUSTED = ("torch", "transformers")
 
 
 def check_exact(layer: nn.Module, parts: Mapping[str, str], parameters: set[str]) -> None:
-    """Refuse a layer that may compute something else than its class says.
+    """Raise a ValueError for a layer that may compute something else than its class says.
 
-    Args:
-        layer: of transformers or PyTorch.
-        parts: paths of modules inside whose classes are of the same file, and how their names end.
-        parameters: all that the layer may have.
-
-    Raises:
-        ValueError: names what is different.
+    `parts`: paths of modules inside whose classes are of the same file, and how their names end.
+    `parameters`: all that the layer may have.
     """
     home = type(layer).__module__
     for path, module in [("", layer), *named_inside(layer)]:
@@ -129,15 +124,13 @@ def own_methods(module: nn.Module, kind: type[nn.Module]) -> str | None:
 
 
 def hooked_everywhere() -> str | None:
-    """Return which hook all modules of this process have, in words
-    (register_module_forward_hook)."""
+    """Return which hook all modules of this process have, in words."""
     hooks = vars(torch_module)
     return next((f"a hook of all modules ({name})" for name in GLOBAL_HOOKS if hooks[name]), None)
 
 
 @lru_cache(maxsize=512)
 def _methods(kind: type[nn.Module]) -> frozenset[str]:
-    """Names of functions of a class, `forward` among them."""
     owners = kind.__mro__[: kind.__mro__.index(nn.Module)]
     return frozenset(
         name
@@ -154,10 +147,7 @@ def patched_now(kind: type[nn.Module], forward: Callable) -> str | None:
 
 
 def named_inside(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield (path, module) of all modules inside, in an order that stays.
-
-    Adapters are looked through; paths are those of a module without them.
-    """
+    """Yield (path, module) of all modules inside, in an order that stays, through adapters."""
     for name, child in module._modules.items():
         if child is not None:
             yield prefix + name, base_of(child)

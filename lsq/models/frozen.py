@@ -18,18 +18,14 @@ from lsq.quant import WeightFormat
 from lsq.run import parameter_state
 
 SAVED = "of a head that has an adapter, with which PEFT saves it"
-"""Why such a weight is left."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Frozen:
     """The result of `freeze`.
 
-    Attributes:
-        weights: number of parameters that are codes now.
-        floats: bytes that they had as floats, beside which passes kept codes.
-        codes: bytes of their codes and scales.
-        left: reasons -> number of weights that were left for it.
+    `weights`: number of parameters that are codes now. `floats`: bytes that they had as floats.
+    `codes`: bytes of codes and scales. `left`: reasons -> number of weights.
     """
 
     weights: int
@@ -55,8 +51,7 @@ def freeze(model: nn.Module) -> Frozen:
     read as the values that products see. Nothing can write to them. `lsq.revert` gives floats back.
 
     Args:
-        model: of lsq.convert, on the CPU, with its weights loaded. Its frozen weights are those
-            that do not require a gradient, as PEFT leaves them.
+        model: on the CPU, with its weights loaded; those that require no gradient are frozen.
 
     Returns:
         What was frozen, and why other weights were left; print it.
@@ -96,7 +91,6 @@ def _saved_heads(model: nn.Module) -> set[int]:
 
 
 def _reason(module: InPlace, name: str, shared: Collection[int]) -> str | None:
-    """Why a weight is left; None: it is frozen."""
     parts, clip = module.sources(name), module.declared[name].clip
     if module.is_coded(name):
         return "codes alone already"

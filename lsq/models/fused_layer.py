@@ -47,20 +47,9 @@ from lsq.run.backends import Backend, backend
 from lsq.run.executor import FLOATS, Execution
 
 TRAINED_INPUTS = ("x", "memory", "relative_bias")
-"""Names of the inputs of programs that may need a gradient."""
 FLOAT16 = torch.finfo(torch.float16).min, torch.finfo(torch.float16).max
-ATTENTION_OPTIONS = frozenset(
-    {
-        "block_table",
-        "cu_seq_lens_k",
-        "cu_seq_lens_q",
-        "is_causal",
-        "position_bias",
-        "s_aux",
-        "sliding_window",
-        "softcap",
-    }
-)
+_OPTIONS = "block_table cu_seq_lens_k cu_seq_lens_q is_causal position_bias s_aux"
+ATTENTION_OPTIONS = frozenset({*_OPTIONS.split(), "sliding_window", "softcap"})
 """Options of a pass by which attention of transformers gives another result."""
 ATTENTIONS = frozenset({"attentions", "cross_attentions"})
 UNFILLED = "_lsq_unfilled"
@@ -80,7 +69,6 @@ class SideInputs:
     states: torch.Tensor | None = None
     """An encoder's output [B, S, H], to which a CROSS layer attends."""
     source: Packing | None = None
-    """How `states` are packed."""
     bias: torch.Tensor | None = None
     """A table [buckets, N] of biases by distance that comes from another layer."""
     pairs: torch.Tensor | None = None
@@ -101,13 +89,10 @@ class SideInputs:
 class FusedLayer(InPlace):
     """A layer of another model that runs as one program of lsq's.
 
-    The modules inside it hold its parameters and are not called in training: state dicts,
-    optimizers and checkpoints stay as they are. Clips are parameters of the layer itself. Several
-    parameters that are one in the program, such as queries, keys and values, are joined.
-
-    The layer's own code runs, on weights as the program rounds them, in a pass that needs more than
-    the program gives, such as a step of decoding with a cache; and while something in the layer is
-    not what its class says.
+    Modules inside it hold its parameters and are not called; clips are parameters of the layer
+    itself. Several parameters that are one in the program, as queries, keys and values, are joined.
+    The layer's own code runs, on rounded weights, where a pass needs more than the program gives,
+    as decoding with a cache does, or while something is not what its class says.
     """
 
     STATE = (
@@ -137,17 +122,12 @@ class FusedLayer(InPlace):
     SETTINGS: ClassVar[Attributes]
     """Attributes from which fields of LayerConfig are read in every pass: users change them."""
     causal: bool = False
-    """Whether queries see no later keys."""
     CROSS: ClassVar[bool] = False
     """Whether it also attends to an encoder's output."""
 
     @classmethod
     def config_of(cls, layer: nn.Module, quantization: QuantConfig) -> LayerConfig:
-        """Read the configuration of a layer.
-
-        Raises:
-            ValueError: there is no program for it.
-        """
+        """Read the configuration of a layer; raises ValueError if there is no program for it."""
         fields = {**cls.FIXED, **cls.shape(layer), **cls.settings(layer)}
         return LayerConfig(**fields, quant=quantization)
 
@@ -161,8 +141,7 @@ class FusedLayer(InPlace):
 
     @classmethod
     def settings(cls, layer: nn.Module) -> dict[str, object]:
-        """Read fields of LayerConfig in every pass; raises ValueError if there is no program for
-        them."""
+        """Read fields in every pass; raises ValueError if there is no program for them."""
         return read(layer, cls.SETTINGS)
 
     @property
@@ -172,11 +151,7 @@ class FusedLayer(InPlace):
 
     @classmethod
     def check(cls, layer: nn.Module) -> None:
-        """Refuse a layer that may compute something else than the program.
-
-        Raises:
-            ValueError: says why.
-        """
+        """Raise a ValueError for a layer that may compute something else than the program."""
         adapted(layer, cls.SOURCES)  # which refuses some
         for dtype in {parameter.dtype for parameter in layer.parameters()} - set(FLOATS):
             raise ValueError(f"it has parameters of {dtype}")
@@ -238,12 +213,10 @@ class FusedLayer(InPlace):
         return self, self.state_name(path)
 
     def _is_held(self, name: str) -> bool:
-        """Whether a parameter of the program is made of those of modules inside."""
         return name in self.SOURCES or name in self.adapted.sources
 
     def holders(self, name: str) -> Iterator[tuple[str, nn.Module, str]]:
-        """Yield the path, the module and the name there of each parameter that one of the program's
-        is made of."""
+        """Yield path, module and name there of each parameter of one of the program's."""
         paths = self.SOURCES.get(name)
         for path in paths or self.adapted.sources[name]:
             inside, _, last = path.rpartition(".")
@@ -251,11 +224,7 @@ class FusedLayer(InPlace):
             yield path, base_of(holder) if paths else holder, last
 
     def sources(self, name: str) -> list[torch.Tensor]:
-        """Return the parameters that one of the program's is made of.
-
-        Raises:
-            ValueError: a module inside the layer is another one now.
-        """
+        """Return the parameters of one of the program's; ValueError if a module was replaced."""
         parameters = []
         for path, holder, last in self.holders(name):
             if holder._parameters.get(last) is None:
@@ -344,11 +313,8 @@ class FusedLayer(InPlace):
         positions: int | None = None,
         heads: bool = False,
     ) -> Program:
-        """Make the layer's program, for packed sequences and those of an encoder's output.
-
-        `positions`: rows of the table of rotary embeddings. `heads`: return queries, keys and
-        values as well.
-        """
+        """Make the layer's program; `source`: of an encoder's output; `positions`: rows of the
+        rotary table; `heads`: return queries, keys and values as well."""
         if source is not None:
             return programs.decoder_layer(self.config, sentences, source, mode)
         config = _with_positions(self.config, positions)
@@ -364,19 +330,10 @@ class FusedLayer(InPlace):
     ) -> Packing | None:
         """Return how x [B, T, H] is packed under a mask of the model.
 
-        Args:
-            options: arguments of the pass.
-            cache: of keys and values. A training pass with gradients puts nothing there, since
-                nobody decodes with it; else the program puts the first keys there, without a
-                gradient.
-
-        Returns:
-            None where the program cannot compute what is asked for: an unusual mask, a filled
-            cache, probabilities of attention, a layer that has changed.
-
-        Raises:
-            ValueError: a training pass was given this cache before, and did not fill it; a module
-                inside the layer is of another class than it was.
+        None where the program cannot compute what is asked for: an unusual mask, a filled cache,
+        probabilities of attention, a changed layer. `options`: of the pass. `cache`: of keys and
+        values, which training passes with gradients do not fill. Raises ValueError if such a pass
+        was given this cache before, or a module inside is of another class than it was.
         """
         if self._departs() or any(
             options[name] is not None for name in ATTENTION_OPTIONS & options.keys()
@@ -400,11 +357,7 @@ class FusedLayer(InPlace):
         return None if packing is not None and not packing.rows and self._fills(cache) else packing
 
     def _departs(self) -> bool:
-        """Read settings, and return whether the layer's own code must run, which is said once.
-
-        Raises:
-            ValueError: a module inside is of another class than it was.
-        """
+        """Read settings; return whether the layer's own code must run, which is said once."""
         reason = self._departure()
         if reason and reason != self.departed:
             warnings.warn(
@@ -420,10 +373,7 @@ class FusedLayer(InPlace):
         self.config = dataclasses.replace(self.config, adapters=adapters.adapters)
 
     def _read_adapters(self) -> None:
-        """Read the adapters again if they have changed.
-
-        After an error the layer has the former ones.
-        """
+        """Read the adapters again if they have changed; after an error the layer has the former."""
         now, before = adapted(self, self.SOURCES), self.adapted
         if now == before:
             return
@@ -512,19 +462,15 @@ class FusedLayer(InPlace):
 
     @beside_the_graph
     def encoder_packing(self, states: torch.Tensor, mask: torch.Tensor | None) -> Packing | None:
-        """Return how an encoder's output [B, S, H] is packed; None: the program cannot take this
-        mask."""
+        """Return how an encoder's output [B, S, H] is packed; None: no program takes this mask."""
         return encoder_packing_of(mask, tuple(states.shape[:2]), **packing_options(self))
 
     @beside_the_graph
     def fused(
         self, x: torch.Tensor, packing: Packing, *, cache: object = None, **side_inputs
     ) -> torch.Tensor:
-        """Run the program: x [B, T, H] -> the same after the layer, zero in padding.
-
-        Of padding alone nothing is computed or counted. `cache`: of keys and values, empty; filled
-        but in training passes. `side_inputs`: see SideInputs.
-        """
+        """Run the program: x [B, T, H] -> the same after the layer, zero in padding. `cache`:
+        empty, filled but in training passes. `side_inputs`: see SideInputs."""
         side = SideInputs(**side_inputs)
         if not packing.rows:
             read = [tensor for tensor in (side.states, side.bias) if tensor is not None]
@@ -575,7 +521,6 @@ class FusedLayer(InPlace):
         return self.float_class.forward(self, x, attention_mask=mask)
 
     def _compare(self, x: torch.Tensor, side: SideInputs) -> bool:
-        """Compare the program with the code of the class; see lsq.models.comparison."""
 
         def original(x: torch.Tensor) -> torch.Tensor:
             mask, first = None, side.first(x.shape[1], self.target)
@@ -612,10 +557,8 @@ class FusedLayer(InPlace):
         heads: torch.Tensor,
         scale: torch.Tensor | None = None,
     ) -> None:
-        """Put keys and values, which follow the queries in `heads` [M, ...], into a cache.
-
-        They have no gradient: if the result `y` has one, going back to them raises an error.
-        """
+        """Put keys and values, behind the queries in `heads` [M, ...], into a cache, without a
+        gradient: going back to them raises an error."""
         values = (heads if scale is None else heads * scale).to(dtype)
         if y.requires_grad:
             values = torch._C._functions.DelayedError(UNDIFFERENTIATED, 1)(values.requires_grad_())
@@ -637,8 +580,7 @@ class FusedLayer(InPlace):
 
 
 def _attention_is_recorded() -> bool:
-    """Whether transformers gathers probabilities of attention, by hooks on modules that programs
-    do not call."""
+    """Whether transformers gathers probabilities of attention by hooks on modules."""
     capturing = sys.modules.get(RECORDER)  # PyTorch's own layers come without transformers
     return capturing is not None and not ATTENTIONS.isdisjoint(
         capturing._active_collector.get() or ()
@@ -646,8 +588,7 @@ def _attention_is_recorded() -> bool:
 
 
 def cache_of(options: Mapping[str, object]) -> object:
-    """Return the cache of keys and values in a pass's options: `cache` from transformers 5.24
-    on."""
+    """Return the cache in a pass's options: `cache` from transformers 5.24 on."""
     return options.get("cache", options.get("past_key_values"))
 
 

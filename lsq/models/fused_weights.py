@@ -20,11 +20,9 @@ def lie_together(parts: Sequence[nn.Parameter]) -> torch.Tensor | None:
     """Move parameters of the same width, such as queries, keys and values, into one piece of
     memory.
 
-    Each has a storage of its own for its share, so that safetensors and others see nothing shared.
-
-    Returns:
-        The whole, to be kept as long as they lie there; None if they stay as they are, since one
-        shares its memory with others, is no plain tensor or has no memory yet.
+    Each has a storage of its own for its share, so that safetensors sees nothing shared. Returns
+    the whole, to be kept as long as they lie there; None if they stay, since one shares its memory
+    with others, is no plain tensor or has no memory yet.
     """
     kinds = {(type(part), part.dtype, part.device, part.shape[1:]) for part in parts}
     if len(parts) < 2 or len(kinds) > 1 or len({id(part) for part in parts}) < len(parts):
@@ -43,8 +41,7 @@ def lie_together(parts: Sequence[nn.Parameter]) -> torch.Tensor | None:
 
 
 class Joined(torch.autograd.Function):
-    """parts [N1, ...], [N2, ...], ... -> [N1 + N2 + ..., ...], without a copy if they lie together
-    in `whole` still."""
+    """parts [N1, ...], [N2, ...], ... -> [N1 + N2 + ..., ...]; no copy if they lie in `whole`."""
 
     @staticmethod
     def forward(ctx, whole: torch.Tensor | None, *parts: torch.Tensor) -> torch.Tensor:
@@ -80,11 +77,10 @@ class RoundedWeights:
 
     @contextmanager
     def within(self, layer: InPlace, rows: int = 0) -> Iterator[None]:
-        """Let the modules inside `layer` have rounded, masked weights, whose gradients go straight
-        through to its own.
+        """Let modules inside `layer` have rounded, masked weights, with straight-through gradients.
 
-        Without gradients they are kept until a weight changes. Threads wait for one another, since
-        another one would take rounded weights for the layer's own. `rows`: see Stamp.holds.
+        Without gradients they are kept until a weight changes. Threads wait for one another.
+        `rows`: see Stamp.holds.
         """
         if not _rounds(layer) and layer.weight_masks is None:
             yield
@@ -134,7 +130,6 @@ def _straight_through(
     form: WeightFormat | ScaledFormat,
     in_out: bool,
 ) -> torch.Tensor:
-    """The rounded weight, whose gradient is that of `weight`."""
     with torch.no_grad():
         rows = weight.detach().float()
         rows = rows.t() if in_out else rows

@@ -47,10 +47,7 @@ CONVERT_OPTIONS = ({}, {"fused": False}, {"tied": True}, {"fused": False, "tied"
 
 
 def keep_broken_torchaudio_out() -> None:
-    """Let transformers do without a torchaudio that does not fit PyTorch.
-
-    It imports torchaudio wherever that is installed, and would fail with it.
-    """
+    """Let transformers, which would import it, do without a torchaudio that does not fit."""
     loaded = {"transformers", "torchaudio"} & sys.modules.keys()
     if not loaded and util.find_spec("transformers") and util.find_spec("torchaudio"):
         try:
@@ -69,15 +66,11 @@ keep_broken_torchaudio_out()
 
 
 def convert_folder(folder: Path, output: Path, changes: Mapping[str, Any]) -> Measured:
-    """Write `folder` to `output`, with clips for other values of fields of QuantConfig, whole or
-    not at all.
+    """Write `folder` to `output`, with clips for other fields of QuantConfig, whole or not at all.
 
-    Files of the model are copied. The state of a training by Trainer is left out.
-
-    Raises:
-        ValueError: there is no lsq.safetensors, or it is damaged, has these values already, or
-            clips of other layers than lsq.convert makes.
-        OSError: the model cannot be read, or the folder not be written.
+    The state of a training by Trainer is left out. Raises ValueError without a sound
+    lsq.safetensors, if it has these values already, or clips of other layers than lsq.convert
+    makes.
     """
     state = _read(folder / NAME)
     model = _model(folder, state, _quantization(state, changes, folder))

@@ -18,7 +18,6 @@ Modules = Mapping[str, str | Sequence[str]]
 Attributes = Mapping[str, tuple[Callable[[nn.Module], object], bool]]
 """Fields of LayerConfig -> what reads one from a layer, and whether it reads several values."""
 HEADS = ("qkv", "query", "key_value")
-"""Endings of the names of projections that make heads."""
 LABELS = {
     "head_width": "widths of heads",
     "dropout": "dropouts of residuals",
@@ -27,16 +26,13 @@ LABELS = {
     "layer_norm_epsilon": "epsilons of norms",
     "qk_norm": "epsilons of norms of heads",
 }
-"""Fields of LayerConfig in messages."""
 
 
 def sources(
     modules: Modules, *, bias: bool = True, norm_bias: bool = True
 ) -> dict[str, tuple[str, ...]]:
-    """Map the program's parameters of `modules` to paths of the layer's parameters.
-
-    `bias`, `norm_bias`: whether linear layers and norms may have biases.
-    """
+    """Map the program's parameters of `modules` to paths of the layer's; `bias`, `norm_bias`:
+    whether linear layers and norms may have biases."""
     parameters = {}
     for name, paths in modules.items():
         norm = name.endswith("norm")
@@ -66,8 +62,7 @@ def read(layer: nn.Module, attributes: Attributes) -> dict[str, object]:
 
 
 def the_same(field: str, values: Iterable[Value]) -> Value | None:
-    """Return the value that all of them are; None if there are none; raises ValueError if they
-    differ."""
+    """Return the value that all of them are, or None; raises ValueError if they differ."""
     different = dict.fromkeys(values)
     if len(different) > 1:
         label = LABELS.get(field, field)
@@ -76,11 +71,7 @@ def the_same(field: str, values: Iterable[Value]) -> Value | None:
 
 
 def shape_of(layer: nn.Module, modules: Modules) -> dict[str, object]:
-    """Read widths, biases and the layout of weights; modules that are not there are left out.
-
-    Raises:
-        ValueError: there is no program for them.
-    """
+    """Read widths, biases and layout of modules; raises ValueError without a program."""
     there: dict[str, list[nn.Module]] = {}
     for name, paths in modules.items():
         found = [module_at(layer, path) for path in _several(paths)]
@@ -125,15 +116,10 @@ FUNCTIONS = {
     "silu": functional.silu,
     "squared_relu": lambda x: functional.relu(x).square(),
 }
-"""Names of LayerConfig.activation."""
 
 
 def activation_of(function: Callable[[torch.Tensor], torch.Tensor]) -> str:
-    """Name an activation by its values, since transformers has several classes of each.
-
-    Raises:
-        ValueError: an activation that no program has.
-    """
+    """Name an activation by its values, whatever its class; ValueError for one of no program."""
     defined = (getattr(function, "__module__", None) or "").partition(".")[0]
     if not isinstance(function, nn.Module) and defined not in TRUSTED:
         raise ValueError(f"its activation is a function of {defined or 'its own'}")

@@ -28,7 +28,6 @@ VOCABULARY = 8192
 """Outputs from which on a layer may be taken for a projection onto a vocabulary."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SHOWN = 8
-"""Names in a message, at most."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +67,6 @@ class Whole:
     name: str
     """As in named_modules; "" is the model itself."""
     kind: str
-    """The name of its class."""
     reason: str | None
     """Why it is not fused, but its linear layers by themselves; None: it is."""
 
@@ -81,7 +79,6 @@ class Stack:
     """Weights of several linear layers in one parameter, as of experts, which stay floats."""
 
     name: str
-    """As in named_parameters."""
     shape: tuple[int, ...]
 
     def row(self) -> tuple[str, str, str]:
@@ -96,7 +93,6 @@ class Report:
     numbers: str = "in int8"
     """The formats of converted layers in words: see QuantConfig.summary."""
     whole: tuple[Whole, ...] = ()
-    """Layers that there is a program for."""
     stacks: tuple[Stack, ...] = ()
     unknown: str | None = None
     """The class of a model of transformers, if there is a program for none of its layers."""
@@ -164,7 +160,6 @@ class Conversion:
     kind: type[InPlace] | None
     """The class that it gets; None: it stays, or a whole layer around it is converted."""
     entry: Layer | Whole
-    """Its entry in the report."""
 
 
 def conversions(
@@ -178,10 +173,7 @@ def conversions(
 ) -> list[Conversion]:
     """List the whole layers of `model` that there is a program for, and all linear layers.
 
-    See lsq.convert for the arguments.
-
-    Raises:
-        ValueError: a pattern in `skip` fits no module.
+    See lsq.convert for the arguments and errors.
     """
     names = dict(model.named_modules())
     skips = skipping(skip, names)
@@ -241,7 +233,6 @@ def conversions(
 def _wholes(
     names: Mapping[str, nn.Module], quant: QuantConfig, obstacles: Mapping[str, str]
 ) -> list[Conversion]:
-    """Every layer whose class there is a program for."""
     wholes = []
     for name, module in names.items():
         kind = fused_class(module)
@@ -275,11 +266,7 @@ def _within(linear: Conversion, wholes: list[str]) -> Conversion:
 
 
 def stacks_of(model: nn.Module, minimum_width: int) -> tuple[Stack, ...]:
-    """Parameters [layers, ...] that are wide enough to be weights of several linear layers, as of
-    experts.
-
-    Parameters of PyTorch's own modules, such as convolutions, are something else.
-    """
+    """Parameters [layers, ...] outside of torch.nn's modules that are wide enough for weights."""
     return tuple(
         Stack(name=f"{prefix}.{name}" if prefix else name, shape=tuple(parameter.shape))
         for prefix, module in model.named_modules()
@@ -290,13 +277,8 @@ def stacks_of(model: nn.Module, minimum_width: int) -> tuple[Stack, ...]:
 
 
 def skipping(skip: Skip, names: Iterable[str]) -> Callable[[nn.Module, str], bool]:
-    """Return a function of (module, name) that says whether to leave it as it is.
-
-    `names`: all that there are.
-
-    Raises:
-        ValueError: a pattern in `skip` fits no name.
-    """
+    """Return a function of (module, name) that says whether to leave it; `names`: all there are.
+    Raises ValueError for a pattern that fits none."""
     if callable(skip):
         return skip
     patterns = [skip] if isinstance(skip, str) else list(skip)
@@ -362,8 +344,7 @@ def _adapters(names: Mapping[str, nn.Module]) -> set[int]:
 
 
 def _heads(names: Mapping[str, nn.Module]) -> set[int]:
-    """Ids of the linear layers without a bias that project onto a vocabulary: as models of
-    transformers say; in other models, by their width."""
+    """Ids of linear layers without a bias onto a vocabulary: as models say, else by their width."""
     models = [module for module in names.values() if hasattr(module, "get_output_embeddings")]
     heads = [module.get_output_embeddings() for module in models] or [
         module
@@ -380,7 +361,6 @@ def _packed(quant: QuantConfig) -> bool:
 
 
 def _unusual(module: nn.Module, quant: QuantConfig) -> str | None:
-    """Why a module may be something else than the linear layer that its class says."""
     kind, conv1d = type(module), _is_conv1d(module)
     if isinstance(module, nn.MultiheadAttention | NonDynamicallyQuantizableLinear):
         return IN_ATTENTION

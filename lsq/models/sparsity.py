@@ -38,25 +38,23 @@ def sparsify(
 
     Works in place, on lsq's own layers and on those of lsq.convert, in every mode. Weights keep
     their names, shapes and all their values; beside each lies its mask, a buffer "<weight>_kept" of
-    one bit for each value. All passes, in training and in eval mode, read what the mask leaves.
+    one bit for each value. All passes read what the mask leaves.
 
     Args:
         model: after lsq.convert, before DistributedDataParallel.
-        pruning: how masks are chosen, and when; the default is Pruning().
+        pruning: how masks are chosen, and when.
         skip: weights to leave dense: names, their ends from a dot on ("qkv_weight"), names of
-            modules around them, patterns with * and ?, or a function of (module, name of the
-            weight).
-        run: computes a batch of the model, for measure="output"; put dropout off before. In
-            DistributedDataParallel all processes need the same batch.
+            modules around them, patterns with * and ?, or a function of (module, weight's
+            name).
+        run: computes a batch, without dropout, for measure="output"; the same in all processes.
 
     Returns:
         What chooses the masks from now on: call `follow(optimizer)`.
 
     Raises:
-        TypeError: `model` is no torch.nn.Module.
-        ValueError: there is no weight, its width is no multiple of 4, it is sparse already, on the
-            meta device or a shard of FSDP2; a pattern in `skip` fits nothing; `run` is missing, is
-            not needed, or leaves a weight out.
+        ValueError: there is no weight, its width is no multiple of 4, it is sparse already, on
+            the meta device or a shard; a pattern fits nothing; `run` does not fit, or leaves a
+            weight out.
     """
     pruning, every = Pruning() if pruning is None else pruning, _weights(model)
     if (run is None) == (pruning.measure == "output"):
@@ -97,18 +95,16 @@ def wants_sparsity(model: nn.Module) -> bool:
 
 
 def sparsity_of(model: nn.Module, *, updates: int = 0) -> "Sparsity":
-    """Return the Sparsity of a model whose layers were made with QuantConfig(sparsity=...).
+    """Return the Sparsity of layers that were made with QuantConfig(sparsity=...); call its
+    `follow`.
 
     Args:
-        model: before or after DistributedDataParallel; with its state dict, where a training goes
+        model: before or after DistributedDataParallel; with its state, where a training goes
             on.
         updates: that it was trained for, in this training.
 
-    Returns:
-        What chooses the masks from now on: call `follow(optimizer)`.
-
     Raises:
-        ValueError: there is none, its layers want different things, or weights are shards of FSDP2.
+        ValueError: there is none, layers want different things, or weights are shards of FSDP2.
     """
     weights = {
         path: (module, name)
@@ -136,10 +132,8 @@ def sparsity_of(model: nn.Module, *, updates: int = 0) -> "Sparsity":
 class Sparsity:
     """The masks of a model over a training.
 
-    Attributes:
-        pruning: how masks are chosen, and when.
-        updates: of the optimizer, so far.
-        weights: that have masks.
+    `pruning`: how masks are chosen, and when. `updates`: of the optimizer, so far. `weights`: that
+    have masks.
     """
 
     def __init__(self, model: nn.Module, pruning: Pruning, weights: Weights):
@@ -157,8 +151,7 @@ class Sparsity:
         )
 
     def begin(self, updates: int = 0) -> None:
-        """Go on after so many updates, with the masks of a checkpoint if there are any, or else new
-        ones."""
+        """Go on after so many updates, with the masks of a checkpoint or else new ones."""
         self.updates = updates
         modules = self._modules()
         for module in modules:
@@ -171,11 +164,8 @@ class Sparsity:
     def follow(self, optimizer: Optimizer) -> None:
         """Call `draw` before and `step` after every step of `optimizer`, lsq's or another.
 
-        Call both yourself with optimizers that have no step hooks, and with several optimizers,
-        once before all of their steps and once after them.
-
-        Raises:
-            ValueError: it follows one already, and would count updates twice.
+        Call both yourself with optimizers that have no step hooks, and around all steps of several.
+        Raises ValueError if it follows one already.
         """
         if self._hooks:
             raise ValueError(
@@ -190,8 +180,7 @@ class Sparsity:
 
     @torch.no_grad()
     def draw(self) -> None:
-        """SR-STE: add a share of itself to the gradient of what is pruned, in proportion to the
-        gradient's size."""
+        """SR-STE: add a share of pruned values, by the gradient's size, to their gradients."""
         if not (self.pruning.decay and self.pruning.every and self.pruning.sparse(self.updates)):
             return
         drawn = set()
@@ -212,11 +201,7 @@ class Sparsity:
 
     @torch.no_grad()
     def choose(self) -> None:
-        """Choose all masks anew.
-
-        Raises:
-            ValueError: weights are shards of FSDP2.
-        """
+        """Choose all masks anew; raises ValueError for shards of FSDP2."""
         self._changed = []
         for path, (module, name) in self.weights.items():
             check_whole(module, name)
@@ -232,11 +217,8 @@ class Sparsity:
 
     @torch.no_grad()
     def measure(self, run: Callable[[], object]) -> None:
-        """Measure mean squares of inputs, for measure="output": the masks chosen next go by them.
-
-        Raises:
-            ValueError: a weight was not used.
-        """
+        """Measure mean squares of inputs for the next choice; ValueError if a weight is not
+        used."""
         squares = {module: InputSquares() for module in self._modules()}
         with observing(squares):
             run()
@@ -261,18 +243,12 @@ class Sparsity:
 
     @property
     def changed(self) -> float:
-        """Share of values whose masks the last choice changed, 0 to 1.
-
-        Hu et al. 2024 (arXiv:2404.01847) judge by this flip rate whether `decay` is large enough:
-        it has to rise, and fall again while the model learns.
-        """
+        """Share of values whose masks the last choice changed, 0 to 1: the flip rate, by which
+        Hu et al. 2024 (arXiv:2404.01847) judge whether `decay` is large enough."""
         return torch.stack(self._changed).mean().item() if self._changed else 0.0
 
     def finish(self) -> None:
-        """Write zeros into the weights and remove the masks.
-
-        Where masks do not count now, weights stay as they are.
-        """
+        """Write zeros into the weights where masks count now, and remove the masks."""
         self.leave()
         for module in self._modules():
             module.weight_masks.remove(module)
@@ -294,16 +270,11 @@ class Sparsity:
             module.weight_masks.followed = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return updates, and mean squares of inputs by path. Masks are in the state dict of the
-        model."""
+        """Return updates, and mean squares of inputs; the model's state dict has the masks."""
         return {"updates": self.updates, "squares": dict(self._squares)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on after so many updates, with the masks that the model has loaded, or will load.
-
-        Raises:
-            ValueError: it is of other weights.
-        """
+        """Go on after so many updates, with the model's masks; ValueError for other weights."""
         measured = self.weights.keys() if self.pruning.measure == "output" else set()
         if strange := state["squares"].keys() ^ measured:
             raise ValueError(
@@ -316,7 +287,6 @@ class Sparsity:
         return {module for module, _ in self.weights.values()}
 
     def _make_dense(self) -> None:
-        """Write zeros where weights are pruned, and let all weights count."""
         self.write_zeros()
         for module in self._modules():
             if module.weight_masks.active:
@@ -350,10 +320,8 @@ def _check(path: str, module: ProgramModule, name: str) -> None:
 def choose(scores: torch.Tensor) -> torch.Tensor:
     """The mask bool [N, K] that keeps the two largest of each group of float or int scores [N, K].
 
-    Of equal scores the first are kept. NaN counts as the largest, so that it stays visible.
-
-    Raises:
-        ValueError: K is no multiple of 4.
+    Of equal scores the first are kept; NaN counts as the largest. Raises ValueError unless 4
+    divides K.
     """
     check_width("a matrix of scores", scores.shape[1])
     scores = (
@@ -370,8 +338,7 @@ def choose(scores: torch.Tensor) -> torch.Tensor:
 
 
 def is_sparse(matrix: torch.Tensor) -> bool:
-    """Whether each group of four in [N, K] holds two values at most that are not 0, and K is a
-    multiple of 4."""
+    """Whether each group of four in [N, K] holds at most two values that are not 0."""
     return matrix.shape[1] % GROUP == 0 and bool(
         ((matrix.unflatten(1, (-1, GROUP)) != 0).sum(2) <= KEPT).all()
     )
@@ -379,8 +346,7 @@ def is_sparse(matrix: torch.Tensor) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Packed:
-    """A matrix [N, K] of which each group of four in a row holds two values at most. int8 codes
-    take 5/8 of a byte."""
+    """A matrix [N, K] with two values at most in each group of four; codes take 5/8 of a byte."""
 
     values: torch.Tensor
     """[N, K / 2], any dtype: two of each group in their order, zeros where a group has fewer."""
@@ -397,11 +363,7 @@ class Packed:
 
 
 def pack(matrix: torch.Tensor) -> Packed:
-    """Store a matrix [N, K] of any dtype that is sparse already; `unpack` gives the same back.
-
-    Raises:
-        ValueError: K is no multiple of 4, or a group holds more than two values other than 0.
-    """
+    """Store a sparse matrix [N, K] of any dtype; raises ValueError for one that is not sparse."""
     mask = choose(matrix.double().abs())  # int8 has no 128
     left = ((matrix != 0) & ~mask).nonzero()
     if len(left):

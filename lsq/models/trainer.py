@@ -1,7 +1,7 @@
 """lsq in a training by transformers' Trainer.
 
-Trainer's checkpoints hold the weights as any program reads them. The clips lie beside them in
-lsq.safetensors, and in the state of the callback, which comes back from any folder.
+Clips lie beside the weights in lsq.safetensors, and in the state of the callback, which comes back
+from any folder.
 """
 
 import base64
@@ -46,7 +46,6 @@ from transformers.trainer_callback import ExportableState  # noqa: E402
 
 logger = logging.getLogger(__name__)
 MONITOR = ("every", "rows", "bounds", "patience", "fall_back", "group")
-"""Arguments of lsq.monitor that LsqCallback takes."""
 
 
 class LsqCallback(TrainerCallback, ExportableState):
@@ -100,8 +99,7 @@ class LsqCallback(TrainerCallback, ExportableState):
         self.looks: dict[str, Any] | None = None
 
     def state(self) -> dict[str, Any]:
-        """Return what Trainer puts into its checkpoints: clips in base64 of safetensors, the state
-        of the monitor, and the options, those by name that it cannot hold."""
+        """Return what Trainer puts into checkpoints: clips in base64, monitor, options."""
         options = {
             "every_tensor": self.every_tensor,
             "memory": self.memory,
@@ -122,12 +120,7 @@ class LsqCallback(TrainerCallback, ExportableState):
         return {"args": options, "attributes": attributes}
 
     def on_train_begin(self, args, state, control, *, model: nn.Module, **options) -> None:
-        """Take part in a training that begins or goes on.
-
-        Raises:
-            ValueError: the model is not converted, or what the options ask for does not fit the
-                training.
-        """
+        """Take part in a training; raises ValueError if the model or the options do not fit it."""
         if not clip_names(model):
             raise ValueError(
                 f"no layer of this {type(model).__name__} is lsq's; call lsq.convert(model) before"
@@ -299,8 +292,7 @@ def _monitor_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plan_batch(trainer: Trainer, batch: Mapping[str, torch.Tensor], mode: str) -> None:
-    """Plan the memory of lsq's layers for a trainer's step on `batch`; raises ValueError if it
-    cannot be planned."""
+    """Plan the memory of a trainer's step on `batch`; raises ValueError if it cannot be planned."""
     model, inputs = trainer.model, trainer._prepare_inputs(dict(batch))
     training = model.training
 

@@ -100,8 +100,7 @@ class Monitor:
         )
 
     def figures(self, *, every_module: bool) -> dict[str, float]:
-        """Summarise the last look: the least signal-to-noise of each quantity in dB, of each module
-        as well where wanted, and how many modules are in floats."""
+        """Summarise the last look: the least signal-to-noise in dB, and modules in floats."""
         figures = {"lsq/modules_in_floats": float(len(self.in_floats))}
         for name, reading in self.readings.items():
             for quantity, value in reading.values().items():
@@ -158,11 +157,7 @@ class Monitor:
         return {"steps": self.steps, "strikes": dict(self._strikes)}
 
     def load_state_dict(self, state: Mapping) -> None:
-        """Go on from a `state_dict`.
-
-        Raises:
-            ValueError: it is another state.
-        """
+        """Go on from a `state_dict`; ValueError if it is another state."""
         if set(state) != {"steps", "strikes"}:
             raise ValueError(
                 f"the state has {', '.join(map(repr, state))}; a monitor's has 'steps' and"
@@ -196,12 +191,7 @@ class Monitor:
         tensors: Mapping[str, Tensor],
         outputs: Sequence[Tensor],
     ) -> None:
-        """Look at passes in training mode: all of a step that go back; if none does, those without
-        gradients.
-
-        A pass that gradient checkpointing runs again is looked at only if the first run had no
-        gradients.
-        """
+        """Look at training passes of a step: those that go back, or else all without gradients."""
         goes_back, again = bool(program.output_gradients), recomputing()
         if not program.weights or (module in self._taken and (again or not goes_back)):
             return
@@ -223,7 +213,6 @@ class Monitor:
         self._step_readings[module] = reading.worst(self._step_readings.get(module, reading))
 
     def _conclude(self) -> None:
-        """Agree with other processes on the readings, and judge modules by them."""
         watched, readings = self._watched, self._step_readings
         self.close()
         self.readings = {}
@@ -286,7 +275,6 @@ class Monitor:
 
 
 def _say(text: str) -> None:
-    """Warn in the first process."""
     known = distributed.is_available() and distributed.is_initialized()
     if not known or distributed.get_rank() == 0:
         logger.warning(text)

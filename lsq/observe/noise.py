@@ -17,27 +17,21 @@ from lsq.run.executor import Execution
 LEAST, MOST = -60.0, 120.0
 """Decibels are limited to this range: nothing but noise, no noise."""
 CU_SEQLENS = {"sentences": "cu_seqlens", "source": "memory_cu_seqlens"}
-"""Arguments of programs that are sizes of packed sequences -> inputs that say where these begin."""
+"""Arguments of programs that are sizes of packed sequences -> where these begin."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """Signal-to-noise of one module in one pass, in dB; None: there is no signal.
-
-    Of results and of gradients of inputs, it is the worst one. Gradients of weights count together:
-    one that is nearly zero may be all noise, and does not matter.
-    """
+    """Signal-to-noise of a module in one pass, in dB: the worst one; of all weights together."""
 
     output: float | None = None
     input_gradient: float | None = None
     weight_gradient: float | None = None
 
     def values(self) -> dict[str, float]:
-        """Return those that are not None, by name."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
     def worst(self, other: "Reading") -> "Reading":
-        """Return the smaller value of each quantity."""
         mine, others = self.values(), other.values()
         both = {name: min(mine[name], others[name]) for name in mine.keys() & others}
         return Reading(**{**mine, **others, **both})
@@ -48,13 +42,7 @@ QUANTITIES = tuple(field.name for field in fields(Reading))
 
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
-    """The least signal-to-noise in dB with which a module trains well.
-
-    docs/numbers.md says where the defaults come from.
-
-    Raises:
-        ValueError: one of them is no number.
-    """
+    """The least signal-to-noise in dB with which a module trains well (docs/numbers.md)."""
 
     output: float = 12.0
     input_gradient: float = 8.0
@@ -68,7 +56,6 @@ class Bounds:
                 )
 
     def broken(self, reading: Reading) -> list[str]:
-        """Say which values of a reading are below their bounds."""
         return [
             f"{name.replace('_', ' ')} {value:.1f} dB, below {getattr(self, name):.1f}"
             for name, value in reading.values().items()
@@ -83,7 +70,6 @@ class Sample:
     program: Program
     backend: Backend
     tensors: Mapping[str, Tensor]
-    """Inputs and parameters by name."""
     rows: Tensor | None
     """int64 [m], which of the batch; None: the first ones."""
 
@@ -91,11 +77,7 @@ class Sample:
     def of(
         cls, program: Program, tensors: Mapping[str, Tensor], rows: int, backend: Backend
     ) -> "Sample":
-        """Take about `rows` rows of a pass of `program` on `tensors`.
-
-        Independent rows come from all over the batch; of packed sequences the first ones are taken,
-        whole, one at least. A program with neither keeps the batch.
-        """
+        """Take about `rows` rows of a pass: from all over the batch, or whole first sentences."""
         smaller, index = _smaller(program, tensors, rows)
         weights = {tensor.name for weight in program.weights.values() for tensor in weight.written}
         kept = {}
@@ -111,8 +93,7 @@ class Sample:
         return cls(program=smaller, backend=backend, tensors=kept, rows=index)
 
     def reading(self, gradients: Sequence[Tensor | None] | None) -> Reading:
-        """Measure the noise of results, and of what follows from their gradients: [M, ...] of each,
-        None for zero; None: there is no backward pass."""
+        """Measure the noise of results, and of what follows from `gradients` [M, ...], if any."""
         rounded = self._run(self.program, gradients)
         exact = self._run(in_floats(self.program), gradients)
 
@@ -166,7 +147,7 @@ class Sample:
 def _smaller(
     program: Program, tensors: Mapping[str, Tensor], rows: int
 ) -> tuple[Program, Tensor | None]:
-    """The program of a sample, and which rows it takes; None: the first ones."""
+    """Return the program of a sample, and which rows it takes; None: the first ones."""
     build, arguments = call_of(program)
     arguments = dict(arguments)
     every = arguments.get("rows")
@@ -189,7 +170,6 @@ def _smaller(
 
 
 def _part(tensor: Tensor, virtual: VirtualTensor, index: Tensor | None) -> Tensor:
-    """Take the rows and columns of the smaller program from a tensor of the batch."""
     if tensor.shape[:1] != virtual.shape[:1]:
         tensor = tensor[: virtual.shape[0]] if index is None else tensor[index]
     return tensor[:, : virtual.shape[1]] if len(virtual.shape) == 2 else tensor

@@ -14,18 +14,15 @@ from lsq.observe.statistics import TensorStatistics, observe, quantized_tensors
 logger = logging.getLogger(__name__)
 
 LEAST_INTERVAL = 25
-"""Least steps between two collections: a step that is looked at takes about half as long again."""
+"""A step that is looked at takes about half as long again."""
 LARGEST_CLIPPED_SHARE = 0.05
-"""A tensor with a larger share of its values clipped is warned of."""
 SMALLEST_CODE = 7
-"""An 8-bit tensor whose largest |code| is at most this uses fewer than 4 of the 7 bits of a
-magnitude."""
+"""An 8-bit tensor with no larger |code| uses fewer than 4 of the 7 bits of a magnitude."""
 FIGURES = ("clip", "clipped_share", "zero_share")
 
 
 def interval_of(log_interval: int) -> int:
-    """Steps between two collections in a training that logs that often: a multiple of it,
-    LEAST_INTERVAL or more."""
+    """Return the multiple of a log interval that is LEAST_INTERVAL or more."""
     log_interval = max(log_interval, 1)
     return log_interval * -(-LEAST_INTERVAL // log_interval)
 
@@ -33,7 +30,7 @@ def interval_of(log_interval: int) -> int:
 def complaint(
     statistics: TensorStatistics, option: str = "QuantConfig(clip_init={!r})"
 ) -> str | None:
-    """Say what is wrong with a tensor, or None; `option` chooses how clips are first measured."""
+    """Say what is wrong with a tensor, or None."""
     if statistics.clipped_share > LARGEST_CLIPPED_SHARE:
         return (
             f"{statistics.clipped_share:.1%} of its values are clipped (clip"
@@ -50,19 +47,13 @@ def complaint(
 
 
 class Signals:
-    """Collects, logs and summarises the signals of one training.
+    """Collects, logs and summarises the signals of one training: `last`, those of `last_step`.
 
     Args:
         model: the model itself, without data parallel wrappers.
         interval: steps between two collections; the first step is collected as well.
         folder: where TensorBoard's files go, under "lsq"; None writes none.
-        step: what a step is called in messages.
-        option: what a complaint tells to try; see `complaint`.
-
-    Attributes:
-        clips: of every quantised tensor, by name.
-        last: the signals that were collected last, by tensor.
-        last_step: the step of which they are; 0 before the first.
+        step, option: what a step is called in messages, and what a complaint tells to try.
     """
 
     def __init__(
@@ -84,8 +75,7 @@ class Signals:
 
     @contextmanager
     def observing(self, step: int) -> Iterator[None]:
-        """Collect signals of the forward passes inside, in steps whose signals are wanted, which
-        count from 1. Only the first such context of a step collects."""
+        """Collect signals of the first passes inside, in steps (from 1) whose signals are due."""
         due = self.clips and (step == 1 or step % self.interval == 0) and self.last_step != step
         if due:
             self.last_step = step
@@ -95,10 +85,7 @@ class Signals:
             yield
 
     def record(self, step: int, factor: float | Tensor = 1.0) -> None:
-        """Warn, and write to TensorBoard, if this step was collected.
-
-        Call it before the optimizer uses the step's gradients times `factor`.
-        """
+        """Warn, and write, if this step was collected; gradients count times `factor`."""
         if self.last_step != step:
             return
         for name, statistics in self.last.items():
@@ -110,8 +97,7 @@ class Signals:
             self._write(step, factor)
 
     def figures(self, *, every_tensor: bool) -> dict[str, float]:
-        """Summarise the last signals: means of clips, the largest shares of clipped values and of
-        zeros; and all figures of every tensor, where wanted."""
+        """Summarise the last signals, of every tensor where wanted."""
         figures = {}
         for kind in ("weight", "activation"):
             tensors = [one for one in self.last.values() if one.kind == kind]
@@ -125,8 +111,7 @@ class Signals:
         return figures
 
     def summary(self) -> str:
-        """The last signals as a table, one row for the same tensor of all layers; "" before the
-        first."""
+        """Format the last signals, one row for the same tensor of all layers."""
         if not self.last:
             return ""
         rows: dict[str, list[TensorStatistics]] = {}
@@ -145,7 +130,6 @@ class Signals:
         )
 
     def finish(self) -> None:
-        """Log the summary and close TensorBoard's file."""
         if self.last:
             logger.info(self.summary())
         if self._writer is not None:

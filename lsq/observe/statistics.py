@@ -24,7 +24,6 @@ class TensorStatistics:
     """One quantised tensor in one forward pass."""
 
     kind: str
-    """"weight" or "activation"."""
     clip: float
     """The mean over output channels."""
     clipped_share: float
@@ -32,14 +31,12 @@ class TensorStatistics:
     zero_share: float
     """Share of elements whose code, or decoded value, is 0."""
     largest_code: int | None
-    """Largest |code| in use. None: codes are no integers under one scale per clip."""
+    """None: codes are no integers under one scale per clip."""
     bits: int | None
-    """Width of such codes."""
 
 
 class Observer(Protocol):
-    """Sees the operations of one module that round, as it declares them and on its tensors; and, in
-    a pass that goes back, its weights."""
+    """Sees a module's operations that round, and, in a pass that goes back, its weights."""
 
     def __call__(self, declared: Operation, operation: Operation) -> None: ...
 
@@ -47,19 +44,14 @@ class Observer(Protocol):
 
 
 def program_modules(model: nn.Module) -> dict[str, ProgramModule]:
-    """Modules of lsq in `model`, by name.
-
-    Raises:
-        TypeError: `model` is no torch.nn.Module.
-    """
+    """Return modules of lsq in `model`, by name; TypeError if it is no torch.nn.Module."""
     require_model(model)
     modules = model.named_modules()
     return {name: module for name, module in modules if isinstance(module, ProgramModule)}
 
 
 def quantized_tensors(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """(name, clip) of every quantised tensor: "encoder.layers.0.self_attn.input" has the clip
-    "..._clip"."""
+    """Yield (name, clip) of quantised tensors; the clip "a.input_clip" is that of "a.input"."""
     seen: set[int] = set()
     for path, module in program_modules(model).items():
         for name, clip in module.clips().items():
@@ -70,8 +62,7 @@ def quantized_tensors(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 @contextmanager
 def observe(model: nn.Module) -> Iterator[dict[str, TensorStatistics]]:
-    """Collect statistics of every forward pass inside: yields a dict of name -> TensorStatistics
-    of the last pass."""
+    """Collect statistics of the last forward pass inside: name -> TensorStatistics."""
     statistics: dict[str, TensorStatistics] = {}
     modules = program_modules(model)
     observers = {module: _Statistics(module, path, statistics) for path, module in modules.items()}
@@ -93,8 +84,7 @@ def observing(observers: Mapping[ProgramModule, Observer]) -> Iterator[None]:
 
 
 class InputSquares:
-    """Sums up squares of the inputs of a module's products, as they are read: rounded, where they
-    are."""
+    """Sums up squares of the inputs of a module's products, as they are read."""
 
     def __init__(self) -> None:
         self.sums: dict[str, Tensor] = {}
@@ -117,8 +107,6 @@ class InputSquares:
 
 
 class _Statistics:
-    """Collects the statistics of one module."""
-
     def __init__(self, module: ProgramModule, path: str, statistics: dict[str, TensorStatistics]):
         self._module, self._path, self._statistics = module, path, statistics
 
@@ -164,8 +152,7 @@ class _Statistics:
         form: Format | ScaledFormat | None,
         outside: int,
     ) -> None:
-        """`codes`: values, with a ScaledFormat. `form`: None where scales are not those of the
-        clip."""
+        """`codes`: values, with a ScaledFormat. `form`: None where scales are not the clip's."""
         bits = None if form is None else integer_bits(form)
         if isinstance(form, ScaledFormat) and bits is not None:
             codes = (codes / clip.view(-1, 1) * form.number.largest).round().nan_to_num()

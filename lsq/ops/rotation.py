@@ -19,14 +19,13 @@ from lsq.program.operation import Operation
 from lsq.program.values import Coded
 
 
-def rotation_table(frequencies: torch.Tensor, positions: int, factor: float = 1.0) -> torch.Tensor:
-    """float32 [P, R]: cosines, then sines, of positions times `frequencies` float [R/2], times
-    `factor`.
+def rotation_table(frequencies: torch.Tensor, positions: int) -> torch.Tensor:
+    """float32 [P, R]: cosines, then sines, of positions times `frequencies` float [R/2].
 
     Angles are float64, so that far positions are right and all devices have the same table.
     """
     angle = torch.arange(positions, dtype=torch.float64)[:, None] * frequencies.double()
-    return (torch.cat([angle.cos(), angle.sin()], dim=1) * factor).float()
+    return torch.cat([angle.cos(), angle.sin()], dim=1).float()
 
 
 class HeadNorms(Value):

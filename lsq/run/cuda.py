@@ -71,7 +71,7 @@ def emulated_device(
     choose: Choose = first_candidate,
     device: torch.device = torch.device("cpu"),  # noqa: B008
 ) -> Device:
-    """The emulator: runs kernels on the CPU, for tests and for `lsq doctor --emulate`.
+    """The emulator: runs kernels on the CPU, for tests.
 
     `sanitize`: see lsq.emulator. `choose` picks the algorithms of products. `device`: whose tensors
     it works on; the CPU must be able to read their memory.

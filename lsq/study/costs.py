@@ -29,14 +29,13 @@ class Cost:
     bits: float
     """Of a value, scales included."""
     cost: float | None
-    """The loss with this tensor alone in the format, minus the loss without; None: not finite."""
+    """Loss with this tensor alone in the format, minus loss without; None: not finite."""
     first: float
-    """The first term of the estimate: gradients times changes of values, summed; of either sign."""
+    """Gradients times changes of values, summed; of either sign."""
     second: float
-    """The second term: half of the empirical Fisher information times squared changes, summed."""
+    """Half of the empirical Fisher information times squared changes, summed."""
     error: float
-    """Squared changes in parts of squared values; 0 if both are 0. -10 log10 of it is the
-    signal-to-noise ratio in dB."""
+    """Squared changes over squared values; 0 if both are 0."""
 
     def __post_init__(self) -> None:
         for name, value in dataclasses.asdict(self).items():
@@ -47,30 +46,19 @@ class Cost:
                 raise ValueError(f"{name} is {shown(getattr(self, name))}; it must be 0 or more")
 
 
-ESTIMATES: dict[str, Callable[[Cost], float]] = {
-    "second term": lambda cost: cost.second,
-    "both terms": lambda cost: cost.first + cost.second,
-}
-"""Estimates of the cost."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class TensorCosts:
     """The costs of all formats in one tensor."""
 
     name: str
-    """Of the weight, as the model's parameters are named. Activations have the name of the weight
-    that they are multiplied with."""
+    """Of the weight; activations have the name of the weight that they are multiplied with."""
     kind: str
-    """"weight", or "activation", the input of products."""
     shape: tuple[int, ...]
-    """Of the parameter."""
     values: int
     """Number of values; of activations, in all batches together."""
     transposed: bool
-    """Whether the columns of a weight were cut into blocks, since products sum over its rows."""
+    """Whether the columns of a weight were cut into blocks."""
     formats: dict[str, Cost]
-    """By the names of lsq.quant.numbers.scaled_format."""
 
     def __post_init__(self) -> None:
         check_text("name", self.name)
@@ -85,18 +73,15 @@ class Costs:
     allowed."""
 
     about: dict[str, Any]
-    """Description by the caller: the model, its batches, the unit of the loss."""
     weights: str
     """SHA-256 of all weights that were measured."""
     clip: str
     """How clips of weights were measured; those of activations are the largest values."""
     formats: tuple[str, ...]
     loss: float
-    """Of the model as it is, a mean over all batches."""
     count: float
-    """Number of items of that mean, such as tokens."""
+    """Number of items of the mean loss, such as tokens."""
     samples: int
-    """Number of gradients of the estimate."""
     tensors: tuple[TensorCosts, ...] = ()
     finished: bool = False
 
@@ -124,7 +109,6 @@ class Costs:
                 )
 
     def of(self, kind: str) -> tuple[TensorCosts, ...]:
-        """Return the tensors of one kind."""
         return tuple(tensor for tensor in self.tensors if tensor.kind == kind)
 
     def difference(self, other: "Costs") -> str:
@@ -139,8 +123,7 @@ class Costs:
         return "; ".join(different)
 
     def table(self, style: str = "simple") -> str:
-        """Return tables of all costs, their sums, and their correlation with the estimate, in a
-        style of tabulate ("github" is Markdown, for files)."""
+        """Return tables of costs, sums and rank correlations; "github" is Markdown, for files."""
         parts = [
             f"Loss {self.loss:.4f}, a mean over {self.count:g}; estimates from {self.samples}"
             " gradients."
@@ -164,8 +147,8 @@ class Costs:
             sides = ("left", *("right",) * len(self.formats))
             head = [f"cost of {PLURALS[kind]}", *self.formats]
             parts.append(fitted(rows, head, sides, style=style, width=width))
-            found = [f"{correlation(self, kind, name):.3f} for {name}" for name in ESTIMATES]
-            parts.append(f"Rank correlation of costs with their estimate: {', '.join(found)}.")
+            rank = correlation(self, kind)
+            parts.append(f"Rank correlation of costs with the estimate's second term: {rank:.3f}.")
         return "\n\n".join(parts)
 
 
@@ -173,9 +156,8 @@ def _figure(cost: float | None) -> str:
     return "not finite" if cost is None else f"{cost:+.5f}"
 
 
-def correlation(costs: Costs, kind: str, estimate: str) -> float:
-    """Return the rank correlation (Spearman 1904) of one of ESTIMATES with the measured cost, over
-    all tensors of a kind in all formats; NaN if fewer than 2 were measured or all are alike."""
+def correlation(costs: Costs, kind: str) -> float:
+    """Return the rank correlation (Spearman 1904) of second terms with measured costs, or NaN."""
     measured = [
         cost
         for tensor in costs.of(kind)
@@ -184,25 +166,23 @@ def correlation(costs: Costs, kind: str, estimate: str) -> float:
     ]
     if len(measured) < 2:
         return math.nan
-    rows = [[cost.cost for cost in measured], [ESTIMATES[estimate](cost) for cost in measured]]
+    rows = [[cost.cost for cost in measured], [cost.second for cost in measured]]
     ranks = [_ranks(torch.tensor(row, dtype=torch.float64)) for row in rows]
     return float(torch.corrcoef(torch.stack(ranks))[0, 1])
 
 
 def _ranks(values: torch.Tensor) -> torch.Tensor:
-    """Ranks float64 [N]; equal values have the mean of theirs."""
+    """Equal values have the mean of their ranks."""
     _, group, count = values.unique(return_inverse=True, return_counts=True)
     return (count.cumsum(0) - (count - 1) / 2).double()[group]
 
 
 def check_finite(name: str, value: object) -> None:
-    """Refuse what is no finite number."""
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
         raise ValueError(f"{name} is {shown(value)}; it must be a finite number")
 
 
 def check_flag(name: str, value: object) -> None:
-    """Refuse what is neither true nor false."""
     if not isinstance(value, bool):
         raise ValueError(f"{name} is {shown(value)}; it must be true or false")
 
@@ -237,7 +217,6 @@ def _costs(content: Any) -> Costs:
 
 
 def _sequence_of(check: Callable) -> Callable[[Any, str], tuple]:
-    """Return what reads a list of checked values."""
 
     def checked(value: Any, where: str) -> Any:
         check(where, value)

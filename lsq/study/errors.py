@@ -1,8 +1,4 @@
-"""Errors that number formats make in tensors: measured, as a table and for JSON, beside limits.
-
-Limits are of sources with variance 1 whose values do not depend on each other; a format may lie
-above the line of a source that the tensor is not.
-"""
+"""Errors of number formats in tensors, beside limits of independent values of variance 1."""
 
 import math
 import statistics
@@ -15,13 +11,7 @@ from tqdm import tqdm
 
 import lsq
 from lsq.config import require_whole
-from lsq.quant.numbers import (
-    METHODS,
-    PRESETS,
-    ScaledFormat,
-    scaled_format,
-    signal_to_noise,
-)
+from lsq.quant.numbers import METHODS, PRESETS, ScaledFormat, scaled_format, signal_to_noise
 from lsq.study.products import gather
 from lsq.study.tables import UNLIMITED, fitted
 from lsq.study.tensors import (
@@ -38,7 +28,6 @@ from lsq.study.tensors import (
 )
 
 OTHER_NAMES = {"int8-tensor": "int8/tensor", "int8-row": "int8/row", "nf4-64": "nf4/group64"}
-"""Presets that are shown under names of their parts."""
 DEFAULT_FORMATS = (
     *(OTHER_NAMES.get(name, name) for name in PRESETS),
     *(f"int{bits}/row" for bits in range(2, 8)),
@@ -46,27 +35,21 @@ DEFAULT_FORMATS = (
 )
 SCHEMA = "lsq formats 1"
 SHOWN = 5
-"""Names in a list."""
 COLUMNS = ("format", "bits", "SNR, dB", "least, dB", "to Gaussian's limit, dB", "largest error")
 DECIBELS_PER_BIT = 20 * math.log10(2)
-"""6.02."""
 
 
 def gaussian(bits: float) -> float:
-    """Return the largest signal-to-noise ratio, in dB, of a Gaussian at so many bits a value: its
-    distortion is at least 2^(-2 bits) (Shannon 1959)."""
+    """Return the largest SNR in dB of a Gaussian at so many bits a value (Shannon 1959)."""
     return DECIBELS_PER_BIT * bits
 
 
 def laplacian(bits: float) -> float:
-    """Return Shannon's bound for a Laplacian, e / pi 2^(-2 bits): 0.63 dB above the Gaussian, whose
-    values are the hardest to code. It is nearly reached with many bits, and above the truth below
-    one or two."""
+    """Return Shannon's bound for a Laplacian, e / pi 2^(-2 bits); too high below 1 or 2 bits."""
     return DECIBELS_PER_BIT * bits + 10 * math.log10(math.pi / math.e)
 
 
 BOUNDS: dict[str, Callable[[float], float]] = {"gaussian": gaussian, "laplacian": laplacian}
-"""By the names of lsq.quant.tables.SOURCES."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,11 +58,10 @@ class Error:
 
     format: str
     bits: float
-    """Per value, scales included."""
     signal_to_noise: float
     """In dB; infinite if nothing differs."""
     largest_error: float
-    """The largest difference as a part of the largest magnitude."""
+    """Relative to the largest magnitude."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,13 +74,11 @@ class Entry:
     values: int
     """Size of the sample."""
     problem: str | None
-    """Why nothing could be measured."""
     zero_rows: int
     errors: tuple[Error, ...]
 
     @property
     def sampled(self) -> bool:
-        """Whether the sample has fewer values than the rows that are not all zeros."""
         return self.values < (self.shape[0] - self.zero_rows) * self.shape[1]
 
 
@@ -107,9 +87,8 @@ class Median(Error):
     """The error of a format over all tensors of a kind."""
 
     least: float
-    """The least signal-to-noise ratio."""
     where: str
-    """The name of that tensor."""
+    """The tensor with the least signal-to-noise ratio."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,15 +99,12 @@ class Errors:
     formats: tuple[str, ...]
     entries: tuple[Entry, ...]
     of_model: bool = False
-    """Whether a model was running, so that there may be activations."""
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Kinds of tensors that were measured."""
         return tuple(kind for kind in KINDS if self._measured(kind))
 
     def medians(self, kind: str) -> list[Median]:
-        """Return a median for each format, by bits; none if no tensor of the kind was measured."""
         entries = self._measured(kind)
         medians = []
         for number, name in enumerate(self.formats if entries else ()):
@@ -147,8 +123,7 @@ class Errors:
         return sorted(medians, key=lambda median: (median.bits, -median.signal_to_noise))
 
     def table(self, style: str = "simple") -> str:
-        """Return tables of medians and the remarks, in a style of tabulate ("github" is Markdown,
-        for files)."""
+        """Return tables of medians and the remarks; "github" is Markdown, for files."""
         parts, width = [], UNLIMITED if style == "github" else None
         for kind in self.kinds:
             rows = [
@@ -296,10 +271,7 @@ def _checked(formats: Sequence[str], clip: str, sample: int) -> list[ScaledForma
 
 @torch.no_grad()
 def _errors(
-    samples: Sequence[Sample],
-    forms: Sequence[ScaledFormat],
-    clip: str,
-    quiet: bool,
+    samples: Sequence[Sample], forms: Sequence[ScaledFormat], clip: str, quiet: bool
 ) -> Errors:
     bar = tqdm(samples, desc="measuring", unit=" tensors", leave=False, disable=quiet or None)
     entries = [
@@ -321,7 +293,6 @@ def _errors(
 
 
 def error_of(sample: Sample, form: ScaledFormat, clip: str) -> Error:
-    """Measure the error of a format in a sample; bits are those of the whole tensor."""
     values = sample.values
     rounded = form.decode(form.encode(values, clip))
     noise = signal_to_noise(values, rounded)

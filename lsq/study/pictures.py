@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from lsq import extras, files
 from lsq.quant.tables import lloyd_max_distortion
-from lsq.study.costs import ESTIMATES, KINDS, Costs, correlation
+from lsq.study.costs import KINDS, Costs
 from lsq.study.errors import BOUNDS, Errors, Median
 from lsq.study.tensors import PLURALS
 
@@ -17,28 +17,18 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 STYLES = {"gaussian": "-", "laplacian": "--"}
-MARKERS = dict(zip(KINDS, "ox", strict=True))
 POINTS = {"alpha": 0.8, "markersize": 5}
 LLOYD_BITS = range(1, 5)  # more take seconds to find
 NEAR = 0.5
-"""Bits: points so near to each other have their names in one column, to the right of all of them.
-"""
+"""Bits: names of points so near to each other are in one column to their right."""
 ROWS = 36
-"""Names that a panel has room for, one above the other."""
 MOST_NAMES = 80
-"""More names of tensors are not written below a picture."""
 DECADES = 4
-"""Of the logarithmic axes, below the largest cost; nearer to zero they are linear, so that costs
-below zero are shown."""
+"""Of the logarithmic axes below the largest cost; nearer to zero they are linear."""
 
 
 def draw(errors: Errors, path: Path, title: str = "") -> None:
-    """Draw a point with its name for each format, the medians of each kind of tensors in a panel,
-    into a .png, .svg or .pdf; ValueError if there is nothing to draw, or the suffix is another.
-
-    Lines: the rate-distortion limit of a Gaussian and Shannon's of a Laplacian; dots, the best
-    codebook for each value by itself (Lloyd-Max). Formats without any error are left out.
-    """
+    """Draw medians of each format beside limits, into a .png, .svg or .pdf; or ValueError."""
     if not errors.kinds:
         raise ValueError("nothing was measured, so there is nothing to draw")
     if path.suffix not in (".png", ".svg", ".pdf"):
@@ -58,28 +48,22 @@ def draw(errors: Errors, path: Path, title: str = "") -> None:
 
 
 def draw_costs(costs: Costs, path: Path) -> None:
-    """Draw measured costs over the tensors, formats in colours, and estimates over measured costs,
-    into a .png, .svg or .pdf. The title of a panel counts costs that are not finite."""
+    """Draw measured costs over the tensors, formats in colours, into a .png, .svg or .pdf; the
+    title of a panel counts costs that are not finite."""
     names = list(dict.fromkeys(tensor.name for tensor in costs.tensors))
     shown = names if len(names) <= MOST_NAMES else []
     kinds = [kind for kind in KINDS if costs.of(kind)] or list(KINDS)
-    figure = _figure(9 + 0.16 * len(shown), 4 + 3 * len(kinds))
-    panels = figure.subplot_mosaic(
-        [["estimate", kind] for kind in kinds], width_ratios=(1, 0.8 + 0.03 * len(shown))
-    )
-    magnitudes = [
-        abs(cost.cost) for tensor in costs.tensors for cost in tensor.formats.values() if cost.cost
-    ]
-    linear = 10.0 ** (math.floor(math.log10(max(magnitudes, default=1.0))) - DECADES)
-    for axes in panels.values():
+    figure = _figure(6 + 0.16 * len(shown), 4 + 3 * len(kinds))
+    every = [cost.cost for tensor in costs.tensors for cost in tensor.formats.values()]
+    largest = max((abs(cost) for cost in every if cost), default=1.0)
+    linear = 10.0 ** (math.floor(math.log10(largest)) - DECADES)
+    panels = figure.subplots(len(kinds), 1, squeeze=False)[:, 0]
+    for axes, kind in zip(panels, kinds, strict=True):
         axes.set_yscale("symlog", linthresh=linear)
-    panels["estimate"].set_xscale("symlog", linthresh=linear)
-    for kind in kinds:
-        _over_tensors(panels[kind], costs, kind, names)
+        _over_tensors(axes, costs, kind, names)
         labels = shown if kind == kinds[-1] else [""] * len(shown)
-        panels[kind].set_xticks(range(len(shown)), labels, rotation=90)
-        panels[kind].tick_params(axis="x", labelsize="x-small")
-    _against_estimate(panels["estimate"], costs)
+        axes.set_xticks(range(len(shown)), labels, rotation=90)
+        axes.tick_params(axis="x", labelsize="x-small")
     figure.suptitle(f"Loss {costs.loss:.4f}: what it grows by with one tensor in another format")
     _write(figure, path, dpi=120)
 
@@ -156,35 +140,10 @@ def _over_tensors(axes: "Axes", costs: Costs, kind: str, names: list[str]) -> No
             if tensor.formats[form].cost is not None
         }
         options = {"color": f"C{number}", "label": form, **POINTS}
-        axes.plot(list(points), list(points.values()), MARKERS[kind], **options)
+        axes.plot(list(points), list(points.values()), "o", **options)
     lost = sum(cost.cost is None for tensor in costs.of(kind) for cost in tensor.formats.values())
     axes.axhline(0, color="black", linewidth=0.8)
     title = PLURALS[kind] + (f" ({lost} not finite, and not shown)" if lost else "")
     axes.set(ylabel="measured cost", title=title)
     axes.grid(alpha=0.25)
     axes.legend(fontsize="x-small", loc="upper left", bbox_to_anchor=(1, 1))
-
-
-def _against_estimate(axes: "Axes", costs: Costs) -> None:
-    second, ends = ESTIMATES["second term"], []
-    for number, form in enumerate(costs.formats):
-        for kind in KINDS:
-            of_form = [tensor.formats[form] for tensor in costs.of(kind)]
-            pairs = [(cost.cost, second(cost)) for cost in of_form if cost.cost is not None]
-            if pairs:
-                x, y = zip(*pairs, strict=True)
-                axes.plot(x, y, MARKERS[kind], color=f"C{number}", **POINTS)
-                ends += [value for pair in pairs for value in pair]
-    if ends:
-        axes.plot([min(ends), max(ends)], [min(ends), max(ends)], color="black", linewidth=0.8)
-    correlations = ", ".join(
-        f"{PLURALS[kind]} {correlation(costs, kind, 'second term'):.2f}"
-        for kind in KINDS
-        if costs.of(kind)
-    )
-    axes.set(
-        xlabel="measured cost",
-        ylabel="estimate, second term",
-        title=f"rank correlation:\n{correlations}",
-    )
-    axes.grid(alpha=0.25)

@@ -1,7 +1,6 @@
 """The products of a model while it runs, sampled, or with other inputs.
 
-Products of plain PyTorch are seen by a TorchFunctionMode, those of lsq's programs by a backend
-around the module's own. M rows, N outputs and K inputs of a weight.
+M rows, N outputs and K inputs of a weight.
 """
 
 import contextlib
@@ -34,31 +33,21 @@ from lsq.study.tensors import (
 
 CONVOLUTIONS = (functional.conv1d, functional.conv2d, functional.conv3d)
 Look = Callable[[str, Tensor, bool], Tensor]
-"""(name of a weight, its input float [..., K], whether the weight lies as [K, N] and not as [N, K])
--> what the product reads in place of the input."""
+"""(weight's name, input [..., K], whether the weight is [K, N]) -> what the product reads."""
 
 
 @dataclass(frozen=True, eq=False)
 class Product:
-    """A product of PyTorch's functions."""
-
     x: Tensor
     weight: Tensor
     multiply: Callable[[Tensor], Tensor]
-    """x -> y."""
     in_out: bool = False
-    """Whether the weight is [K, N]."""
     channels: int = -1
     """The dimension of x and y that a product sums over, or makes."""
 
 
 class ReplacedProducts(TorchFunctionMode):
-    """Within this context every product of PyTorch's functions is what `replace` returns for it.
-
-    Products are torch.nn.functional.linear, by which linear layers, PyTorch's and fairseq's
-    attention multiply, torch.addmm, by which GPT-2's layers in transformers do, and convolutions.
-    Those of lsq's own layers are operations of programs and none of these.
-    """
+    """Context in which `replace` returns every product of linear, addmm and convolutions."""
 
     def __init__(self, replace: Callable[[Product], Tensor]):
         super().__init__()
@@ -100,8 +89,7 @@ _linear = functional.linear
 
 
 def inputs_replaced(weights: Mapping[str, Tensor], look: Look) -> ReplacedProducts:
-    """Make a context in which linear products with one of `weights`, or with a part of one, read
-    what `look` returns."""
+    """Let products with `weights`, or parts of them, read what `look` returns, in this context."""
     bounds = {
         name: (weight.data_ptr(), weight.data_ptr() + weight.numel() * weight.element_size())
         for name, weight in weights.items()
@@ -123,8 +111,7 @@ def inputs_replaced(weights: Mapping[str, Tensor], look: Look) -> ReplacedProduc
 def gather(
     model: nn.Module, run: Callable[[], Tensor | None], patterns: Iterable[str], largest: int
 ) -> list[Sample]:
-    """Sample the weights of a model, and the first activation and gradient of each product while
-    `run` computes; see `measure`."""
+    """Sample the weights of a model, and each product's first activation and gradient of `run`."""
     weights = parameters_of(model)
     seen = _Seen(weights, chosen_by(patterns, weights), largest)
     products = ReplacedProducts(seen.noted)
@@ -156,9 +143,8 @@ class _Seen:
         self.chosen, self._largest = chosen, largest
         self.samples: dict[tuple[str, str], Sample] = {}
         self.in_out: set[str] = set()
-        """Names of weights that are [K, N]."""
         self.masked: dict[str, Tensor] = {}
-        """Masked weights by their names; kept, so that nothing else gets their addresses."""
+        """Kept, so that nothing else gets their addresses."""
         self._all = len(weights)
         self._by_address = {weight.data_ptr(): (name, weight) for name, weight in weights.items()}
         self._by_storage = {
@@ -166,14 +152,12 @@ class _Seen:
         }
 
     def mask(self, weight: Tensor, masked: Tensor) -> None:
-        """Know a masked weight by the name of the weight."""
         name = self._by_address.get(weight.data_ptr(), ("",))[0]
         if name and masked is not weight:
             self.masked[name] = masked
             self._by_address[masked.data_ptr()] = name, masked
 
     def noted(self, product: Product) -> Tensor:
-        """Sample the input of a product of PyTorch, and later the gradient of its output."""
         x, weight, channels = product.x, product.weight, product.channels
         y = product.multiply(x)
         if product.in_out and not isinstance(weight, nn.Parameter):
@@ -216,9 +200,7 @@ class _Seen:
             begin += len(parameter)
 
     def _names(self, weight: Tensor) -> tuple[str, str]:
-        """(name of the parameter, name of its product), which differ if the weight is part of the
-        parameter. A weight that is made while the model runs is no parameter and goes by its shape.
-        """
+        """(name of the parameter, name of its product); they differ for a part of a parameter."""
         if weight.data_ptr() in self._by_address:
             name = self._by_address[weight.data_ptr()][0]
             return name, name
@@ -286,7 +268,6 @@ def _in_floats(model: nn.Module, seen: _Seen) -> Iterator[None]:
 
 
 def _values_of(module: ProgramModule, seen: _Seen, name: str) -> Tensor:
-    """Return what the module's own method does, known by name from then on."""
     values = type(module).values_of(module, name)
     seen.mask(module.own_parameter(name), values)
     return values

@@ -25,7 +25,6 @@ from lsq.study.products import Look, inputs_replaced
 from lsq.study.tensors import ACTIVATION, WEIGHT, as_rows, chosen_by, parameters_of
 
 FORMATS = tuple("int8/row int6/row int4/group32 vsquant4 nvfp4 int3/group32 int2/group16".split())
-"""Default formats."""
 Loss = Callable[[nn.Module, Any], tuple[Tensor, float]]
 """(model, batch) -> (the sum of its losses, a scalar with gradients; their number)."""
 SEED = 1
@@ -38,10 +37,8 @@ class Rounding:
 
     form: ScaledFormat
     clip: str
-    """How clips of weights are measured."""
 
     def weight(self, values: Tensor, transposed: bool) -> Tensor:
-        """Round a weight [N, ...] along its rows, or [K, N], which is transposed."""
         matrix = values.detach().t() if transposed else as_rows(values.detach())
         rounded = self.form.decode(self.form.encode(matrix, self.clip))
         return (rounded.t() if transposed else rounded).reshape(values.shape).to(values.dtype)
@@ -51,14 +48,12 @@ class Rounding:
         return self.form.decode(self.form.encode(values)).to(values.dtype)
 
     def bits(self, weight: Tensor, transposed: bool) -> float:
-        """Return the bits of a value of a weight, scales included."""
         return self.form.bits_per_value((weight.t() if transposed else as_rows(weight)).shape)
 
 
 @dataclass(kw_only=True)
 class Sums:
-    """Sums over the values of one tensor in one format: gradients times changes, squares of both,
-    squared values, and squared changes."""
+    """Sums over the values of one tensor in one format."""
 
     first: float = 0.0
     second: float = 0.0
@@ -79,13 +74,11 @@ class Gradients:
     """Gradients of a loss, summed over samples."""
 
     count: float = 0.0
-    """Number of losses of all samples."""
     sums: dict[str, Tensor] = field(default_factory=dict)
-    """Gradients of weights, float32 in their shapes."""
     squares: dict[str, Tensor] = field(default_factory=dict)
-    """Squared gradients of samples."""
+    """Sums of each sample's squared gradients."""
     activations: dict[tuple[str, str], Sums] = field(default_factory=dict)
-    """By (name of the weight, format): changes of inputs of its products, and their gradients."""
+    """By (name of the weight, format)."""
 
 
 def gradients(
@@ -96,8 +89,7 @@ def gradients(
     activations: Collection[str],
     rounding: Mapping[str, Rounding],
 ) -> Gradients:
-    """Compute gradients of `weights`, which require them, and of the inputs of products with those
-    that are named in `activations`."""
+    """Compute gradients of `weights`, and of inputs of products with those in `activations`."""
 
     def zeros() -> dict[str, Tensor]:
         return {name: torch.zeros_like(w, dtype=torch.float32) for name, w in weights.items()}
@@ -153,7 +145,6 @@ class Keep:
     """Called after each tensor with (number of tensors done, number of all, name)."""
 
     def write(self, costs: Costs) -> None:
-        """Write costs into the file, if there is one."""
         if self.path is not None:
             write_costs(self.path, costs)
 
@@ -258,10 +249,8 @@ class _Trial:
     values: dict[str, int] = field(default_factory=dict)
     """Name of a weight -> number of values that products multiplied with it."""
     transposed: set[str] = field(default_factory=set)
-    """Weights that lie as [K, N]."""
 
     def look(self, name: str, x: Tensor, transposed: bool) -> Tensor:
-        """Note which weights products read, and how they lie."""
         self.values[name] = self.values.get(name, 0) + x.numel()
         if transposed:
             self.transposed.add(name)
@@ -280,7 +269,6 @@ class _Trial:
         return total / count, count
 
     def weight(self, name: str, found: Gradients, before: float) -> TensorCosts:
-        """Measure a weight."""
         weight, transposed, formats = self.weights[name], name in self.transposed, {}
         values = weight.detach()
         for form, how in self.rounding.items():
@@ -293,7 +281,6 @@ class _Trial:
         return self.costs(WEIGHT, name, formats)
 
     def activation(self, name: str, found: Gradients, before: float) -> TensorCosts:
-        """Measure the inputs of products with a weight."""
         formats = {}
         for form, how in self.rounding.items():
             bits = 0.0
@@ -311,7 +298,6 @@ class _Trial:
         return self.costs(ACTIVATION, name, formats)
 
     def costs(self, kind: str, name: str, formats: dict[str, Cost]) -> TensorCosts:
-        """Describe a tensor, with its costs."""
         weight = self.weights[name]
         return TensorCosts(
             name=name,
@@ -358,8 +344,7 @@ def _digest(weights: Mapping[str, Tensor]) -> str:
 
 
 def _resumed(costs: Costs, wanted: Collection[tuple[str, str]], path: Path) -> Costs:
-    """Return the costs in a file, or `costs`, which have no tensors, if there is none; ValueError
-    if the file is of other settings or holds a tensor that is not wanted."""
+    """Return the costs in a file, or `costs` without one; ValueError if it has other settings."""
     if not path.exists():
         return costs
     read = read_costs(path)
@@ -400,7 +385,6 @@ def _still(model: nn.Module, weights: Iterable[nn.Parameter]) -> Iterator[None]:
 @contextlib.contextmanager
 @torch.no_grad()
 def _replaced(weight: nn.Parameter, values: Tensor) -> Iterator[None]:
-    """Replace the values of a weight within this context."""
     before = weight.detach().clone()
     try:
         weight.copy_(values)

@@ -7,7 +7,7 @@ from lsq import extras
 
 UNLIMITED = 10**6
 STEPS = ((None, None), (None, 10), (20, 10), (12, 10))
-"""Columns of (text, titles) at most, the first that fits. Numbers are not broken."""
+"""(text, titles): columns at most, the first that fits. Numbers are not broken."""
 
 
 def fitted(
@@ -19,17 +19,7 @@ def fitted(
     keys: int = 1,
     width: int | None = None,
 ) -> str:
-    """Format a table as wide as the terminal at most: text wraps, and if need be, columns go on in
-    another table below.
-
-    Args:
-        rows: of cells.
-        head: titles of the columns.
-        sides: "left" or "right" for each; on the right are numbers.
-        style: of tabulate.
-        keys: how many columns each table begins with, since they name its rows.
-        width: None: that of the terminal, or COLUMNS of the environment.
-    """
+    """Format a table as wide as the terminal, or `width`: text wraps, columns go on below."""
     extras.require("a table", "study")
     from tabulate import tabulate
 

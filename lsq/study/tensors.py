@@ -16,26 +16,19 @@ WEIGHT, ACTIVATION, GRADIENT = KINDS = ("weight", "activation", "gradient")
 """Activations are inputs of products; gradients are those of their outputs."""
 PLURALS = {kind: kind + "s" for kind in KINDS}
 LARGEST_SAMPLE = 2**18
-"""Default number of values of a sample."""
 WIDEST_KERNEL = 16
 """Kernels of convolutions are narrower than this."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Sample:
-    """A sample of a tensor."""
-
     name: str
     kind: str
-    """One of KINDS."""
     shape: tuple[int, int]
-    """Of the whole matrix."""
     values: Tensor
     """float32 [r, C]: whole rows, evenly spaced among those that are not all zeros."""
     unusable: int
-    """NaN and infinities in the whole matrix."""
     zero_rows: int
-    """Rows of zeros in the whole matrix."""
 
     @property
     def problem(self) -> str | None:
@@ -49,11 +42,7 @@ class Sample:
 
 @torch.no_grad()
 def take(name: str, kind: str, tensor: Tensor, largest: int = LARGEST_SAMPLE) -> Sample:
-    """Sample a tensor of any shape and float dtype: whole rows of its matrix, at least one, with
-    about `largest` values.
-
-    Rows of zeros, as padding leaves them, are counted and left out.
-    """
+    """Sample whole rows, none of zeros, with about `largest` values of a tensor's matrix."""
     shape = as_matrix(tensor.shape)
     matrix = tensor.detach().reshape(shape)
     rows = (matrix != 0).any(1).nonzero().flatten()
@@ -72,8 +61,7 @@ def take(name: str, kind: str, tensor: Tensor, largest: int = LARGEST_SAMPLE) ->
 
 
 def as_rows(weight: Tensor) -> Tensor:
-    """Put the dimension that a product sums over last: kernels of convolutions [O, I, ...] become
-    [O, -1]."""
+    """Put the dimension that a product sums over last: kernels [O, I, ...] become [O, -1]."""
     is_kernel = weight.dim() > 3 or weight.dim() == 3 and weight.shape[2] < WIDEST_KERNEL
     return weight.flatten(1) if is_kernel and weight.numel() else weight
 
@@ -81,8 +69,7 @@ def as_rows(weight: Tensor) -> Tensor:
 def weights_of(
     tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) of float tensors of two or more dimensions, each once, whatever names
-    share its memory."""
+    """Yield (name, tensor) of float tensors of two or more dimensions, each memory once."""
     seen = set()
     for name, tensor in tensors.items() if isinstance(tensors, Mapping) else tensors:
         if isinstance(tensor, Tensor) and tensor.dim() >= 2 and tensor.is_floating_point():
@@ -93,8 +80,7 @@ def weights_of(
 
 
 def chosen_by(patterns: Iterable[str], names: Iterable[str]) -> set[str]:
-    """Return the names that any pattern with * and ? fits, all without patterns; ValueError if a
-    pattern fits nothing."""
+    """Return names that a pattern with * and ? fits, all without patterns; else ValueError."""
     names, patterns = list(names), list(patterns)
     chosen = set() if patterns else set(names)
     for pattern in patterns:

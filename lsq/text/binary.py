@@ -19,20 +19,13 @@ FILES = (
     *(f"{split}.src-tgt.{side}.bin" for split in SPLITS for side in SIDES),
     *(f"{split}.src-tgt.{side}.idx" for split in SPLITS for side in SIDES),
 )
-"""Names in a data folder: dictionaries, binary data sets, and the same sentences as text."""
 CHUNK = 10_000
-"""Sentences that are encoded in one call."""
 
 
 def binarize(
     corpus: Corpus, vocabulary: SentencePieceProcessor, folder: Path, split: str, max_length: int
 ) -> tuple[list[int], dict[int, int]]:
-    """Write one split as fairseq's memory-mapped data set, without pairs in which a side has more
-    than `max_length` pieces: folder/split.src-tgt.{src,tgt}.{bin,idx}.
-
-    Returns:
-        (the rows that were kept, those that were left out -> the pieces of their longer side)
-    """
+    """Write a split as fairseq's data set; return rows kept, and those too long -> pieces."""
     dictionary, index = dictionary_of(vocabulary)
     prefixes = [str(folder / f"{split}.src-tgt.{side}") for side in SIDES]
     paths = map(indexed_dataset.data_file_path, prefixes)
@@ -69,9 +62,7 @@ def binarize_splits(
     max_length: int,
     say: Callable[[str], None],
 ) -> None:
-    """Write FILES into `folder` from the splits in the folder `text`, whose sentences came from
-    `files`; ValueError if a pair of the user's own test text is too long, or no pair of a split is
-    short enough."""
+    """Write FILES into `folder` from the splits in `text`; ValueError if lines are too long."""
     dictionary, _ = dictionary_of(vocabulary)
     for side in SIDES:
         dictionary.save(str(folder / f"dict.{side}.txt"))

@@ -12,20 +12,17 @@ from lsq.files import write_text
 SPLITS = ("train", "valid", "test")
 SIDES = ("src", "tgt")
 ENDS = (*SIDES, "lines")
-"""Ends of the names of a split's files: both sides, and the lines of the user's files."""
 FILES = tuple(f"{split}.{end}" for split in SPLITS for end in ENDS)
-"""Names of the files of all splits."""
 TextFiles = dict[str, tuple[Path, Path] | None]
-"""The user's files (source, target) for each of SPLITS; None: pairs are held out of train."""
+"""(source, target) for each of SPLITS; None: pairs are held out of train."""
 SPLIT_SEED = 1
-"""Seed of the choice of held-out pairs, whatever --seed is: runs compare on the same text."""
 
 ONE_A_LINE = "it must hold one sentence a line"
 
 UNSEEN = frozenset(("Cc", "Cf", "Cs", "Zl", "Zp", "Zs"))
 """Categories of Unicode with invisible characters: spaces, controls, marks such as U+200B."""
 BLANKS = frozenset("\u034f\u115f\u1160\u2800\u3164\uffa0").union(map(chr, range(0xFE00, 0xFE10)))
-"""Characters of other categories that are blank: fillers, joiners and selectors of variants."""
+"""Blanks of other categories: fillers, joiners and selectors of variants."""
 
 
 def has_text(line: str) -> bool:
@@ -34,12 +31,10 @@ def has_text(line: str) -> bool:
 
 
 def write_items(path: Path, items: Iterable[object]) -> None:
-    """Write a file with an item a line, whole or not at all."""
     write_text(path, "".join(f"{item}\n" for item in items))
 
 
 def read_items(path: Path) -> list[str]:
-    """Read a file of `write_items`."""
     return path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
 
 
@@ -50,37 +45,32 @@ class Corpus:
     source: list[str]
     target: list[str]
     lines: list[int]
-    """The line, counted from 1, that each pair had in the files that the user gave."""
+    """Counted from 1, in the user's files."""
 
     def __len__(self) -> int:
         return len(self.source)
 
     def select(self, rows: list[int]) -> "Corpus":
-        """Return the pairs of these rows, in this order."""
         columns = (self.source, self.target, self.lines)
         source, target, lines = ([column[row] for row in rows] for column in columns)
         return Corpus(source=source, target=target, lines=lines)
 
     def write(self, folder: Path, split: str) -> None:
-        """Write the files folder/split.<end>, with an end for each of ENDS, an item a line."""
         for end, column in zip(ENDS, (self.source, self.target, self.lines), strict=True):
             write_items(folder / f"{split}.{end}", column)
 
     @classmethod
     def of(cls, source: list[str], target: list[str]) -> "Corpus":
-        """Make a corpus of all lines of two files."""
         return cls(source=source, target=target, lines=list(range(1, len(source) + 1)))
 
     @classmethod
     def read(cls, folder: Path, split: str) -> "Corpus":
-        """Read what `write` wrote."""
         source, target, lines = (read_items(folder / f"{split}.{end}") for end in ENDS)
         return cls(source=source, target=target, lines=list(map(int, lines)))
 
 
 def check_file(path: Path) -> None:
-    """Check that a file is there (FileNotFoundError), is no folder or the like, and is not empty
-    (ValueError)."""
+    """Raise FileNotFoundError or ValueError unless a file is there, and not empty."""
     if not path.exists():
         raise FileNotFoundError(f"there is no file {path}")
     if not path.is_file():
@@ -90,13 +80,7 @@ def check_file(path: Path) -> None:
 
 
 def read_lines(path: Path, say: Callable[[str], None]) -> list[str]:
-    """Read the lines of a UTF-8 file, with single spaces for runs of white space; FileNotFoundError
-    or ValueError if there is none, or it is no text.
-
-    NUL bytes count as white space, too; `say` is called with their number. Lines end at a line feed
-    (or carriage return and line feed) only: other line ends of Unicode are white space within a
-    sentence, so that both files of a pair are counted alike.
-    """
+    """Read UTF-8 lines, which end at line feeds only; white space and NUL bytes become a space."""
     check_file(path)
     data = path.read_bytes().removeprefix(codecs.BOM_UTF8)
     if not data.strip():
@@ -117,8 +101,7 @@ def read_lines(path: Path, say: Callable[[str], None]) -> list[str]:
 
 
 def read_pairs(source: Path, target: Path, say: Callable[[str], None]) -> Corpus:
-    """Read two files whose lines correspond, as `read_lines` does; ValueError if they have
-    different numbers of lines."""
+    """Read two files of as many lines each; raises as `read_lines` does."""
     sources, targets = read_lines(source, say), read_lines(target, say)
     if len(sources) != len(targets):
         raise ValueError(
@@ -129,18 +112,12 @@ def read_pairs(source: Path, target: Path, say: Callable[[str], None]) -> Corpus
 
 
 def without_empty(corpus: Corpus) -> Corpus:
-    """Return the pairs that have text on both sides."""
     pairs = zip(corpus.source, corpus.target, strict=True)
     return corpus.select([row for row, pair in enumerate(pairs) if all(map(has_text, pair))])
 
 
 def hold_out(corpus: Corpus, count: int, seed: int) -> tuple[Corpus, Corpus]:
-    """Split off `count` pairs at random; what remains shares no source sentence with them, and has
-    two at least, or a ValueError is raised.
-
-    Returns:
-        (what remains, what is held out)
-    """
+    """Split off `count` pairs at random: (those that share no source with them, these)."""
     different = list(dict.fromkeys(corpus.source))
     if len(different) < count + 2:
         raise ValueError(
@@ -157,8 +134,7 @@ def hold_out(corpus: Corpus, count: int, seed: int) -> tuple[Corpus, Corpus]:
 
 
 def write_splits(files: TextFiles, folder: Path, say: Callable[[str], None]) -> None:
-    """Read the user's files, hold pairs out where there are none for a split, and write all splits
-    into a folder; raises as `read_pairs` and `hold_out` do."""
+    """Read the user's files, hold out pairs, and write all splits; raises ValueError."""
     texts = {split: read_pairs(*pair, say) for split, pair in files.items() if pair is not None}
     pairs = without_empty(texts["train"])
     if empty := len(texts["train"]) - len(pairs):

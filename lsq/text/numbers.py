@@ -1,7 +1,4 @@
-"""The text of the built-in task: numbers by their English and German names.
-
-It is made here (num2words), so that nothing has to be downloaded.
-"""
+"""The text of the built-in task: numbers by their English and German names (num2words)."""
 
 import random
 from pathlib import Path
@@ -12,17 +9,15 @@ from tqdm import tqdm
 from lsq.text.corpus import Corpus
 
 DIGITS = 6
-"""Numbers of up to this many digits are named."""
 VALID_PAIRS = 200
 FEWEST_HELD_OUT = 3
-"""Digits of the shortest numbers that are not trained on: all shorter ones are to be learned."""
+"""Digits; all shorter numbers are to be learned."""
 
 
 def sample_numbers(
     count: int, generator: random.Random, excluded: set[int] = frozenset(), fewest_digits: int = 1
 ) -> list[int]:
-    """Draw different numbers, none of them in `excluded`, equally many with each number of digits
-    as far as there are; ValueError if there are too few."""
+    """Draw different numbers, about equally many with each number of digits; or ValueError."""
     available = 10**DIGITS - len(excluded)
     if count > available // 2:
         raise ValueError(f"{count} numbers are wanted, but at most {available // 2} can be drawn")
@@ -36,7 +31,6 @@ def sample_numbers(
 
 
 def name_numbers(numbers: list[int], description: str) -> Corpus:
-    """Name numbers in English and German."""
     bar = tqdm(numbers, desc=description, unit=" numbers", leave=False, disable=None)
     names = [(num2words(number, lang="en"), num2words(number, lang="de")) for number in bar]
     return Corpus.of([english for english, _ in names], [german for _, german in names])

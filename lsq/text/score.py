@@ -3,12 +3,10 @@
 from sacrebleu.metrics import BLEU, CHRF
 
 TOKENIZERS = ("13a", "intl", "char", "zh", "none")
-"""What BLEU counts as words; "char" or "zh" for text that has no spaces."""
 
 
 def scores(hypotheses: list[str], references: list[str], tokenizer: str) -> dict[str, float | str]:
-    """Compute BLEU and chrF of a corpus in percent, with sacrebleu's signatures, by one of
-    TOKENIZERS."""
+    """Compute BLEU and chrF of a corpus in percent, with sacrebleu's signatures."""
     results = {}
     for name, metric in (("bleu", BLEU(tokenize=tokenizer)), ("chrf", CHRF())):
         results[name] = round(metric.corpus_score(hypotheses, [references]).score, 2)

@@ -18,13 +18,20 @@ MODEL, PIECES = "sentencepiece.model", "sentencepiece.vocab"
 FEWEST, MOST = 5, 2**24
 """Subwords that can be asked for: the first four are special."""
 LEAST_COVERAGE = 0.98
-LONGEST = 4192
-"""Bytes of a line; sentencepiece leaves longer ones out."""
+PROBLEMS = {
+    r"value <= (\d+)": "--vocabulary-size {} is too large for this text; use at most {}",
+    r"required_chars\. \d+ vs (\d+)": "--vocabulary-size {} is too small for the characters of this"
+    " text; use at least {}, or a lower --character-coverage",
+    r"sentences_.empty\(\)": "every line of this text is longer than 4192 bytes, or there is none;"
+    " split it into sentences",
+    "all_chars_count": "the text has no characters to learn from, only white space; check that it"
+    " is the right file",
+}
+"""Patterns of sentencepiece's messages -> what to say."""
 
 
 def learn_vocabulary(corpus: Corpus, folder: Path, size: int, coverage: float) -> None:
-    """Learn a joint byte-pair encoding of both sides, and write folder/sentencepiece.model and
-    .vocab; ValueError if size or coverage is out of its range, or does not fit the text."""
+    """Learn a byte-pair encoding of both sides, and write it; ValueError if it cannot be."""
     if not FEWEST <= size <= MOST:
         raise ValueError(f"--vocabulary-size is {size}; it must be from {FEWEST} to {MOST}")
     if not LEAST_COVERAGE <= coverage <= 1:
@@ -46,32 +53,15 @@ def learn_vocabulary(corpus: Corpus, folder: Path, size: int, coverage: float) -
             minloglevel=2,
         )
     except RuntimeError as error:
-        raise ValueError(_vocabulary_problem(size, str(error))) from None
-
-
-def _vocabulary_problem(size: int, message: str) -> str:
-    if found := re.search(r"value <= (\d+)", message):
-        return f"--vocabulary-size {size} is too large for this text; use at most {found[1]}"
-    if found := re.search(r"required_chars\. \d+ vs (\d+)", message):
-        return (
-            f"--vocabulary-size {size} is too small for the characters of this text; use at least"
-            f" {found[1]}, or a lower --character-coverage"
-        )
-    if "sentences_.empty()" in message:
-        return (
-            f"every line of this text is longer than {LONGEST} bytes, or there is none; split it"
-            " into sentences"
-        )
-    if "all_chars_count" in message:
-        return (
-            "the text has no characters to learn from, only white space; check that it is the right"
-            " file"
-        )
-    return f"no vocabulary of {size} pieces could be learnt from this text: {message}"
+        for pattern, text in PROBLEMS.items():
+            if found := re.search(pattern, str(error)):
+                raise ValueError(text.format(size, *found.groups())) from None
+        raise ValueError(
+            f"no vocabulary of {size} pieces could be learnt from this text: {error}"
+        ) from None
 
 
 def load_vocabulary(folder: Path) -> "SentencePieceProcessor":
-    """Load the vocabulary that `learn_vocabulary` wrote into this folder."""
     extras.require("a vocabulary", "text")
     from sentencepiece import SentencePieceProcessor
 
@@ -79,11 +69,7 @@ def load_vocabulary(folder: Path) -> "SentencePieceProcessor":
 
 
 def dictionary_of(vocabulary: "SentencePieceProcessor") -> "tuple[Dictionary, numpy.ndarray]":
-    """Make fairseq's dictionary of the pieces, padded to the width that int8 products take.
-
-    Returns:
-        (dictionary, its index of every piece: int32 [pieces])
-    """
+    """Make fairseq's dictionary of the pieces, padded, and its index of each, int32 [pieces]."""
     from fairseq.data import Dictionary  # takes seconds
 
     dictionary = Dictionary()

@@ -32,11 +32,9 @@ SMALL = (
     " --feed-forward 32 --heads 2 "
     "--max-tokens 300 --warmup 4 --log-every 1 --validate-every 2 --beam 2 --quiet"
 ).split()
-"""Options of `lsq train-text`."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What fairseq's use of newer libraries makes them say is not for us."""
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(
@@ -45,8 +43,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def write_pairs(folder: Path, name: str, count: int, seed: int) -> tuple[Path, Path]:
-    """Write folder/name.en and folder/name.de: random words, and the same words backwards in
-    capitals."""
+    """Write folder/name.en and .de: random words, and the same backwards in capitals."""
     chance = random.Random(seed)
     sentences = [chance.choices(WORDS, k=chance.randint(2, 7)) for _ in range(count)]
     source, target = folder / f"{name}.en", folder / f"{name}.de"
@@ -74,8 +71,7 @@ def prepared(files, tmp_path_factory) -> Prepared:
 
 @pytest.fixture
 def lsq_train(prepared, tmp_path):
-    """lsq_train(save folder, *options) runs `lsq train` in this process; the log goes to the save
-    folder."""
+    """lsq_train(folder, *options) runs `lsq train` in this process, with its log there."""
 
     def lsq_train(folder: Path, *options: str) -> None:
         folder.mkdir(exist_ok=True)
@@ -112,7 +108,6 @@ def refused(lsq):
 
 
 def no_pictures(patch: pytest.MonkeyPatch) -> None:
-    """To draw one takes as long as one of these trainings."""
     savefig = "matplotlib.figure.Figure.savefig"
     patch.setattr(savefig, lambda figure, path, **_: path.write_bytes(b""))
 
@@ -133,7 +128,6 @@ def command(files, tmp_path, monkeypatch):
 
 
 def train_text_run(folder: Path, *options: str) -> Path:
-    """Train in folder/out with `lsq train-text`; returns that."""
     counts = {"train": 200, "valid": 12, "test": 9}
     files = {name: write_pairs(folder, name, n, seed=n) for name, n in counts.items()}
     given = text_options(files, folder / "out")
@@ -145,8 +139,7 @@ def train_text_run(folder: Path, *options: str) -> Path:
 
 @pytest.fixture(scope="session")
 def output(tmp_path_factory) -> Path:
-    """The output folder of `lsq train-text` with a small translator of the toy language: words, and
-    the same words backwards in capitals. Shared, so not to be changed."""
+    """The output folder of a small translator of the toy language; shared, not to be changed."""
     return train_text_run(
         tmp_path_factory.mktemp("translator"), "--updates", "96", "--validate-every", "96"
     )
@@ -154,7 +147,6 @@ def output(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def translator(output) -> Translator:
-    """The translator of `output`; shared."""
     return Translator(output)
 
 
@@ -166,8 +158,7 @@ def results_of(folder: Path) -> dict:
 
 
 def begun(words: list[str], updates: int) -> None:
-    """Leave what a training by these options of `lsq train-text` does that has made so many
-    updates."""
+    """Leave what a training of `lsq train-text` leaves after so many updates."""
     prepared, options = train_text.parsed(words)
     folder = RunFolder(prepared=prepared, name=options.given.name)
     folder.claim(text_run.key_of(prepared, options), updates)

@@ -1,5 +1,4 @@
-"""`lsq train` in which one process gets a signal: python -m tests.commands.dying NUMBER RANK
-UPDATES [options]."""
+"""`lsq train` in which a process gets a signal: tests.commands.dying NUMBER RANK UPDATES."""
 
 import os
 import sys
@@ -10,11 +9,7 @@ from lsq.commands import cli
 
 
 def main(number: int, rank: int, updates: int, arguments: list[str]) -> int:
-    """`lsq train` with `arguments`; process `rank` sends itself signal `number` when so many
-    updates are done.
-
-    Of a training that torchrun starts again, it does so in the first attempt.
-    """
+    """In the first attempt, send signal `number` to process `rank` after so many updates."""
     step, first = Trainer.train_step, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
 
     def train_step(trainer, samples, raise_oom=False):

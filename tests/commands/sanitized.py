@@ -1,9 +1,4 @@
-"""lsq with sanitized libraries: python -m tests.commands.sanitized FOLDER COMMANDS.
-
-FOLDER holds host libraries built with sanitizers; COMMANDS is JSON, a list of command lines of
-`lsq`, run one after another. The emulator's libraries and kernels are sanitized as well. What then
-is held by nobody goes to standard error, as LeakSanitizer has it.
-"""
+"""Run COMMANDS (JSON) with sanitized libraries: tests.commands.sanitized FOLDER COMMANDS."""
 
 import ctypes
 import gc
@@ -19,7 +14,6 @@ from lsq.run import cuda
 
 
 def main(folder: Path, commands: list[list[str]]) -> int:
-    """Run command lines up to the first that fails; its exit status, else 0."""
     loader._FOLDER, runtime.LIBRARY = folder, folder / runtime.LIBRARY.name
     cuda.emulated_device = partial(cuda.emulated_device, True)
     status = 0

@@ -43,7 +43,6 @@ def test_help_lists_every_command(lsq):
 
 
 def test_names_of_files_need_not_be_text(tmp_path):
-    """They are printed as they are."""
     name = os.fsencode(tmp_path) + b"/\xff.csv"
     with open(name, "wb") as file:
         file.write(b"id,lower,upper,size\na,0,1,2\n")
@@ -60,7 +59,7 @@ def test_names_of_files_need_not_be_text(tmp_path):
     assert (done.returncode, done.stderr) == (2, said)
 
 
-@pytest.mark.parametrize("arguments", ["user-dir", "user-dir --help", "--help", "plan FILE"])
+@pytest.mark.parametrize("arguments", ["user-dir", "--help", "plan FILE"])
 def test_a_reader_that_has_gone_ends_a_command_silently(arguments, tmp_path):
     rows = "".join(f"{n},0,1,2\n" for n in range(9))
     (tmp_path / "FILE").write_text("id,lower,upper,size\n" + rows)
@@ -75,7 +74,6 @@ def test_a_reader_that_has_gone_ends_a_command_silently(arguments, tmp_path):
 
 
 def test_help_is_quick():
-    """It imports neither torch nor fairseq."""
     code = (
         "import sys, lsq.commands.cli; lsq.commands.cli.parser(); assert not {'torch', 'fairseq'} &"
         " sys.modules.keys()"
@@ -155,13 +153,6 @@ def test_user_dir(lsq):
     assert beside == ["lsq_fairseq"]
 
 
-def test_arguments_reach_the_command(command):
-    seen = []
-    command(lambda arguments: seen.append(arguments) or 7)
-    assert cli.main(["user-dir", "-x", "--", "--help", "y"]) == 7
-    assert seen == [["-x", "--", "--help", "y"]]
-
-
 MISSING = ModuleNotFoundError("No module", name="fairseq.tasks")
 INTERRUPTED = Interrupted(15, "stopped by SIGTERM after 3 updates; wrote x")
 NO_FILE = FileNotFoundError(2, "No such file or directory", "x")
@@ -197,27 +188,6 @@ def test_mistakes_are_told_in_one_line(command, lsq, error, status, message):
     assert said.startswith(f"lsq user-dir: {message}")
 
 
-def test_what_fairseq_hides_is_shown(command, refused):
-    def run(arguments):
-        try:
-            raise RuntimeError("size mismatch for encoder")
-        except RuntimeError:
-            raise Exception("Cannot load model parameters from checkpoint x") from None
-
-    command(run)
-    refused("checkpoint x (size mismatch for encoder)", "user-dir")
-
-
-@pytest.mark.parametrize("error", [TypeError("a bug"), RuntimeError("a bug"), AssertionError()])
-def test_bugs_keep_their_traceback(command, error):
-    command(raising(error))
-    with pytest.raises(type(error)):
-        cli.main(["user-dir"])
-    command(raising(ValueError("3 is odd")))
-    with pytest.raises(ValueError, match="odd"):
-        cli.main(["--traceback", "user-dir"])
-
-
 @pytest.mark.parametrize(
     ("statement", "status", "message"),
     [
@@ -240,6 +210,28 @@ def test_what_fairseq_fails_on_is_told_in_one_line(command, lsq, statement, stat
         cli.main(["--traceback", "user-dir"])
 
 
-def test_an_assertion_of_fairseqs_without_words_is_shown_itself(command, refused):
+def test_what_fairseq_hides_is_shown(command, refused):
+    def run(arguments):
+        try:
+            raise RuntimeError("size mismatch for encoder")
+        except RuntimeError:
+            raise Exception("Cannot load model parameters from checkpoint x") from None
+
+    command(run)
+    refused("checkpoint x (size mismatch for encoder)", "user-dir")
     command(lambda arguments: checkpoint_utils.load_model_ensemble_and_task(["x"], num_shards=0))
     refused("error: assert num_shards > 0\n", "user-dir")
+
+
+def test_arguments_reach_the_command_and_bugs_keep_their_traceback(command):
+    seen = []
+    command(lambda arguments: seen.append(arguments) or 7)
+    assert cli.main(["user-dir", "-x", "--", "--help", "y"]) == 7
+    assert seen == [["-x", "--", "--help", "y"]]
+    for error in (TypeError("a bug"), RuntimeError("a bug"), AssertionError()):
+        command(raising(error))
+        with pytest.raises(type(error)):
+            cli.main(["user-dir"])
+    command(raising(ValueError("3 is odd")))
+    with pytest.raises(ValueError, match="odd"):
+        cli.main(["--traceback", "user-dir"])

@@ -1,12 +1,10 @@
-"""`lsq configs`: what it lists, shows, verifies and exports."""
+"""`lsq configs`: what it lists, shows and verifies."""
 
 import dataclasses
-import json
 
 import pytest
 
 from lsq.commands import configs
-from lsq.gemm import configuration_file
 from tests.gemm.tuned import GPU, TIMES, Machine, cublas, cublas_entry, entry, file, tile
 
 
@@ -75,7 +73,7 @@ def test_mistakes_are_one_line(machine, refused):
     refused("ACTION", "configs")
 
 
-def test_verify(machine, monkeypatch, lsq):
+def test_verify(machine, monkeypatch, lsq, refused):
     path = machine.add(machine.user, "a", cublas_entry(m=8), cublas_entry(m=9))
     monkeypatch.setattr(configs, "gpu_trials", lambda cache: None)
     faults = {8: None, 9: "its sums are wrong"}
@@ -86,33 +84,8 @@ def test_verify(machine, monkeypatch, lsq):
     monkeypatch.setattr(configs, "entry_fault", lambda entry, trials: None)
     status, printed, _ = lsq("configs", "verify", path, "--quiet")
     assert (status, printed) == (0, "2 entries checked; none wrong.\n")
-
-
-def test_verify_refuses_files_of_other_devices(machine, refused):
-    path = machine.add(machine.user, "b", cublas_entry())
     machine.gpu = dataclasses.replace(GPU, device="Other GPU")
     refused("device differs: the file says 'Example GPU', here it is", "configs", "verify", path)
     machine.gpu = None
     message = f"{path}: there is no GPU here; verify it on the device that it was made on\n"
     refused(message, "configs", "verify", path)
-
-
-def test_export(machine, tmp_path, lsq):
-    machine.add(machine.user, "a", entry(8))
-    faster = dataclasses.replace(entry().times, chosen=1)
-    machine.add(machine.user, "b", entry(8, times=faster), entry(9))
-    export = ("configs", "export")
-    said = f"2 entries for Example GPU: {tmp_path / 'mine.json'}\n"
-    assert lsq(*export, tmp_path / "mine.json") == (0, said, "")
-    assert configuration_file.read(tmp_path / "mine.json") == file(entry(8), entry(9))
-    assert lsq(*export, tmp_path)[0] == 0
-    validators = json.loads((tmp_path / "Example_GPU.json").read_text())["validators"]
-    assert validators["kind"] == "cuda" and validators["sm"] == 90
-
-
-def test_nothing_to_export(machine, tmp_path, refused):
-    export = ("configs", "export", tmp_path / "mine.json")
-    refused("no file holds for the GPU here, so there is nothing to export; make one", *export)
-    machine.gpu = None
-    refused("there is no GPU here", *export)
-    assert not (tmp_path / "mine.json").exists()

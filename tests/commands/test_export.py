@@ -38,7 +38,6 @@ def lsq_export(lsq):
 
 @pytest.fixture
 def export_refused(refused):
-    """export_refused(message, model, target, path, *options): that is a mistake."""
     return lambda message, model, target, path, *options: refused(
         message, "export", model, "--to", target, "--output", path, *options
     )
@@ -51,7 +50,7 @@ def same(model, tensors) -> bool:
     )
 
 
-def test_a_run_for_lsq(lsq_export, output, tmp_path):
+def test_a_run_and_a_checkpoint_for_lsq(lsq_export, export_refused, output, tmp_path):
     path = tmp_path / "model.safetensors"
     status, said = lsq_export(output, "lsq", path)
     assert status == 0 and said == f"{path}: {path.stat().st_size / 1e6:.1f} MB for lsq\n"
@@ -62,11 +61,17 @@ def test_a_run_for_lsq(lsq_export, output, tmp_path):
     assert list(exported.target) == found.target.symbols
     assert exported.subwords == source.subwords.read_bytes()
     assert exported.trained_length == 40
+    checkpoint, path = output / "int8" / CHECKPOINT, tmp_path / "other"
+    message = "if it is a checkpoint, give the folder of its dictionaries"
+    export_refused(message, checkpoint, "lsq", path)
+    assert lsq_export(checkpoint, "lsq", path, "--data", output / "data")[0] == 0
+    exported = model_file.read(path)
+    assert same(found.model, exported.model.tensors) and exported.subwords is None
 
 
 def test_weights_of_4_bits(lsq_export, export_refused, output, tmp_path):
     whole, narrow, again = (tmp_path / name for name in ("whole", "narrow", "again"))
-    assert lsq_export(output, "lsq", whole, "--bits", 8)[0] == 0
+    assert lsq_export(output, "lsq", whole)[0] == 0
     assert lsq_export(output, "lsq", narrow, "--bits", 4)[0] == 0
     assert lsq_export(whole, "lsq", again, "--bits", 4)[0] == 0
     before, after, same_again = (model_file.read(path).model for path in (whole, narrow, again))
@@ -80,18 +85,8 @@ def test_weights_of_4_bits(lsq_export, export_refused, output, tmp_path):
     assert len(list(Translator(narrow).translate(["a b c"]))) == 1
     other, reason = tmp_path / "other", "--bits 4 is for files that lsq reads, not for fairseq"
     export_refused(reason, output, "fairseq", other, "--bits", 4)
-    export_refused("is exported for lsq already", narrow, "lsq", other, "--bits", 8)
+    export_refused("is exported for lsq already", narrow, "lsq", other)
     assert not other.exists()
-
-
-def test_a_checkpoint_for_lsq(lsq_export, export_refused, output, tmp_path):
-    checkpoint, path = output / "int8" / CHECKPOINT, tmp_path / "model"
-    message = "if it is a checkpoint, give the folder of its dictionaries"
-    export_refused(message, checkpoint, "lsq", path)
-    assert lsq_export(checkpoint, "lsq", path, "--data", output / "data")[0] == 0
-    exported = model_file.read(path)
-    assert same(run_files.load(run_files.find(output)).model, exported.model.tensors)
-    assert exported.subwords is None
 
 
 def test_for_fairseq(lsq_export, export_refused, output, tmp_path):
@@ -163,10 +158,7 @@ def test_outputs_that_are_refused(export_refused, tmp_path, target):
     (tmp_path / "folder" / "file").write_bytes(b"mine")
     (tmp_path / "text").write_text("export {mine}\n" * 9)
     before = files_in(tmp_path)
-    part, other = (
-        "is what is exported, or part of it",
-        f"is there and was not exported for {target}",
-    )
+    part, other = "is what is exported, or part of it", f"was not exported for {target}"
     for path, message, *options in (
         ("none/out", f"there is no folder {tmp_path / 'none'}; make it first"),
         ("model.pt", "is there already; choose another"),
@@ -183,6 +175,10 @@ def test_what_was_exported_is_replaced_and_never_the_run(
     lsq_export, export_refused, output, tmp_path
 ):
     path, before = tmp_path / "made", files_in(output)
+    with locked_file(path, ""):
+        status, said = lsq_export(output, "lsq", path)
+    assert status == 1 and list(tmp_path.iterdir()) == []
+    assert f"is writing into {path}; wait for it, or choose another --output" in said
     for target, other in (("lsq", "fairseq"), ("fairseq", "lsq")):
         assert lsq_export(output, target, path)[0] == 0
         assert lsq_export(output, target, path, "--overwrite")[0] == 0
@@ -191,15 +187,6 @@ def test_what_was_exported_is_replaced_and_never_the_run(
         message, checkpoint = "is what is exported, or part of it", output / "int8" / CHECKPOINT
         export_refused(message, output, target, checkpoint, "--overwrite")
     assert files_in(output) == before
-
-
-def test_one_export_at_a_time(lsq_export, output, tmp_path):
-    path = tmp_path / "made"
-    with locked_file(path, ""):
-        status, said = lsq_export(output, "lsq", path)
-    assert status == 1
-    assert f"is writing into {path}; wait for it, or choose another --output" in said
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("target", export.TARGETS)

@@ -15,8 +15,7 @@ from tests.sampling import first
 
 @pytest.fixture
 def lsq_generate(prepared, tmp_path):
-    """lsq_generate(checkpoint, *options): run `lsq generate` in this process; returns the file that
-    it writes."""
+    """lsq_generate(checkpoint, *options): run `lsq generate`; returns the file that it writes."""
 
     def lsq_generate(checkpoint, *options):
         with logging_to(tmp_path / "generate.log"):
@@ -33,8 +32,7 @@ def lsq_generate(prepared, tmp_path):
 def test_every_sentence_is_translated_with_its_number(
     lsq_train, lsq_generate, prepared, tmp_path, arch, by
 ):
-    """fairseq-generate drops the sentences of the last batch if they are not a multiple of
-    eight."""
+    """fairseq-generate drops sentences of the last batch beyond multiples of eight."""
     lsq_train(tmp_path / "model", "--arch", arch, "--max-update", "1")
     sentencepiece = ["--bpe", "sentencepiece", "--sentencepiece-model"]
     sentencepiece += [str(prepared.output / "vocabulary" / "sentencepiece.model")]
@@ -50,20 +48,19 @@ def test_every_sentence_is_translated_with_its_number(
         generate.read_hypotheses(path, 10)
 
 
-@pytest.mark.parametrize("content", [None, b"", b"no model"])
-def test_a_model_of_subwords_that_is_none(lsq_generate, tmp_path, content):
+def test_a_model_of_subwords_that_is_none(lsq_generate, tmp_path):
     path = tmp_path / "sentencepiece.model"
-    if content is not None:
-        path.write_bytes(content)
     message = "--sentencepiece-model .* is missing, damaged or no model of sentencepiece"
-    options = ["--bpe", "sentencepiece", "--sentencepiece-model", str(path)]
-    with pytest.raises(ValueError, match=message):
-        lsq_generate(tmp_path / "x.pt", *options)
+    for content in (None, b"", b"no model"):
+        if content is not None:
+            path.write_bytes(content)
+        with pytest.raises(ValueError, match=message):
+            options = ["--bpe", "sentencepiece", "--sentencepiece-model", str(path)]
+            lsq_generate(tmp_path / "x.pt", *options)
 
 
-@pytest.mark.parametrize(
-    ("content", "task"),
-    [
+def test_the_task_is_that_of_the_checkpoint(tmp_path):
+    for content, task in (
         ({"args": Namespace(task="translation")}, "translation"),
         ({"cfg": {"task": {"_name": "lsq_language_modeling"}}}, "lsq_language_modeling"),
         ({"cfg": {"task": Namespace(_name="language_modeling")}}, "language_modeling"),
@@ -71,27 +68,20 @@ def test_a_model_of_subwords_that_is_none(lsq_generate, tmp_path, content):
         ({"cfg": {"task": {"_name": ["translation"]}}}, "lsq_translation"),
         ({"cfg": {"task": 5}}, "lsq_translation"),
         ([], "lsq_translation"),
-    ],
-)
-def test_the_task_is_that_of_the_checkpoint(tmp_path, content, task):
-    torch.save(content, tmp_path / "x.pt")
-    assert generate.task_of(tmp_path / "x.pt") == task
-    assert generate.task_of(tmp_path / "none.pt") == generate.task_of(tmp_path) == "lsq_translation"
+    ):
+        torch.save(content, tmp_path / "x.pt")
+        assert generate.task_of(tmp_path / "x.pt") == task
+    for path in (tmp_path / "none.pt", tmp_path):
+        assert generate.task_of(path) == "lsq_translation"
 
 
-def test_scores_with_sacrebleu(lsq_train, lsq_generate, tmp_path):
+def test_scores_with_sacrebleu_and_empty_translations(lsq_train, lsq_generate, tmp_path):
     lsq_train(tmp_path / "model", "--arch", "transformer", "--max-update", "1")
     options = "--scoring sacrebleu --beam 1 --max-len-b 8 --remove-bpe sentencepiece".split()
     path = lsq_generate(tmp_path / "model" / "checkpoint_last.pt", *options)
     assert "Generate test with beam=1: " in path.read_text().splitlines()[-1]
-
-
-def test_empty_translations_are_read(tmp_path):
-    path = tmp_path / "generate-test.txt"
-    path.write_text(
-        "S-0\tx\nH-0\t-1.0\ty\nD-0\t-1.0\t\nD-1\t-0.5\tone\u2028two\tthree\nD-1\t-0.7\tsecond"
-        " best\n"
-    )
+    best = "S-0\tx\nH-0\t-1.0\ty\nD-0\t-1.0\t\nD-1\t-0.5\tone\u2028two\tthree\n"
+    path.write_text(best + "D-1\t-0.7\tsecond best\n")
     assert generate.read_hypotheses(path, 2) == ["", "one\u2028two\tthree"]
 
 
@@ -117,7 +107,6 @@ def test_what_is_refused(prepared, lsq_generate, tmp_path):
 
 @pytest.fixture
 def prepared_otherwise(files, tmp_path):
-    """prepared_otherwise(files, size): other data, with a vocabulary of its own."""
 
     def prepared_otherwise(files: TextFiles, size: int) -> str:
         options = VOCABULARY | {"size": size, "output": tmp_path / f"other{size}"}
@@ -126,18 +115,19 @@ def prepared_otherwise(files, tmp_path):
     return prepared_otherwise
 
 
-@pytest.mark.parametrize("arch", first(["lsq_transformer", "transformer"], 1))
-def test_data_of_another_vocabulary(lsq_train, files, prepared_otherwise, tmp_path, arch):
-    """As large as the checkpoint's, or not; with a task that knows the words, or one that does
-    not."""
+@pytest.mark.parametrize("arch", first(["transformer", "lsq_transformer"], 1))
+def test_data_of_another_vocabulary(
+    lsq_train, lsq_generate, files, prepared_otherwise, tmp_path, arch
+):
+    """As large as the checkpoint's, or not; with a task that knows the words, or not."""
     lsq_train(tmp_path / "model", "--arch", arch, "--max-update", "1")
+    path = str(tmp_path / "model" / "checkpoint_last.pt")
     reversed_words = {
         name: write_pairs(tmp_path, name, 60, seed=5) for name in ("train", "valid", "test")
     }
-    for path in sum(reversed_words.values(), ()):
-        path.write_text("".join(line[::-1] + "\n" for line in path.read_text().splitlines()))
-    options = ["--path", str(tmp_path / "model" / "checkpoint_last.pt"), "--cpu"]
-    options += ["--gen-subset", "test"]
+    for text in sum(reversed_words.values(), ()):
+        text.write_text("".join(line[::-1] + "\n" for line in text.read_text().splitlines()))
+    options = ["--path", path, "--cpu", "--gen-subset", "test"]
     words = "has another source and target dictionary than the checkpoint was trained with"
     others = ((files, 100), (reversed_words, VOCABULARY["size"]))
     for data in [prepared_otherwise(*given) for given in others]:
@@ -148,14 +138,9 @@ def test_data_of_another_vocabulary(lsq_train, files, prepared_otherwise, tmp_pa
     message = "last.pt does not fit .* dictionaries .dict.* of .*data describe;.* size mis"
     with pytest.raises(ValueError, match=message):
         generate.run([str(tmp_path / "other100" / "data"), *options, "--task", "translation"])
-
-
-def test_a_checkpoint_that_does_not_fit_its_overrides(lsq_train, lsq_generate, tmp_path):
-    lsq_train(tmp_path / "model", "--arch", "transformer", "--max-update", "1")
-    path = tmp_path / "model" / "checkpoint_last.pt"
-    message = "does not fit the model that its options, --model-overrides .*: Missing key"
-    with pytest.raises(ValueError, match=message):
-        lsq_generate(path, "--model-overrides", "{'encoder_layers': 2}")
-    message = "--lm-path is .*, which is of a TransformerModel and no language model"
-    with pytest.raises(ValueError, match=message):
-        lsq_generate(path, "--lm-path", str(path))
+    for overrides, message in (
+        (["--model-overrides", "{'encoder_layers': 2}"], "does not fit the model .*: Missing key"),
+        (["--lm-path", path], "--lm-path is .*, which is of a .* and no language model"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            lsq_generate(path, *overrides)

@@ -25,7 +25,8 @@ def send(number: int) -> None:
 
 @pytest.mark.parametrize("number", Interruption.SIGNALS)
 def test_signals_are_immediate_or_noted(number):
-    """However often a terminal that closes says so."""
+    """However often a terminal that closes says so; handlers come back."""
+    before = [signal.getsignal(each) for each in Interruption.SIGNALS]
     with pytest.raises(Interrupted) as stopped, Interruption():
         send(number)
     assert stopped.value.code == 128 + number
@@ -39,6 +40,7 @@ def test_signals_are_immediate_or_noted(number):
         interruption.defer()
         with pytest.raises(Interrupted), interruption.at_once():
             send(number)
+    assert [signal.getsignal(each) for each in Interruption.SIGNALS] == before
 
 
 def test_ignored_signals_stay_ignored():
@@ -54,16 +56,8 @@ def test_ignored_signals_stay_ignored():
             signal.signal(number, handler)
 
 
-def test_handlers_come_back():
-    before = [signal.getsignal(number) for number in Interruption.SIGNALS]
-    with Interruption():
-        assert [signal.getsignal(number) for number in Interruption.SIGNALS] != before
-    assert [signal.getsignal(number) for number in Interruption.SIGNALS] == before
-
-
 def test_a_process_that_concludes_ignores_signals():
-    """SIGTERM also afterwards: torchrun sends it to all when one ends, and this one has yet to say
-    why."""
+    """SIGTERM also afterwards: torchrun sends it to all when one ends."""
     before = [signal.getsignal(number) for number in Interruption.SIGNALS]
     try:
         with Interruption() as interruption:
@@ -103,8 +97,7 @@ with Interruption() as interruption:
 
 
 def test_second_signal_and_forked_processes_are_not_deferred():
-    """What a terminal sends to all its processes is left to the one that trains; others load data
-    for its update."""
+    """Terminals' signals are left to the process that trains; others load its data."""
     start = time.monotonic()
     command = [sys.executable, "-c", SCRIPT]
     done = subprocess.run(command, capture_output=True, text=True, timeout=50)
@@ -138,20 +131,14 @@ def run(tmp_path, monkeypatch):
     return lambda script: run_lsq(["-c", imports + textwrap.dedent(script)], threads=3)
 
 
-def test_threads(run, tmp_path):
+def test_threads_and_failures(run, tmp_path, capfd):
     run('open("threads", "w").write(os.environ["OMP_NUM_THREADS"])')
     assert (tmp_path / "threads").read_text() == "3"
-
-
-def test_failure_says_why(run, capfd):
     message = "lsq -c ended with status 2; what it said is above"
     with pytest.raises(ChildProcessError, match=message):
         run('sys.exit(print("lsq train-text: error: no luck", file=sys.stderr) or 2)')
     assert capfd.readouterr().err == "lsq train-text: error: no luck\n"
-
-
-def test_a_reader_that_has_gone_ends_the_parent_too(run):
-    with pytest.raises(BrokenPipeError):
+    with pytest.raises(BrokenPipeError):  # a reader that has gone ends the parent, too
         run("sys.exit(128 + signal.SIGPIPE)")
 
 

@@ -12,7 +12,6 @@ from lsq.fairseq import device as of_fairseq
 
 @pytest.fixture
 def gpus(monkeypatch):
-    """gpus(n): PyTorch sees n of them."""
 
     def gpus(count: int) -> None:
         monkeypatch.setattr("torch.cuda.is_available", lambda: count > 0)
@@ -23,7 +22,6 @@ def gpus(monkeypatch):
 
 
 def options(**given) -> Namespace:
-    """What fairseq's parser makes of no options, on a machine without GPUs."""
     distributed = {"world_size": None, "rank": 0, "init_method": None, "no_spawn": False}
     distributed |= {"backend": "nccl", "port": -1}
     defaults = {f"distributed_{name}": value for name, value in distributed.items()}
@@ -37,71 +35,60 @@ def torchrun(rank: int, world_size: int, local_rank: int | None = None) -> dict[
     return numbers | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
 
-def test_torchrun_on_the_cpu(gpus):
-    args = options()
-    fill_in(args, torchrun(1, 2))
-    assert args.distributed_world_size == 2 and args.distributed_rank == 1 and args.device_id == 1
-    assert args.distributed_init_method == "lsq://" and args.distributed_no_spawn
-    assert args.distributed_backend == "gloo"
-
-
-def test_torchrun_on_the_second_machine_of_eight_gpus(gpus):
-    gpus(8)
-    args = options()
-    fill_in(args, torchrun(11, 16, local_rank=3))
-    assert args.distributed_world_size == 16 and args.distributed_rank == 11 and args.device_id == 3
-    assert args.distributed_backend == "nccl"
-
-
-def test_torchrun_with_one_process_trains_alone(gpus):
-    gpus(4)
-    args = options()
-    fill_in(args, torchrun(0, 1))
-    assert args.distributed_world_size == 1 and args.distributed_init_method is None
+TCP, ANOTHER = "tcp://localhost:1", {"distributed_port": 9218}
+BY_HAND = {"distributed_no_spawn": True, "distributed_init_method": TCP}
 
 
 @pytest.mark.parametrize(
-    ("size", "environment", "message"),
+    ("seen", "given", "environment", "size", "rank", "device", "method", "backend"),
     [
-        (3, torchrun(0, 2), "--distributed-world-size 3 contradicts torchrun, which started 2"),
-        (2, {}, "would train nothing; start 2 processes with torchrun --nproc-per-node 2"),
+        (0, {}, torchrun(1, 2), 2, 1, 1, "lsq://", "gloo"),
+        (1, {"cpu": True}, torchrun(1, 2), 2, 1, 1, "lsq://", "gloo"),
+        (8, {}, torchrun(11, 16, local_rank=3), 16, 11, 3, "lsq://", "nccl"),  # second machine
+        (4, {}, torchrun(0, 1), 1, 0, 0, None, "nccl"),  # trains alone
+        (0, {"distributed_world_size": 2, **BY_HAND}, {}, 2, 0, 0, TCP, "gloo"),
+        (0, {"cpu": True}, {}, 1, 0, 0, None, "gloo"),
+        (8, {"cpu": True}, {}, 1, 0, 0, None, "gloo"),
+        (1, {}, {}, 1, 0, 0, None, "nccl"),
+        # fairseq's own ways to start several machines
+        (8, {"distributed_world_size": 16, **ANOTHER}, {}, 16, 0, 0, None, "nccl"),
+        (
+            8,
+            {"distributed_world_size": 16, "distributed_init_method": TCP},
+            {},
+            16,
+            0,
+            0,
+            TCP,
+            "nccl",
+        ),
     ],
 )
-def test_contradictions(gpus, size, environment, message):
+def test_processes(gpus, seen, given, environment, size, rank, device, method, backend):
+    gpus(seen)
+    args = options(**given)
+    fill_in(args, environment)
+    found = args.distributed_world_size, args.distributed_rank, args.device_id
+    assert found == (size, rank, device)
+    assert (args.distributed_init_method, args.distributed_backend) == (method, backend)
+    assert torchrun_command(args, []) is None
+
+
+@pytest.mark.parametrize(
+    ("seen", "size", "environment", "message"),
+    [
+        (0, 3, torchrun(0, 2), "--distributed-world-size 3 contradicts torchrun, which started 2"),
+        (0, 2, {}, "would train nothing; start 2 processes with torchrun --nproc-per-node 2"),
+        (1, None, torchrun(1, 2), "sees only 1 GPUs; lower --nproc-per-node"),
+    ],
+)
+def test_contradictions(gpus, seen, size, environment, message):
+    gpus(seen)
     with pytest.raises(ValueError, match=message):
         fill_in(options(distributed_world_size=size), environment)
 
 
-def test_more_processes_than_gpus(gpus):
-    gpus(1)
-    with pytest.raises(ValueError, match="sees only 1 GPUs; lower --nproc-per-node"):
-        fill_in(options(), torchrun(1, 2))
-    args = options(cpu=True)
-    fill_in(args, torchrun(1, 2))
-    assert args.distributed_backend == "gloo"
-
-
-def test_processes_started_by_hand(gpus):
-    by_hand = {"distributed_no_spawn": True, "distributed_init_method": "tcp://localhost:1"}
-    args = options(distributed_world_size=2, **by_hand)
-    fill_in(args, {})
-    assert args.distributed_init_method == "tcp://localhost:1"
-    assert args.distributed_backend == "gloo"
-
-
-def test_one_process_on_the_cpu(gpus):
-    for count in (0, 8):
-        gpus(count)
-        args = options(cpu=True)
-        fill_in(args, {})
-        assert args.distributed_world_size == 1 and torchrun_command(args, []) is None
-
-
 def test_one_process_for_each_gpu(gpus):
-    gpus(1)
-    args = options()
-    fill_in(args, {})
-    assert args.distributed_world_size == 1 and torchrun_command(args, []) is None
     gpus(2)
     args = options()
     fill_in(args, {})
@@ -112,19 +99,10 @@ def test_one_process_for_each_gpu(gpus):
 
 
 def test_one_machine_needs_no_names():
-    """torchrun's --standalone means localhost, and then the host's name, for which there may be no
-    address."""
+    """torchrun's --standalone means localhost, which may have no address."""
     found = parse_args([*ONE_MACHINE, "script"])
     addresses = (found.rdzv_backend, found.rdzv_endpoint, found.local_addr)
     assert addresses == ("c10d", "127.0.0.1:0", "127.0.0.1") and not found.standalone
-
-
-def test_fairseqs_own_ways_to_start_several_machines_stay(gpus):
-    gpus(8)
-    for given in ({"distributed_port": 9218}, {"distributed_init_method": "tcp://host:1"}):
-        args = options(distributed_world_size=16, **given)
-        fill_in(args, {})
-        assert args.distributed_world_size == 16 and torchrun_command(args, []) is None
 
 
 @pytest.mark.parametrize("option", ["fp16", "amp"])
@@ -144,9 +122,7 @@ def test_precision(gpus, option):
         check_precision(options(cpu=True, **given))
     with pytest.raises(ValueError, match="computes in int8 and float32"):
         check_precision(options(arch="lsq_transformer_wmt_en_de", **given))
-
-
-def test_bfloat16_runs_anywhere_and_tpus_are_refused(gpus):
+    gpus(0)
     check_precision(options(bf16=True))
     with pytest.raises(ValueError, match="--tpu is not supported"):
         check_precision(options(tpu=True))
@@ -168,7 +144,6 @@ def gpu(gpus, monkeypatch):
 
 
 def chosen(ours: bool = True, **given) -> bool:
-    """Whether fairseq is told to keep to the CPU."""
     args = options(**given)
     launch.choose_device(args, ours)
     return args.cpu
@@ -222,6 +197,8 @@ def test_models_of_fairseq(gpu, gpus):
     assert not chosen(ours=False) and not chosen(ours=False, lsq_device="cuda")
     assert chosen(ours=False, lsq_device="cpu") and chosen(ours=False, cpu=True)
     both = {"lsq_device": "cuda", "lsq_activations": "bfloat16"}
+    words = {"--lsq-device": "cuda", "--lsq-activations": "bfloat16"}
+    assert launch.device_options(options(**both)) == words and not launch.device_options(options())
     for given, message in (
         ({"lsq_device": "emulator"}, "--lsq-device emulator: only models of lsq take it"),
         (both, "--lsq-device cuda --lsq-activations bfloat16: only models of lsq"),
@@ -233,10 +210,3 @@ def test_models_of_fairseq(gpu, gpus):
     with pytest.raises(ValueError, match="--lsq-device cuda: PyTorch sees no GPU here"):
         chosen(ours=False, lsq_device="cuda")
     assert not chosen(ours=False)
-
-
-def test_what_another_command_is_given():
-    assert launch.device_options(options()) == {}
-    both = options(lsq_device="cuda", lsq_activations="float32")
-    given = {"--lsq-device": "cuda", "--lsq-activations": "float32"}
-    assert launch.device_options(both) == given

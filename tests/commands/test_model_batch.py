@@ -1,5 +1,4 @@
-"""Batches of text for models of fairseq and of transformers: what is in them, and what is
-refused."""
+"""Batches of text for models of fairseq and of transformers, and what is refused."""
 
 import math
 import sys
@@ -60,24 +59,24 @@ def t5():
     return transformers.T5ForConditionalGeneration(config)
 
 
-def test_a_run_and_its_validation_data(output):
+def test_a_run_and_its_validation_data(output, texts):
     few, more = (load(output, words=words) for words in (20, 60))
     for batch in (few, more):
         first, second = batch.loss(), batch.loss()
         assert torch.equal(first, second) and first.requires_grad and 0 < first < 10
         assert not batch.model.training
     assert int(few.description.split()[0]) < int(more.description.split()[0])
+    # in int8, sums are rounded by the clips of their batch
+    total, words = check_parts(more, tolerance=0.02)
+    assert words == int(more.description.split()[2])
+    assert float(more.loss()) != pytest.approx(total / words)  # which is smoothed
+    with pytest.raises(ValueError, match="takes the validation data of its training, so leave it"):
+        load(output, texts, words=50)
+    assert model_batch._spread([10] * 8, 40) == [0, 2, 4, 6]
+    assert model_batch._spread([10] * 3, 1000) == [0, 1, 2] and model_batch._spread([10], 1) == [0]
 
 
-def test_a_run_and_text(output, texts):
-    batch = load(output, texts, words=50)
-    assert math.isfinite(batch.loss())
-    assert batch.description.endswith(f"words of {texts[0]} and {texts[1]}")
-    with pytest.raises(ValueError, match="--text has 1 file; a model that translates needs two"):
-        load(output, texts[:1], words=50)
-
-
-@pytest.mark.parametrize("make, files", [(llama, 1), (bert, 1), (t5, 2), (t5, 1)])
+@pytest.mark.parametrize("make, files", [(llama, 1), (bert, 1), (t5, 2)])
 def test_models_of_transformers(folder, texts, make, files):
     """The losses of sentences add up."""
     torch.manual_seed(2)
@@ -90,14 +89,6 @@ def test_models_of_transformers(folder, texts, make, files):
     assert total / words == pytest.approx(float(batch.loss()), rel=1e-4)
     if make is bert:
         assert batch.losses([len(batch.lengths) - 1])[1] == 0  # no word of it is masked
-
-
-def test_losses_of_sentences_of_a_run_add_up(output):
-    batch = load(output, words=60)
-    # in int8, sums are rounded by the clips of their batch
-    total, words = check_parts(batch, tolerance=0.02)
-    assert words == int(batch.description.split()[2])
-    assert float(batch.loss()) != pytest.approx(total / words)  # which is smoothed
 
 
 @torch.no_grad()
@@ -117,18 +108,15 @@ def test_what_is_refused(folder, texts, tmp_path):
     for given, options, message in (
         ((), {}, "has no data in it; give --text FILE"),
         (texts[:1], {}, "of the architecture BertModel, of which no loss on plain text is known"),
-        (texts[:1], {"data": tmp_path}, "leave --data and --sentencepiece-model out"),
+        (texts[:1], {"data": tmp_path}, "leave --data out"),
     ):
         with pytest.raises(ValueError, match=message):
             load(path, given, words=40, **options)
+    with pytest.raises(ValueError, match="file.s.; give sentences, and their translations"):
+        load(folder(t5()), texts[:1], words=40)
     path = folder(llama())
     with pytest.raises(ValueError, match="--text has 2 files; a LlamaForCausalLM reads one"):
         load(path, texts, words=40)
     (path / "model.safetensors").unlink()
     with pytest.raises(ValueError, match=f"{path}: "):
         load(path, texts[:1], words=40)
-
-
-def test_sentences_are_spread():
-    assert model_batch._spread([10] * 8, 40) == [0, 2, 4, 6]
-    assert model_batch._spread([10] * 3, 1000) == [0, 1, 2] and model_batch._spread([10], 1) == [0]

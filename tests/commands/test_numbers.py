@@ -11,7 +11,6 @@ SMALL = ["--updates", "3", "--train-pairs", "300", "--test-pairs", "12", *SIZES]
 
 @pytest.fixture
 def one_process(monkeypatch):
-    """Train in this process."""
 
     def run_lsq(arguments, *, threads):
         assert threads >= 1
@@ -58,7 +57,7 @@ def test_whole_task(tmp_path, capsys, one_process):
     assert capsys.readouterr().out == ""
 
 
-def test_fewer_updates_than_before_are_refused_with_advice_that_works(tmp_path, monkeypatch):
+def test_what_is_there_is_refused_with_advice_that_works(tmp_path, monkeypatch):
     """This command has neither --name nor --overwrite."""
     monkeypatch.setattr(numbers, "run_lsq", lambda words, threads: begun(words[1:], 3))
     monkeypatch.setattr(numbers, "report", lambda *given: None)
@@ -67,13 +66,12 @@ def test_fewer_updates_than_before_are_refused_with_advice_that_works(tmp_path, 
     message = r"has made 3 already; give at least 3, or choose another --output$"
     with pytest.raises(ValueError, match=message):
         numbers.run(["--output", str(tmp_path), *SMALL, "--updates", "2"])
-
-
-def test_files_of_somebody_else_stay(tmp_path):
-    (tmp_path / "samples.txt").write_text("mine")
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    (theirs / "samples.txt").write_text("mine")
     with pytest.raises(ValueError, match="holds samples.txt, which this command did not make"):
-        numbers.run(["--output", str(tmp_path), *SMALL])
-    assert [path.name for path in tmp_path.iterdir()] == ["samples.txt"]
+        numbers.run(["--output", str(theirs), *SMALL])
+    assert [path.name for path in theirs.iterdir()] == ["samples.txt"]
 
 
 @pytest.mark.parametrize(
@@ -96,24 +94,11 @@ def test_all_trainings_compute_in_one_place(monkeypatch, tmp_path, arguments, of
             assert made.count(option) == expected.count(option)
 
 
-RUN = {
-    "exact_match": 90.0,
-    "bleu": 99.0,
-    "chrf": 98.0,
-    "best_update": 200,
-    "peak_bytes": 1e8,
-    "kept_bytes": 9e7,
-    "best_validation_loss": 0.12,
-    "seconds_an_update": 0.4,
-}
-
-
 def test_int8_is_compared_with_the_faster_float():
-    runs = {
-        "float": RUN,
-        "int8": {**RUN, "seconds_an_update": 0.2},
-        "fairseq": {**RUN, "seconds_an_update": 0.3},
-    }
+    run = {"exact_match": 90.0, "bleu": 99.0, "chrf": 98.0, "best_validation_loss": 0.12}
+    run |= {"best_update": 200, "peak_bytes": 1e8, "kept_bytes": 9e7}
+    seconds = {"float": 0.4, "int8": 0.2, "fairseq": 0.3}
+    runs = {name: run | {"seconds_an_update": each} for name, each in seconds.items()}
     shown = numbers.table(runs)
     assert "0.400     0.200     0.300   int8 is 1.50 times as fast as fairseq" in shown
     assert "fairseq" in shown.splitlines()[0]

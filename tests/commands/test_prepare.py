@@ -33,15 +33,6 @@ def test_makes_what_fairseq_reads(prepared):
     assert prepared.lines("test", "tgt")[0].isupper()
 
 
-def test_second_time_does_nothing(prepared, files, capsys):
-    before = (prepared.data / "train.src-tgt.src.bin").stat().st_mtime_ns
-    again = prepare(files, prepared.output)
-    assert again == prepared and again.settings == prepared.settings
-    assert (prepared.data / "train.src-tgt.src.bin").stat().st_mtime_ns == before
-    said = [f"{stage}: already done" for stage in ("text", "vocabulary", "data")]
-    assert capsys.readouterr().out.splitlines() == said
-
-
 def test_changed_options_redo_only_what_depends_on_them(files, tmp_path, capsys):
     first = prepare(files, tmp_path)
     capsys.readouterr()
@@ -84,25 +75,19 @@ def test_half_done_data_are_not_taken_for_done(files, tmp_path, monkeypatch):
     assert (prepare(files, tmp_path).data / "test.src-tgt.tgt.idx").exists()
 
 
-def test_lines_that_are_too_long_are_named_by_their_place_in_the_users_file(tmp_path, capsys):
+def test_odd_texts(files, tmp_path, capsys):
+    """NUL bytes are counted; lines that are too long are named as in the user's file."""
+    with pytest.raises(ValueError, match="train.en and .*train.en are the same text"):
+        prepare(files | {"train": files["train"][:1] * 2}, tmp_path / "out")
     source, target = write_pairs(tmp_path, "all", 200, seed=1)
     for path in (source, target):
         path.write_text("\n" * 3 + path.read_text() + " ".join(["horse"] * 60) + "\n")
+    source.write_bytes(b"\0" + source.read_bytes() + b"\0\n")
+    target.write_text(target.read_text() + "x\n")
     prepare({"train": (source, target), "valid": None, "test": None}, tmp_path / "out")
-    assert f"the first in line 204 of {source} with" in capsys.readouterr().out
-
-
-def test_the_same_text_twice(files, tmp_path):
-    with pytest.raises(ValueError, match="train.en and .*train.en are the same text"):
-        prepare(files | {"train": files["train"][:1] * 2}, tmp_path / "out")
-
-
-def test_nul_bytes_are_counted(files, tmp_path, capsys):
-    source = tmp_path / "nul.en"
-    source.write_bytes(b"\0" + files["train"][0].read_bytes() + b"\0")
-    (tmp_path / "nul.de").write_text(files["train"][1].read_text() + "x")
-    prepare(files | {"train": (source, tmp_path / "nul.de")}, tmp_path / "out")
-    assert f"text: {source} has 2 NUL bytes; spaces take their place" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"text: {source} has 2 NUL bytes; spaces take their place" in printed
+    assert f"the first in line 204 of {source} with" in printed
 
 
 @pytest.mark.parametrize(
@@ -130,10 +115,11 @@ def test_damaged_data_are_made_again(files, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "vocabulary: already done" in printed and "data: already done" not in printed
     assert damaged.read_bytes() == content and missing.exists()
-
-
-def test_damaged_markers_are_named(files, tmp_path):
-    found = prepare(files, tmp_path)
+    made = damaged.stat().st_mtime_ns
+    again = prepare(files, tmp_path)
+    assert again == found and again.settings == found.settings
+    said = [f"{stage}: already done" for stage in ("text", "vocabulary", "data")]
+    assert capsys.readouterr().out.splitlines() == said and damaged.stat().st_mtime_ns == made
     marker = found.data / MARKER
     marker.write_bytes(marker.read_bytes()[:40])
     with pytest.raises(ValueError, match=rf"{marker}: this is not JSON .*delete {found.data}"):

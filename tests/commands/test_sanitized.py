@@ -1,5 +1,4 @@
-"""Whole trainings, in a child process, under AddressSanitizer, UndefinedBehaviorSanitizer and
-LeakSanitizer."""
+"""Whole trainings under AddressSanitizer, UndefinedBehaviorSanitizer and LeakSanitizer."""
 
 import json
 import os
@@ -24,8 +23,7 @@ pytestmark = [
 FLAGS = "-O1 -g1 -fno-omit-frame-pointer -fsanitize=address,undefined".split()
 FLAGS += ["-fno-sanitize-recover=undefined"]
 OURS = re.compile(r"lsq/csrc/|/lsq/emulator/|libcpu_|libruntime")
-"""In a line of a stack, where it is a function of ours: Python and PyTorch keep some memory for
-good."""
+"""Functions of ours in a line of a stack: Python and PyTorch keep some memory for good."""
 
 
 @pytest.fixture

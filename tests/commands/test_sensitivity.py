@@ -20,7 +20,6 @@ FEW = [*FORMATS, "--words", "40", "--tensors", "*fc1_weight", "*embed_tokens*"]
 
 @pytest.fixture
 def lsq_sensitivity(lsq, tmp_path, monkeypatch):
-    """lsq_sensitivity(model, *options) -> (exit status, standard output, standard error)."""
     savefig = "matplotlib.figure.Figure.savefig"
     monkeypatch.setattr(savefig, lambda figure, file, **_: file.write(b""))
     given = ["--output", tmp_path / "out", "--quiet"]
@@ -64,33 +63,31 @@ def test_a_folder_of_transformers(lsq_sensitivity, folder, texts, tmp_path):  # 
 
 
 def test_a_stopped_command_goes_on(lsq_sensitivity, output, tmp_path, monkeypatch):
-    path = tmp_path / "out" / sensitivity.JSON
-    status, said, _ = lsq_sensitivity(output, *FEW)
-    whole = read_costs(path)
-    path.unlink()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    """Nothing is lost, also of a command that begins anew, before something is measured."""
+
+    def stopped(number: int, *options: str) -> str:
         with monkeypatch.context() as patch:
             patch.setattr(sensitivity, "_progress", _stopping(number))
-            status, _, said = lsq_sensitivity(output, *FEW)
-        assert status == 128 + number and said.endswith("; the same command goes on from there\n")
-    assert len(read_costs(path).tensors) == 2 and not read_costs(path).finished
-    assert lsq_sensitivity(output, *FEW)[0] == 0
-    assert read_costs(path) == whole
+            status, _, said = lsq_sensitivity(output, *FEW, *options)
+        assert status == 128 + number
+        return said
 
-
-def test_beginning_anew_loses_nothing_before_something_is_measured(
-    lsq_sensitivity, output, tmp_path, monkeypatch
-):
     path = tmp_path / "out" / sensitivity.JSON
     assert lsq_sensitivity(output, *FEW)[0] == 0
-    content = path.read_bytes()
+    whole, content = read_costs(path), path.read_bytes()
+    path.unlink()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        assert stopped(number).endswith("; the same command goes on from there\n")
+    assert len(read_costs(path).tensors) == 2 and not read_costs(path).finished
+    assert lsq_sensitivity(output, *FEW)[0] == 0
+    assert read_costs(path) == whole and path.read_bytes() == content
+    status, _, said = lsq_sensitivity(output, *FEW, "--clip", "absmax")
+    assert status == 2 and "is of other settings (clip: mse before, absmax now)" in said
     for wrong in (["--formats", "int99"], ["--tensors", "nothing"]):
         assert lsq_sensitivity(output, *FEW, "--overwrite", *wrong)[0] == 2
         assert path.read_bytes() == content
-    with monkeypatch.context() as patch:
-        patch.setattr(sensitivity, "_progress", _stopping(signal.SIGTERM))
-        said = lsq_sensitivity(output, *FEW, "--overwrite")[2]
-        assert "; the same command without --overwrite goes on" in said
+    advice = "; the same command without --overwrite goes on"
+    assert advice in stopped(signal.SIGTERM, "--overwrite")
     assert len(read_costs(path).tensors) == 1
     assert lsq_sensitivity(output, *FEW)[0] == 0
     assert path.read_bytes() == content
@@ -106,20 +103,12 @@ def _stopping(number: int):
     return progress
 
 
-def test_other_settings_need_overwrite(lsq_sensitivity, output, tmp_path):
-    assert lsq_sensitivity(output, *FEW)[0] == 0
-    status, _, said = lsq_sensitivity(output, *FEW, "--clip", "absmax")
-    assert status == 2 and "is of other settings (clip: mse before, absmax now)" in said
-    assert lsq_sensitivity(output, *FEW, "--clip", "absmax", "--overwrite")[0] == 0
-    assert read_costs(tmp_path / "out" / sensitivity.JSON).clip == "absmax"
-
-
 def test_mistakes_are_told_in_a_line(lsq_sensitivity, output, tmp_path):
     (tmp_path / "file").touch()
     for message, model, *options in (
         ("none is not there; check the path", tmp_path / "none"),
         ("is a file; give a folder", output, "--output", tmp_path / "file"),
-        ("a model that translates needs two", output, "--text", tmp_path / "file"),
+        ("--text is for a folder of transformers'", output, "--text", tmp_path / "file"),
         ("group33x", output, "--formats", "int4/group33x"),
         ("no tensor is called 'nothing'", output, "--tensors", "nothing"),
     ):

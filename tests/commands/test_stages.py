@@ -31,7 +31,8 @@ def test_stage_runs_again_only_when_its_key_changes(stage):
     assert names(stage.folder) == [MARKER, "result"] and names(stage.folder.parent) == ["stage"]
 
 
-def test_a_stage_that_fails_leaves_what_was_there(stage):
+def test_stages_that_fail_or_are_killed(stage):
+    """What was there stays; a killed process removes nothing."""
     run_stage(stage, {"size": 1}, lambda folder: (folder / "result").write_text("old"), print)
 
     def fail(folder):
@@ -42,10 +43,6 @@ def test_a_stage_that_fails_leaves_what_was_there(stage):
         run_stage(stage, {"size": 2}, fail, print)
     assert stage.is_done({"size": 1}) and (stage.folder / "result").read_text() == "old"
     assert names(stage.folder.parent) == ["stage"]
-
-
-def test_a_killed_stage_runs_again(stage):
-    """A killed process removes nothing."""
     left = stage.folder.with_name(".stage.partial")
     run_stage(dataclasses.replace(stage, folder=left), {}, lambda folder: None, print)
     (left / "result-half").write_text("x")
@@ -90,17 +87,10 @@ def test_what_stands_in_place_of_the_folder_is_refused(stage, tmp_path):
         dataclasses.replace(stage, folder=tmp_path / "file").check_own()
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        b"{",
-        b"[1]",
-        b"\xff",
-        b'{"stage": "stage"}',
-        b'{"stage": 1, "key": {}, "finished": true, "files": {}}',
-    ],
-)
+WRONG = b'{"stage": 1, "key": {}, "finished": true, "files": {}}'
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff", b'{"stage": "stage"}', WRONG])
 def test_a_damaged_marker_is_named(stage, content):
     stage.folder.mkdir()
     (stage.folder / MARKER).write_bytes(content)
@@ -109,12 +99,9 @@ def test_a_damaged_marker_is_named(stage, content):
         stage.is_done({})
 
 
-def test_json_is_readable(tmp_path):
+def test_differences_name_both_values(tmp_path):
     write_json(tmp_path / "x.json", {"wort": "fünf"})
     assert (tmp_path / "x.json").read_text(encoding="utf-8") == '{\n  "wort": "fünf"\n}\n'
-
-
-def test_differences_name_both_values():
     found = differences({"a": 1, "b": 2}, {"a": 1, "b": 3, "c": True})
     assert found == ["b: 2 before, 3 now", "c: not given before, given now"]
     before, now = ({"file": name, "sha256": name * 20} for name in "ab")

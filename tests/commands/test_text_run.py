@@ -28,19 +28,15 @@ def options(training=None, extra=(), **given) -> RunOptions:
     return RunOptions(given=Namespace(**(defaults | given)), training=training or {}, extra=extra)
 
 
-def test_command_line_of_the_training():
+def test_options_that_bind_a_run():
     training = {"--arch": "transformer", "--share-all-embeddings": None, "--lr": "0.1"}
     found = options(training=training, extra=["--fp16"]).arguments(Path("data"), Path("model"))
     assert " ".join(found) == (
         "data --save-dir model --distributed-world-size 1 --arch transformer"
         " --share-all-embeddings --lr 0.1 --max-update 3 --fp16"
     )
-
-
-def test_options_that_bind_a_run():
     words = ["odd", "--a", "1", "-2", "--b", "--c=3", "--a", "4"]
     assert named_options(words) == {"": "odd", "--a": "4", "--b": None, "--c": "3"}
-    training = {"--arch": "transformer", "--share-all-embeddings": None, "--lr": "0.1"}
     training |= {"--log-interval": "1", "--encoder-layers": "3", "--decoder-layers": "3"}
     extra = ["--lr", "0.2", "--num-workers", "3", "--encoder-normalize-before"]
     assert bound(training, extra) == {
@@ -52,19 +48,8 @@ def test_options_that_bind_a_run():
     }
 
 
-def test_finished_run_is_only_reported_again(prepared, monkeypatch):
-    """A run whose stamps are there is neither trained nor translated."""
-    trained, reported = [], []
-    monkeypatch.setattr(text_run, "check_training", lambda *_: None)
-    monkeypatch.setattr(text_run, "train_model", lambda *_: trained.append(1))
-    monkeypatch.setattr(text_run, "translate", lambda *_: trained.append(2))
-    monkeypatch.setattr(text_run, "report", lambda *_: reported.append(3))
-    for _ in range(2):
-        text_run.run(prepared, options(name="stamped"))
-    assert trained == [1, 2] and reported == [3, 3]
-
-
 def test_a_signal_during_the_translation_leaves_the_training(prepared, monkeypatch):
+    """A finished run is neither trained nor translated again."""
     for name in ("check_training", "train_model"):
         monkeypatch.setattr(text_run, name, lambda *_: None)
     monkeypatch.setattr(text_run, "translate", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
@@ -75,6 +60,8 @@ def test_a_signal_during_the_translation_leaves_the_training(prepared, monkeypat
     monkeypatch.setattr(text_run, "train_model", None)  # would fail if it were called
     monkeypatch.setattr(text_run, "translate", lambda *_: None)
     monkeypatch.setattr(text_run, "report", lambda *_: {})
+    assert text_run.run(prepared, options(updates=1)) == {}
+    monkeypatch.setattr(text_run, "translate", None)
     assert text_run.run(prepared, options(updates=1)) == {}
 
 
@@ -87,19 +74,6 @@ def test_what_is_decoded_is_said_at_the_start(prepared, monkeypatch, capsys):
     text_run.run(prepared, options(training=training, extra=small, name="decoded"))
     said = "decoded: multiplied as decoded values, no faster than floats: nvfp4 (12 weights)"
     assert said in capsys.readouterr().out
-
-
-def test_trains_in_one_process_on_any_number_of_gpus(prepared, tmp_path, monkeypatch):
-    seen = []
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
-    call_main = "lsq.commands.train.distributed_utils.call_main"
-    monkeypatch.setattr(call_main, lambda cfg, main: seen.append(cfg))
-    training = {"--arch": "transformer", "--max-tokens": "100"}
-    folder = RunFolder(prepared=dataclasses.replace(prepared, output=tmp_path), name="mine")
-    folder.model.mark({}, finished=False)
-    text_run.train_model(prepared, options(training=training), folder)
-    assert seen[0].distributed_training.distributed_world_size == 1
 
 
 def test_the_translation_computes_where_the_training_did(prepared, tmp_path, monkeypatch):
@@ -124,12 +98,10 @@ KEY = {"--lr": "1"}
 
 @pytest.fixture
 def folder(prepared, tmp_path) -> RunFolder:
-    """A run that is not there yet."""
     return RunFolder(prepared=dataclasses.replace(prepared, output=tmp_path), name="mine")
 
 
 def begin(folder: RunFolder, key: dict, updates: int = 5) -> None:
-    """Claim it and leave a checkpoint of so many updates."""
     key = {**folder.prepared.settings, **key}
     folder.claim(key, 5)
     folder.model.mark({**key, "--max-update": 5}, finished=False)
@@ -148,33 +120,29 @@ def test_names():
     for name in ("mine", "int8", "a.b-c_1", "größe=2,x"):
         assert check_name(name) == name
     outside = ["", ".", "..", "../home", "/etc", "a/b", "a\0b", "-x", ".hidden", "a b", "a\n"]
-    for name in (*outside, "x" * 201):
-        with pytest.raises(ValueError, match="is not a plain folder name"):
-            check_name(name)
-    for name in ("data", "text", "vocabulary", "numbers", "Data"):
-        with pytest.raises(ValueError, match="is the name of a folder of the data"):
+    outside = dict.fromkeys([*outside, "x" * 201], "is not a plain folder name")
+    data = dict.fromkeys("data text vocabulary numbers Data".split(), "is the name of a folder of")
+    for name, message in (outside | data).items():
+        with pytest.raises(ValueError, match=message):
             check_name(name)
 
 
-def test_other_options_are_refused_by_name(folder):
+def test_other_options_are_refused_by_name_and_only_what_a_run_made_is_removed(folder):
+    folder.path.mkdir()
+    (folder.path / "thesis.txt").write_text("x")
     begin(folder, KEY)
+    copies = "thesis.txt checkpoint_paper.pt checkpoint_last.pt.bak checkpoint_12_x.pt".split()
+    made = "checkpoint3.pt checkpoint_3_20.pt checkpoint.best_loss_3.10.pt checkpoint_best.pt"
+    for name in (*copies, *made.split()):
+        (folder.model.folder / name).write_text("x")
     check(folder, "1")
     with pytest.raises(ValueError, match=f"{OTHER_OPTIONS}.*--overwrite"):
         check(folder, "2")
     check(folder, "2", overwrite=True)
     assert (folder.model.folder / "checkpoint_last.pt").exists()  # checking writes nothing
     folder.claim({**folder.prepared.settings, "--lr": "2"}, 5)
-    assert not folder.model.folder.exists()
-
-
-def test_what_the_run_did_not_make_stays(folder):
-    folder.path.mkdir()
-    (folder.path / "thesis.txt").write_text("x")
-    begin(folder, KEY)
-    (folder.model.folder / "thesis.txt").write_text("x")
-    folder.claim({**folder.prepared.settings, "--lr": "2"}, 5)
-    assert (folder.path / "thesis.txt").exists() and (folder.model.folder / "thesis.txt").exists()
-    assert not (folder.model.folder / "checkpoint_last.pt").exists()
+    assert {path.name for path in folder.model.folder.iterdir()} == set(copies)
+    assert (folder.path / "thesis.txt").exists()
 
 
 @pytest.mark.parametrize(
@@ -189,53 +157,33 @@ def test_files_of_somebody_else_are_refused(folder, name):
     assert theirs.read_text() == "x"
 
 
-def test_fewer_updates_than_there_are(folder):
+def test_a_model_binds_by_its_checkpoint(folder):
+    """Without its run's marker, too."""
     begin(folder, KEY, updates=20)
     check(folder, "1", updates=20)
     message = r"--updates is 10, but .*mine has made 20 already; give at least 20"
     with pytest.raises(ValueError, match=message):
         check(folder, "1", updates=10)
     check(folder, "1", updates=10, overwrite=True)
-    folder.claim({**folder.prepared.settings, **KEY}, 10)
-    assert folder.updates() == 0
-
-
-def test_a_model_binds_by_its_checkpoint(folder):
-    """Without its run's marker, too."""
-    begin(folder, KEY)
     (folder.path / MARKER).unlink()
     with pytest.raises(ValueError, match=OTHER_OPTIONS):
         check(folder, "2")
-    (folder.model.folder / "checkpoint_last.pt").unlink()
-    check(folder, "2")
-
-
-def test_what_a_run_starts_from_is_not_removed(folder):
-    begin(folder, KEY)
     source = str(folder.model.folder / "checkpoint_last.pt")
     message = f"--lsq-from {source} is of the run that --overwrite removes"
     with pytest.raises(ValueError, match=message):
         check(folder, "1", overwrite=True, **{"--lsq-from": source})
-
-
-def test_copies_that_the_user_made_stay(folder):
-    begin(folder, KEY)
-    copies = "checkpoint_paper.pt checkpoint_last.pt.bak checkpoint_12_x.pt".split()
-    made = "checkpoint3.pt checkpoint_3_20.pt checkpoint.best_loss_3.10.pt checkpoint_best.pt"
-    for name in (*copies, *made.split()):
-        (folder.model.folder / name).write_text("x")
-    folder.claim({**folder.prepared.settings, "--lr": "2"}, 5)
-    assert {path.name for path in folder.model.folder.iterdir()} == set(copies)
+    folder.claim({**folder.prepared.settings, **KEY}, 10)
+    assert folder.updates() == 0
+    check(folder, "2")
 
 
 def test_data_of_other_runs_stay(folder, files):
     begin(folder, KEY)
+    for name in (".text.partial", "data-backup"):  # of a killed preparation, and a copy
+        Stage(name="data", folder=folder.prepared.output / name, makes=()).mark({}, finished=False)
     check_data(folder.prepared)
     other = dataclasses.replace(folder.prepared, files=files | {"train": files["valid"]})
-    message = (
-        r"holds the data of the run mine, which were made with other options \(--src:"
-        r" .*train\.en .*--tgt: "
-    )
+    message = r"the data of the run mine, .* other options \(--src: .*train\.en .*--tgt: "
     new, mine = (RunFolder(prepared=other, name=name) for name in ("new", "mine"))
     for act in (lambda: check_data(other), lambda: check(new, "1", overwrite=True)):
         with pytest.raises(ValueError, match=message):
@@ -243,10 +191,3 @@ def test_data_of_other_runs_stay(folder, files):
     with pytest.raises(ValueError, match=r"other options \(--src: .*before, .*now"):
         check(mine, "1")
     check(mine, "1", overwrite=True)
-
-
-def test_other_folders_of_the_output_are_no_runs(folder):
-    """What a killed preparation left, and a copy of the data."""
-    for name in (".text.partial", "data-backup"):
-        Stage(name="data", folder=folder.prepared.output / name, makes=()).mark({}, finished=False)
-    check_data(folder.prepared)

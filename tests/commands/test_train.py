@@ -13,7 +13,7 @@ from fairseq.trainer import Trainer
 
 from lsq import files
 from lsq.commands import train
-from lsq.commands.interruption import Interrupted, name_of
+from lsq.commands.interruption import Interrupted
 from lsq.commands.launch import ONE_MACHINE
 from lsq.fairseq.compatibility import CheckpointNotWritten
 from lsq.files.lock import NAME, Busy, locked_folder
@@ -24,23 +24,6 @@ FLOAT = ("--arch", "transformer")
 
 def updates(folder: Path) -> int:
     return torch.load(folder / "checkpoint_last.pt")["optimizer_history"][-1]["num_updates"]
-
-
-@pytest.fixture
-def signal_after(monkeypatch):
-    """signal_after(number, n): this process gets the signal while it computes update n."""
-
-    def signal_after(number: int, update: int) -> None:
-        step = Trainer.train_step
-
-        def train_step(trainer, samples, raise_oom=False):
-            if trainer.get_num_updates() == update - 1:
-                os.kill(os.getpid(), number)
-            return step(trainer, samples, raise_oom)
-
-        monkeypatch.setattr(Trainer, "train_step", train_step)
-
-    return signal_after
 
 
 def parse(data: Path, *options: str):
@@ -56,16 +39,7 @@ def test_defaults_are_lsqs_for_its_architectures(prepared):
     assert args.criterion == "cross_entropy" and args.optimizer is None
     args = parse(prepared.data, "--adam-betas", "(0.8, 0.9)")
     assert args.optimizer == "lsq_adam" and args.adam_betas == "(0.8, 0.9)"
-
-
-def test_a_gpu_that_lsq_cannot_use_is_told(prepared, monkeypatch, caplog):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("lsq.commands.launch.gpu_fault", lambda: "it is too old")
-    assert parse(prepared.data).cpu
-    assert "the GPU stays unused, layers compute on the CPU: it is too old" in caplog.text
-    caplog.clear()
-    assert not parse(prepared.data, "--arch", "transformer").cpu
-    assert "CPU" not in caplog.text
+    assert not parse(prepared.data, "--bf16").tpu
 
 
 def test_a_process_for_each_gpu(prepared, monkeypatch):
@@ -81,12 +55,6 @@ def test_a_process_for_each_gpu(prepared, monkeypatch):
     for fault, processes in ((None, 8), ("it is too old", 1)):  # on the CPU
         monkeypatch.setattr("lsq.commands.launch.gpu_fault", lambda fault=fault: fault)
         assert parse(prepared.data).distributed_world_size == processes
-
-
-def test_bfloat16_is_not_a_tpu(prepared, lsq_train, tmp_path):
-    assert not parse(prepared.data, "--bf16").tpu
-    lsq_train(tmp_path / "model", *FLOAT, "--bf16", "--max-update", "2")
-    assert (tmp_path / "model" / "checkpoint_last.pt").exists()
 
 
 def test_help_shows_the_options_of_model_task_and_optimizer(capsys):
@@ -169,11 +137,21 @@ def test_trainings_that_are_refused(lsq_train, tmp_path, options, message):
         lsq_train(tmp_path / "model", *options.split(), "--max-update", "1")
 
 
-def test_sentences_beyond_max_tokens_of_training_are_counted(lsq_train, tmp_path):
-    options = "--max-tokens 12 --disable-validation --max-update 1".split()
-    lsq_train(tmp_path, *FLOAT, *options)
-    said = r"\d+ samples have invalid sizes and will be skipped"
-    assert re.search(said, (tmp_path / "train.log").read_text())
+@pytest.mark.parametrize(
+    ("method", "sent", "options", "said", "written"),
+    [
+        ("valid_step", signal.SIGTERM, "", "SIGTERM after 2 updates; wrote", True),
+        ("get_train_iterator", signal.SIGINT, "", "Ctrl-C (SIGINT) before the first", False),
+        ("valid_step", signal.SIGTERM, "--no-save", "was not to write a checkpoint", False),
+    ],
+)
+def test_interruptions(lsq_train, tmp_path, monkeypatch, method, sent, options, said, written):
+    """In validation, before the first update, and without checkpoints."""
+    monkeypatch.setattr(Trainer, method, lambda *_, **__: os.kill(os.getpid(), sent))
+    with pytest.raises(Interrupted) as stopped:
+        lsq_train(tmp_path / "model", *FLOAT, "--max-update", "2", *options.split())
+    assert stopped.value.code == 128 + sent and said in stopped.value.message
+    assert bool(list((tmp_path / "model").glob("*.pt"))) == written
 
 
 def test_two_trainings_in_one_folder(lsq_train, tmp_path):
@@ -183,56 +161,11 @@ def test_two_trainings_in_one_folder(lsq_train, tmp_path):
         with pytest.raises(Busy, match=message):
             lsq_train(folder, "--max-update", "1")
         lsq_train(folder, "--max-update", "1", "--no-save")
-    lsq_train(folder, "--max-update", "1")
+    few = "--max-tokens 12 --disable-validation --max-update 1".split()
+    lsq_train(folder, *FLOAT, *few)
     assert (folder / "checkpoint_last.pt").exists() and not (folder / NAME).exists()
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_interrupted_training_continues_bit_exactly(
-    lsq_train, tmp_path, signal_after, monkeypatch, number
-):
-    options = ["--max-update", "5"]
-    lsq_train(tmp_path / "whole", *options)
-    signal_after(number, 3)
-    handler = signal.getsignal(number)
-    with pytest.raises(Interrupted) as stopped:
-        lsq_train(tmp_path / "parts", *options)
-    assert signal.getsignal(number) == handler
-    assert stopped.value.code == 128 + number
-    assert f"stopped by {name_of(number)} after 3 updates; wrote " in stopped.value.message
-    assert updates(tmp_path / "parts") == 3
-    monkeypatch.undo()
-    lsq_train(tmp_path / "parts", *options)
-    whole, parts = (
-        torch.load(tmp_path / name / "checkpoint_last.pt")["model"] for name in ("whole", "parts")
-    )
-    assert whole.keys() == parts.keys() and all(torch.equal(whole[n], parts[n]) for n in whole)
-
-
-def test_interrupted_in_validation(lsq_train, tmp_path, monkeypatch):
-    monkeypatch.setattr(Trainer, "valid_step", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
-    with pytest.raises(Interrupted, match="143") as stopped:
-        lsq_train(tmp_path / "model", *FLOAT, "--max-update", "2")
-    assert "after 2 updates; wrote" in stopped.value.message
-    assert (tmp_path / "model" / "checkpoint_last.pt").exists()
-
-
-def test_interrupted_before_the_first_update(lsq_train, tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        Trainer, "get_train_iterator", lambda *_, **__: os.kill(os.getpid(), signal.SIGINT)
-    )
-    with pytest.raises(Interrupted) as stopped:
-        lsq_train(tmp_path / "model", *FLOAT, "--max-update", "2")
-    assert stopped.value.message == "stopped by Ctrl-C (SIGINT) before the first update"
-
-
-def test_interrupted_without_checkpoints(lsq_train, tmp_path, signal_after):
-    signal_after(signal.SIGTERM, 2)
-    with pytest.raises(Interrupted) as stopped:
-        lsq_train(tmp_path / "model", *FLOAT, "--max-update", "4", "--no-save")
-    assert "this process was not to write a checkpoint" in stopped.value.message
-    assert not list((tmp_path / "model").glob("*.pt"))
+    said = r"\d+ samples have invalid sizes and will be skipped"
+    assert re.search(said, (folder / "train.log").read_text())
 
 
 @pytest.mark.parametrize("name", ["checkpoint_best.pt", "checkpoint_last.pt"])

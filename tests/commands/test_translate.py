@@ -29,8 +29,7 @@ def text(tmp_path) -> Path:
 
 @pytest.fixture
 def lsq_translate(output, capsysbinary, monkeypatch):
-    """lsq_translate(*options) runs the command in this process on a small model; returns the lines
-    that it writes."""
+    """lsq_translate(*options) runs the command on a small model; returns its lines."""
 
     def lsq_translate(*options: object, given: bytes = b"") -> list[str]:
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(given)))
@@ -76,6 +75,15 @@ def test_options_reach_the_search(lsq_translate, text):
     sampling = ("--sampling", "--temperature", 20, "--seed")
     drawn = [lsq_translate(text, *sampling, seed) for seed in (1, 1, 2)]
     assert drawn[0] == drawn[1] != drawn[2]
+    for options, message in (
+        (["--nbest", "3"], "nbest is 3 and beam 2"),
+        (["--sampling-topk", "3"], "they need sampling"),
+        (["--temperature", "0"], "temperature is 0.0"),
+        (["--length-penalty", "1e300"], r"length_penalty is 1e\+300; it must be from -10 to 10"),
+        (["--threads", "100000"], "--threads is 100000, and this machine has [0-9]+ cores"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            lsq_translate(text, *options)
 
 
 def test_prefixes(lsq_translate, text, tmp_path):
@@ -95,6 +103,10 @@ def test_prefixes(lsq_translate, text, tmp_path):
 
 def test_output_is_written_whole_or_not_at_all(lsq_translate, text, tmp_path):
     written = tmp_path / "out.txt"
+    busy = "is writing into .*out.txt; wait for it, or choose"
+    with locked_file(written, ""), pytest.raises(Busy, match=busy):
+        lsq_translate(text, "--output", written)
+    assert list(tmp_path.iterdir()) == [text]
     assert lsq_translate(text, "--output", written) == []
     found = written.read_text()
     assert found.splitlines() == lsq_translate(text)
@@ -118,25 +130,16 @@ def test_output_is_no_part_of_the_model(lsq_translate, output, text, tmp_path):
     assert files_in(output) == before
 
 
-def test_output_has_one_writer_at_a_time(lsq_translate, text, tmp_path):
-    written = tmp_path / "out.txt"
-    message = "is writing into .*out.txt; wait for it, or choose"
-    with locked_file(written, ""), pytest.raises(Busy, match=message):
-        lsq_translate(text, "--output", written)
-    assert list(tmp_path.iterdir()) == [text]
-
-
 def test_long_lines(lsq_translate, text, caplog):
     line = "red cat. " * 30
     text.write_text(f"red cat.\n{line}\n{'red cat ' * 60}\nred cat.\n")
     short, *_ = lsq_translate(given=b"red cat.")
-    for choice, done, expected in (
-        ("cut", "are cut and translated in parts", " ".join([short] * 30).strip()),
-        ("skip", "are left empty", ""),
-        ("copy", "are copied as they are", line.strip()),
+    cut = " ".join([short] * 30).strip()
+    for options, done, expected in (
+        ((), "are cut and translated in parts", cut),
+        (("--long-lines", "skip"), "are left empty", ""),
     ):
         caplog.clear()
-        options = [] if choice == "cut" else ["--long-lines", choice]
         found = lsq_translate(text, "--buffer", 1, *options)
         assert found[:2] == [short, expected] and len(found) == 4 and found[3] == short
         (said,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
@@ -185,21 +188,6 @@ def test_files_are_looked_at_before_the_model_is_read(tmp_path, monkeypatch):
     for files in ([], ["-"]):
         with pytest.raises(ValueError, match="--prefix cannot both be standard input"):
             translate.run(["--model", "m", "--prefix", "-", *files])
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--nbest", "3"], "nbest is 3 and beam 2"),
-        (["--sampling-topk", "3"], "they need sampling"),
-        (["--temperature", "0"], "temperature is 0.0"),
-        (["--length-penalty", "1e300"], r"length_penalty is 1e\+300; it must be from -10 to 10"),
-        (["--threads", "100000"], "--threads is 100000, and this machine has [0-9]+ cores"),
-    ],
-)
-def test_mistakes_in_options(lsq_translate, text, options, message):
-    with pytest.raises(ValueError, match=message):
-        lsq_translate(text, *options)
 
 
 def start(output: Path, *options: str, **streams) -> subprocess.Popen:
@@ -252,26 +240,17 @@ def test_a_line_at_a_time_at_a_terminal(output):
     assert found.stdout.readline() == first and found.wait() == 0
 
 
-def test_mistakes_are_one_line(output, tmp_path, refused):
-    text = tmp_path / "in.txt"
-    text.write_bytes(b"red\n\xff")
-    refused(f"error: {text}, line 2: byte 0xff", "translate", "--model", output, text)
-
-
 def read(content: bytes) -> list[str]:
     return list(read_lines(io.BytesIO(content), "in.txt"))
 
 
-def test_lines_end_at_line_feeds_only():
+def test_lines(monkeypatch):
     for content, lines in (
         ("a\r\n\u2028b\n\nc".encode(), ["a\r\n", "\u2028b\n", "\n", "c"]),
         (b"", []),
         (b"\xef\xbb\xbfa\n\xef\xbb\xbfb", ["a\n", "\ufeffb"]),  # a byte-order mark is no text
     ):
         assert read(content) == lines
-
-
-def test_what_is_no_text_is_refused_with_its_line():
     convert = "is not valid UTF-8; convert the file first, e.g. with iconv"
     for content, message in (
         (b"a\nb\xffc\n", f"in.txt, line 2: byte 0xff {convert}"),
@@ -282,9 +261,6 @@ def test_what_is_no_text_is_refused_with_its_line():
             read(content)
     found = read_lines(io.BytesIO(b"a\n\xff"), "in.txt")
     assert next(found) == "a\n"  # what is before a mistake is read
-
-
-def test_endless_lines_are_refused(monkeypatch):
     monkeypatch.setattr(translate, "LONGEST", 4)
     assert read(b"abc\nabcd") == ["abc\n", "abcd"]
     with pytest.raises(ValueError, match="in.txt, line 2 has more than 4 bytes"):

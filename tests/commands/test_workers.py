@@ -30,7 +30,6 @@ def updates(folder: Path) -> int:
 def torchrun(
     processes: int, *command: str, restarts: int = 0, timeout: float = 190
 ) -> subprocess.CompletedProcess:
-    """Start a command in so many processes."""
     launcher = [sys.executable, "-m", "torch.distributed.run", *ONE_MACHINE, "--no-python"]
     launcher += ["--nproc-per-node", str(processes), "--max-restarts", str(restarts)]
     options = {"capture_output": True, "text": True, "timeout": timeout, "cwd": ROOT}
@@ -106,10 +105,7 @@ def test_fairseq_train_under_torchrun(prepared, tmp_path):
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_four_processes_of_which_one_is_lost(prepared, tmp_path, number):
-    """Every survivor names it within the timeout, and three go on from the checkpoint.
-
-    A stopped process ends when torchrun kills it, half a minute after the first of the others.
-    """
+    """Survivors name it within the timeout; torchrun kills a stopped one half a minute later."""
     options = ["--lsq-timeout", "10", "--max-update"]
     command = training(prepared.data, tmp_path, *options, "8")
     done = torchrun(4, *dying_of(number, 2), *command)

@@ -251,7 +251,7 @@ RULES = [
         "needs a training",
         test=COMMANDS + "convert_checkpoint.py",
     ),
-    Rule("lsq doctor", parse_lsq, "half a minute of compiling", test=COMMANDS + "doctor.py"),
+    Rule("lsq doctor", run_lsq),
     Rule("curl", leave_it, "the service does not run here", test="tests/serving/http"),
     Rule("fairseq-train", run_fairseq, HOURS, SHORT + ENCODER + DECODER),
     Rule("fairseq-preprocess", run_fairseq),

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-from torch import distributed
 
 from tests.commands.conftest import TRAINING, files, prepared, pytest_collection_modifyitems  # noqa: F401
 from tests.configurations import quick_configurations  # noqa: F401
@@ -23,13 +22,3 @@ def trained(prepared, tmp_path_factory) -> Path:  # noqa: F811
         assert cli.main(["train", str(prepared.data), *TRAINING, *TINY, *options]) == 0
         (save / "checkpoint_last.pt").rename(folder / f"{arch}.pt")
     return folder
-
-
-@pytest.fixture
-def group(tmp_path):
-    """A group of this process alone."""
-    distributed.init_process_group(
-        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
-    )
-    yield
-    distributed.destroy_process_group()

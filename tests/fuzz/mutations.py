@@ -1,5 +1,4 @@
-"""Files as they come from broken disks, other programs and tired people: mutations drawn from a
-seeded generator."""
+"""Files as they come from broken disks, other programs and tired people, from a seed."""
 
 import copy
 import json
@@ -12,20 +11,17 @@ NUMBERS = "0 -1 1 -0 NaN inf -Infinity 1e308 1e400 0.5 1e-320".split()
 NUMBERS += ["9" * 5000, "", " 7 "]
 NUMBERS += [str(number) for number in (2**63, -(2**63) - 1, 2**62, 2**31, 2**64)]
 NUMBERS += "1_000 ٣ ² 0x10 +5 1,5".split()
-"""In the place of a number."""
 STRANGE = [None, True, False, 0, -1, 1, 16, 2**31, 2**64, 1e308, 0.5, math.inf, math.nan]
 STRANGE += [[], {}, [[]], {"a": {"b": 1}}, "", "x", "\x00", "\ud800", "a" * 999]
 STRANGE += [*"1 nt tn int8 as_is nk matmul".split(), "00" * 64, [[[[[[[[[]]]]]]]]]]
-"""In the place of a value of JSON."""
 PIECES = rb"[ { \" } ] , : - 9 e9 \u NaN".replace(b'\\"', b'"').split()
 PIECES += [b"\0", b"\xef\xbb\xbf", b"\n", b"\r", "\u2028".encode(), b"\xff", b"\xed\xa0\x80"]
 PIECES += [b"\t", b"'", b"%s", b"../", "\u202e".encode(), "👩‍👩‍👧".encode()]
-"""In the place of some bytes."""
 _NUMBER = re.compile(rb"-?\d+(?:\.\d+)?(?:e-?\d+)?")
 
 
 def mutated_bytes(content: bytes, chance: random.Random) -> bytes:
-    """Bits flipped, bytes cut, doubled, put elsewhere or replaced, blocks swapped; any file."""
+    """Flip bits; cut, double, move or replace bytes; swap blocks."""
     found = bytearray(content)
     for _ in range(chance.choice([1, 1, 2, 5])):
         start = chance.randrange(len(found) + 1)
@@ -57,8 +53,7 @@ def mutated_bytes(content: bytes, chance: random.Random) -> bytes:
 
 
 def mutated_text(content: bytes, chance: random.Random) -> bytes:
-    """The same, and what befalls text: other numbers, encodings and line ends, byte order marks,
-    huge lines."""
+    """As bytes, or with other numbers, encodings, line ends, byte order marks, huge lines."""
     kind = chance.randrange(12)
     if kind == 0:
         return _with_number(content, chance)
@@ -88,8 +83,7 @@ def mutated_text(content: bytes, chance: random.Random) -> bytes:
 
 
 def mutated_table(content: bytes, chance: random.Random) -> bytes:
-    """The same, and what befalls comma-separated values: columns that go, come, change places or
-    separators."""
+    """As text, or with columns that go, come, change places or separators."""
     rows = [line.split(b",") for line in content.split(b"\n")]
     row = chance.choice(rows)
     column = chance.randrange(len(row))
@@ -113,8 +107,7 @@ def mutated_table(content: bytes, chance: random.Random) -> bytes:
 
 
 def mutated_json(content: bytes, chance: random.Random) -> bytes:
-    """The text changed as any text, or values of other types, sizes and depths put in the place of
-    each field."""
+    """As text, or with values of other types, sizes and depths."""
     if chance.random() < 0.5:
         return mutated_text(content, chance)
     values = mutated_values(json.loads(content), chance, STRANGE)
@@ -123,13 +116,7 @@ def mutated_json(content: bytes, chance: random.Random) -> bytes:
 
 
 def mutated_values(content: Any, chance: random.Random, strange: list[Any]) -> Any:
-    """A copy with one value replaced, removed, changed a little, or put beside its own under
-    another name.
-
-    Args:
-        content: dicts and lists within one another.
-        strange: values to put in the place of others.
-    """
+    """Replace, remove or change a value in dicts and lists, or put it under another name."""
     content = copy.deepcopy(content)
     places = []
     stack = [content]
@@ -171,16 +158,10 @@ def _with_number(content: bytes, chance: random.Random) -> bytes:
 NONSENSE = [*NUMBERS, " ", *"x -- - -x none True [] {} (1, ../.. . missing/file %s".split()]
 NONSENSE += ["a" * 5000, "\udcff", "👩‍👩‍👧", "$(touch planted)"]
 NONSENSE += "{0} int8,float a:b @given 2 3 16 100".split()
-"""In the place of an option's value."""
 
 
 def mutated_options(words: list[str], chance: random.Random, known: list[str]) -> list[str]:
-    """A command line with values replaced, missing, repeated or swapped, options left out, cut,
-    unknown or added.
-
-    Args:
-        known: options that may be added.
-    """
+    """Replace, repeat, swap or leave out words; cut options, or add those that are `known`."""
     words = list(words)
     for _ in range(chance.choice([1, 1, 2])):
         place = chance.randrange(len(words)) if words else 0

@@ -24,8 +24,7 @@ def same(one: object, other: object) -> bool:
 @trial.quick_counts
 @pytest.mark.parametrize("model", MODELS)
 def test_no_damage_to_a_file_is_loaded_in_silence(tmp_path, trained, model, count):
-    """What is still loaded is what was written, to the last bit: only bytes that carry nothing were
-    hit."""
+    """What is still loaded is what was written, to the last bit."""
     content = (trained / f"{model}.pt").read_bytes()
     path = tmp_path / "checkpoint_last.pt"
     path.write_bytes(content)

@@ -14,13 +14,11 @@ PRODUCTS = (
     b"op,m,n,k,dtype,out,alpha,layout\nproject,64,128,256,,,,\nproject_weight_gradient,64,128,200,,,,\n"
     b"project_input_gradient,8,16,24,,,,\n"
 )
+EXACT = "plan given/file.csv --method exact --time-limit 0.1 --quiet"
 COMMANDS = {
-    "plan": (BUFFERS, ["plan", "given/file.csv", "--output", "plan.csv", "--quiet"]),
-    "plan exact": (
-        BUFFERS,
-        ["plan", "given/file.csv", "--method", "exact", "--time-limit", "0.1", "--quiet"],
-    ),
-    "tune": (PRODUCTS, ["tune", "--shapes", "given/file.csv", "--list"]),
+    "plan": (BUFFERS, "plan given/file.csv --output plan.csv --quiet"),
+    "plan exact": (BUFFERS, EXACT),
+    "tune": (PRODUCTS, "tune --shapes given/file.csv --list"),
 }
 
 
@@ -34,7 +32,7 @@ def test_a_file_is_used_or_refused(tmp_path, monkeypatch, name, count):
 
     def attempt(chance):
         path.write_bytes(mutated_table(content, chance))
-        found = trial.outcome(lambda: cli.main(command), path.parent)
+        found = trial.outcome(lambda: cli.main(command.split()), path.parent)
         of_all = found.refusal and "all buffers add up" in found.refusal
         if found.refusal and "file.csv" not in found.refusal and not of_all:
             return trial.Outcome(fault=f"a message that does not name the file: {found.refusal}")

@@ -1,9 +1,6 @@
 """JSON that users hand in or edit: files of tuned products and of measured costs, markers."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,43 +16,29 @@ from tests.study.test_costs import COSTS
 TUNED = file(entry(8), cublas_entry(), cublas_entry(m=4096, n=1024, k=1024))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Kind:
-    """A kind of file."""
-
-    sound: Callable[[Path], object]
-    """Writes one."""
-    read: Callable[[Path], Any]
-    write: Callable[[Path, Any], object] | None = None
-    """What is read means something: written again it is read as the same."""
-
-
 KINDS = {
-    "products of a GPU": Kind(
-        sound=lambda path: configuration_file.write(path, TUNED),
-        read=configuration_file.read,
-        write=configuration_file.write,
-    ),
-    "costs": Kind(sound=lambda path: write_costs(path, COSTS), read=read_costs, write=write_costs),
+    "products of a GPU": (configuration_file.write, configuration_file.read, TUNED),
+    "costs": (write_costs, read_costs, COSTS),
 }
+"""Functions that write and read a file, and a sound content."""
 
 
 @trial.quick_counts
 @pytest.mark.parametrize("name", KINDS)
 def test_a_file_is_refused_or_means_what_it_says(tmp_path, name, count):
-    kind, path, again = KINDS[name], tmp_path / "given" / "file.json", tmp_path / "again.json"
+    (write, read, sound), path = KINDS[name], tmp_path / "given" / "file.json"
     path.parent.mkdir()
-    kind.sound(path)
+    write(path, sound)
     content = path.read_bytes()
 
     def attempt(chance):
         path.write_bytes(mutated_json(content, chance))
-        found = trial.outcome(lambda: kind.read(path), path.parent)
+        found = trial.outcome(lambda: read(path), path.parent)
         if found.refusal and not found.refusal.removeprefix("error: ").startswith(str(path)):
             return trial.Outcome(fault=f"a message that does not name the file: {found.refusal}")
-        if found.refusal is None and not found.fault and kind.write:
-            kind.write(again, found.result)
-            assert kind.read(again) == found.result
+        if found.refusal is None and not found.fault:
+            write(tmp_path / "again.json", found.result)
+            assert read(tmp_path / "again.json") == found.result
         return found
 
     worked, refused = trial.survey(name, count, attempt)
@@ -82,15 +65,9 @@ def test_a_marker_of_a_stage_is_refused_or_the_stage_done_again(tmp_path, count)
         found = trial.outcome(lambda: stages.run_stage(stage, key, work, lambda said: None))
         after = trial.digests(tmp_path)
         if found.refusal and after != before:
-            return trial.Outcome(
-                fault=f"{found.refusal}, but changed {before.items() ^ after.items()}"
-            )
-        changed = {
-            name for name in before.keys() | after.keys() if before.get(name) != after.get(name)
-        }
-        if found.refusal is None and (
-            changed - {f"text/{stages.MARKER}"} or not stage.is_done(key)
-        ):
+            return trial.Outcome(fault=f"{found.refusal}, but left {sorted(after)}")
+        changed = dict(before.items() ^ after.items()).keys() - {f"text/{stages.MARKER}"}
+        if found.refusal is None and (changed or not stage.is_done(key)):
             return trial.Outcome(fault=f"left {sorted(after)}")
         return found
 

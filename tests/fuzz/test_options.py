@@ -3,23 +3,13 @@
 import dataclasses
 import os
 from argparse import ArgumentParser
+from importlib import import_module
 
 import pytest
 import torch
 from fairseq import options
 
-from lsq.commands import (
-    cli,
-    configs,
-    doctor,
-    export,
-    numbers,
-    plan,
-    serve,
-    train_text,
-    translate,
-    tune,
-)
+from lsq.commands import cli, doctor, numbers
 from lsq.serving import model_file
 from tests.commands.conftest import TRAINING, write_pairs
 from tests.fuzz import trial
@@ -33,14 +23,8 @@ NOT_ADDED |= {"--distributed-init-method", "--distributed-port"}
 
 
 def known(parser: ArgumentParser) -> list[str]:
-    """The long options of a parser."""
-    names = [
-        name
-        for action in parser._actions
-        for name in action.option_strings
-        if name.startswith("--")
-    ]
-    return sorted(set(names) - NOT_ADDED)
+    names = {name for action in parser._actions for name in action.option_strings}
+    return sorted({name for name in names if name.startswith("--")} - NOT_ADDED)
 
 
 TEXT = (
@@ -53,9 +37,8 @@ COMMANDS = {
     "tune": "tune --shapes given/p.csv --device cuda --beam 5 --max-tokens 64 --output t.json",
     "configs list": "configs list",
     "configs show": "configs show given/file.json",
-    "configs export": "configs export e.json --kind cpu",
     "user-dir": "user-dir",
-    "doctor": "doctor --json",
+    "doctor": "doctor",
     "translate": (
         "translate given/short.txt --model given/words.safetensors --beam 2 --max-len-b 5"
         " --output out"
@@ -66,16 +49,6 @@ COMMANDS = {
     "train-text": f"train-text {TEXT}",
 }
 """Name -> a sound command line."""
-PARSERS = {
-    "plan": plan,
-    "tune": tune,
-    "configs show": configs,
-    "translate": translate,
-    "serve": serve,
-    "export": export,
-    "numbers": numbers,
-    "train-text": train_text,
-}
 LAST = {
     "tune": "--list",
     "translate": "given/short.txt",
@@ -87,15 +60,13 @@ LAST = {
 
 def added(name: str) -> list[str]:
     """What may be added to a command line."""
-    if name == "doctor":
-        return ["--emulate", "--json"]
-    return known(PARSERS[name].parser()) if name in PARSERS else []
+    module = import_module(f"lsq.commands.{name.split()[0].replace('-', '_')}")
+    return known(module.parser()) if hasattr(module, "parser") else []
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """The working folder, with files for the commands; what takes long or leaves this process does
-    nothing."""
+    """The working folder with files; what takes long or leaves this process does nothing."""
     monkeypatch.chdir(tmp_path)
     given = tmp_path / "given"
     given.mkdir()
@@ -107,7 +78,6 @@ def folder(tmp_path, monkeypatch):
     (given / "short.txt").write_text("encoder5\u2581 encoder6\u2581\n\nencoder7\u2581\n")
     report = doctor.report()
     monkeypatch.setattr(doctor, "report", lambda: report)
-    monkeypatch.setattr(doctor, "emulate", lambda: 0)
     monkeypatch.setattr(numbers, "compare", lambda given: {})
     monkeypatch.setattr(os, "execv", lambda *command: pytest.fail(f"would become {command}"))
     threads = torch.get_num_threads()

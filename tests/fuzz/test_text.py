@@ -1,5 +1,4 @@
-"""Text that users hand in: parallel corpora; and text in folders that the commands made, damaged
-afterwards."""
+"""Text that users hand in, and files of prepared folders, damaged."""
 
 import json
 import random
@@ -13,10 +12,9 @@ from fairseq.data.encoders.sentencepiece_bpe import SentencepieceConfig
 
 from lsq.commands import cli, generate
 from lsq.commands.losses import read_losses
+from tests.commands.conftest import WORDS
 from tests.fuzz import trial
 from tests.fuzz.mutations import mutated_bytes, mutated_text
-
-WORDS = "red green blue black white one two three four five cat dog bird fish horse".split()
 
 
 @pytest.mark.thorough
@@ -42,11 +40,7 @@ def test_a_corpus_is_prepared_or_refused(tmp_path, monkeypatch, count):
             (given / f"text.{side}").write_bytes(changed)
         shutil.rmtree(output, ignore_errors=True)
         found = trial.outcome(lambda: cli.main([*command, "--vocabulary-size", "60"]), given)
-        left = [
-            path.name
-            for path in output.rglob("*")
-            if path.name.endswith(".partial") or path.name == ".lsq.lock"
-        ]
+        left = [path.name for path in (*output.rglob("*.partial"), *output.rglob(".lsq.lock"))]
         return trial.Outcome(fault=f"left {left}") if left else found
 
     worked, refused = trial.survey("corpus", count, attempt)
@@ -58,7 +52,6 @@ def dictionary(path: Path) -> Dictionary:
 
 
 def subwords(path: Path) -> str:
-    """As `lsq generate --bpe sentencepiece` uses the model of a prepared folder."""
     generate.check_subwords(str(path))
     return sentencepiece_bpe.SentencepieceBPE(
         SentencepieceConfig(sentencepiece_model=str(path))

@@ -1,7 +1,4 @@
-"""What a command may do with what it is given: work, or say in one line why not.
-
-Everything else is a fault.
-"""
+"""What a command may do with what it is given: work, or say in one line why not."""
 
 import contextlib
 import hashlib
@@ -17,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from lsq.commands import cli
+from tests.commands.conftest import files_in
 
 SECONDS = 20.0
 """Longer is a hang; sound calls take less than a twentieth."""
@@ -34,19 +32,14 @@ class Hang(BaseException):
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How a call ended."""
-
     result: object = None
-    """What it returned."""
     refusal: str | None = None
     """What it told the user, in one line; None: it did what was asked."""
     fault: str | None = None
-    """What should not have been."""
 
 
 def counts(by_default: int, when_slow: int = MUTATIONS) -> pytest.MarkDecorator:
-    """Runs a test that takes `count` with so many mutations, and with more of them where slow tests
-    are run."""
+    """Run a test with so many mutations, and with more where slow tests are run."""
     everything = pytest.param(when_slow, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])
     return pytest.mark.parametrize("count", [by_default, everything])
 
@@ -54,17 +47,12 @@ def counts(by_default: int, when_slow: int = MUTATIONS) -> pytest.MarkDecorator:
 quick_counts = pytest.mark.parametrize(
     "count", [QUICK, pytest.param(MUTATIONS, marks=pytest.mark.thorough)]
 )
-"""Runs a test that takes `count`, whose mutations take milliseconds, with all of them in `make
-test-thorough`."""
+"""For mutations of milliseconds: all of them in `make test-thorough`."""
 
 
 def survey(kind: str, count: int, attempt: Callable[[random.Random], Outcome]) -> tuple[int, int]:
-    """Make `count` attempts, each with a generator of its own, and fail with what was wrong with
-    them.
-
-    Returns:
-        (how many calls worked, how many were refused)
-    """
+    """Make attempts, each with its own generator, and fail with their faults; returns how many
+    worked, and how many were refused."""
     worked, faults = 0, []
     for number in range(count):
         outcome = attempt(random.Random(f"{kind} {number}"))
@@ -78,12 +66,7 @@ def survey(kind: str, count: int, attempt: Callable[[random.Random], Outcome]) -
 
 
 def outcome(call: Callable[[], object], folder: Path | None = None) -> Outcome:
-    """Call, and judge how it ended: `call` is a command line, or what raises errors that
-    `lsq.commands.cli` makes messages of.
-
-    Args:
-        folder: no file there may change.
-    """
+    """Call, and judge how it ended, as `lsq.commands.cli` does; no file in `folder` may change."""
     before = digests(folder) if folder else {}
     found = _outcome(call)
     changed = sorted(dict(before.items() ^ (digests(folder) if folder else {}).items()))
@@ -131,8 +114,7 @@ def _place(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def limits(seconds: float = SECONDS, memory: int = MEMORY) -> Iterator[None]:
-    """Within this context a hang is an exception, and this process gets no more memory than
-    that."""
+    """Make a hang an exception, and limit the memory of this process, within this context."""
 
     def expired(*_) -> None:
         raise Hang
@@ -152,8 +134,4 @@ def limits(seconds: float = SECONDS, memory: int = MEMORY) -> Iterator[None]:
 
 def digests(folder: Path) -> dict[str, str]:
     """Path of every file in a folder -> checksum."""
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    return {
-        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in files
-    }
+    return {path: hashlib.sha256(content).hexdigest() for path, content in files_in(folder).items()}

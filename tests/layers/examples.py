@@ -1,10 +1,10 @@
-"""Programs of every kind of layer, small, by name; "lsq" and "float" in a name say what they
-are."""
+"""Programs of every kind of layer, small, by name, which says "lsq" and "float" where they are."""
+
+from dataclasses import replace
 
 import torch
 
-from lsq.commands import doctor
-from lsq.config import Adapter, LayerConfig, QuantConfig
+from lsq.config import Adapter, LayerConfig, QuantConfig, RelativeBias, Rotary
 from lsq.layers import decoding, programs
 from lsq.layers.blocks import PackedSequences
 from lsq.layers.builder import Mode
@@ -91,8 +91,7 @@ def drawn_for(program: Program, seed: int = 0) -> dict[str, torch.Tensor]:
 def run(
     program: Program, where: Backend, given: dict[str, torch.Tensor] | None = None
 ) -> dict[str, torch.Tensor]:
-    """By name, on the CPU: outputs, gradients, and the integers of the forward pass, from what is
-    given, or drawn."""
+    """By name, on the CPU: outputs, gradients, and the integers of the forward pass."""
     drawn = {
         name: tensor.to(where.device) for name, tensor in (given or drawn_for(program)).items()
     }
@@ -124,7 +123,14 @@ def _programs():
                 if kind != "embedding":
                     yield kind + suffix, lambda b=build, c=config, m=mode: b(c, m, *sizes)
     for suffix, options in {"": {"backward": "int8"}, " float": {"mode": "float"}}.items():
-        turning = doctor.turning(config_of(**options))
+        turning = replace(
+            config_of(**options),
+            kv_heads=1,
+            rotary=Rotary(positions=9),
+            qk_norm=1e-6,
+            window=5,
+            relative_bias=RelativeBias(buckets=8, farthest=6),
+        )
         rotary = TRAINED["self-attention"]
         yield "rotary self-attention" + suffix, lambda b=rotary, c=turning: b(c, training, *sizes)
     floats = config_of(mode="float")

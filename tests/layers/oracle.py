@@ -1,9 +1,8 @@
-"""Runs a module and its float64 reference on the same inputs; compares codes, outputs and all
+"""Runs a module and its float64 reference on the same inputs; compares codes, outputs and
 gradients.
 
-A value that lies on the border between two codes may fall to either side in float32. Inputs are
-therefore drawn until the reference is nowhere within MARGIN of a border; after that, codes must be
-equal without exception.
+A value between two codes may fall to either side in float32. Inputs are drawn until the reference
+is nowhere within MARGIN of a border; then all codes must be equal.
 """
 
 from contextlib import contextmanager
@@ -28,8 +27,7 @@ least 1)."""
 
 
 class Recorder(ReferenceLayer):
-    """The reference, noting the codes of everything it rounds and how near a border the nearest
-    value was."""
+    """The reference, noting the codes of what it rounds, and how near a border values come."""
 
     def __init__(self, config, parameters, dropout=None, masks=()):
         super().__init__(config, parameters, dropout)
@@ -139,11 +137,7 @@ def recorded(module):
 
 
 def prepare(module, run, inputs, tighten=0.7):
-    """Random biases and norms, calibrated clips made so narrow that much is clipped, no weight near
-    a border.
-
-    Returns the subsequences of the module's dropouts.
-    """
+    """Vary biases and norms, calibrate and narrow clips; return the subsequences of dropouts."""
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             if "norm" in name or name.endswith("bias"):
@@ -201,8 +195,7 @@ def reference_of(config, module, key, subsequences, dtype, masks=()) -> Recorder
 
 
 def drop(x, probability, key, subsequence, padding):
-    """x [B, T, F], or probabilities [B, N, T, S], after the dropout that packed rows have: padding
-    stands nowhere."""
+    """x [B, T, F], or probabilities [B, N, T, S], after the dropout of packed rows."""
     batch, time = x.shape[0], x.shape[-2]
     present = torch.ones(batch, time, dtype=torch.bool) if padding is None else ~padding
     row = (present.flatten().cumsum(0) - 1).clamp(min=0).view(batch, time)
@@ -231,11 +224,8 @@ def margin_of(reference, run, inputs) -> float:
 
 
 def find_inputs(module, config, run, run_reference, draw, tighten, masks):
-    """(seed, key, inputs, subsequences of dropout) for which no value is near a border.
-
-    With few bits the sums of a product take few values, all of which may be near one: then other
-        clips are tried.
-    """
+    """(seed, key, inputs, subsequences of dropout) with no value near a border, or under other
+    clips."""
     subsequences = prepare(module, run, draw(), tighten)
     for _ in range(5):
         for seed in range(30):
@@ -251,17 +241,11 @@ def find_inputs(module, config, run, run_reference, draw, tighten, masks):
 def compare_with_reference(
     module, config, run, run_reference, draw, tighten=0.7, padding=None, memory_padding=None
 ) -> Outcome:
-    """Check everything; returns the module's outcome.
+    """Check a fresh module against ReferenceLayer(config); returns the module's outcome.
 
-    Args:
-        module: freshly made, in the mode to test.
-        config: for the ReferenceLayer.
-        run: (module, *inputs) -> output.
-        run_reference: (reference, *inputs) -> output.
-        draw: () -> float inputs at random.
-        tighten: factor of the measured clips.
-        padding: bool [B, T] of the rows that the module packs; results there are zero.
-        memory_padding: bool [B, S] of the memory, S other than T.
+    `run`, `run_reference`: (module or reference, *inputs) -> output. `draw`: () -> inputs.
+    `tighten`: factor of the measured clips. `padding`: bool [B, T] of the rows that the module
+    packs, where results are zero; `memory_padding`: bool [B, S], S other than T.
     """
     run_reference = masked(run_reference, padding)
     masks = padding, memory_padding
@@ -296,8 +280,7 @@ def masked(run_reference, padding):
 
 
 def assert_same_codes(codes, expected):
-    """Every rounded tensor is there and its integers are equal; rows beyond a vocabulary hold
-    zeros."""
+    """All integers are equal; rows beyond a vocabulary hold zeros."""
     assert codes.keys() == expected.keys()
     for name, wanted in expected.items():
         found = codes[name].reshape(-1, wanted.shape[-1])
@@ -309,11 +292,8 @@ def assert_same_codes(codes, expected):
 
 
 def assert_accurate(values, exact, single):
-    """Errors against float64 are at most twice those of the float32 reference, plus FLOOR.
-
-    The error of one number is luck: tensors of one element (the clips of activations) share their
-        reference's largest.
-    """
+    """Errors against float64 are at most twice those of the float32 reference, plus FLOOR; of
+    tensors of one element, whose errors are luck, twice the largest of these."""
     assert values.keys() == exact.keys()
     errors = {
         name: (single[name].double() - wanted).abs().max().item() for name, wanted in exact.items()

@@ -1,9 +1,8 @@
 """The layers again, in plain PyTorch: float products of rounded numbers, differentiated by
 autograd.
 
-Independent of programs and fused operations, and slow: every other implementation is tested against
-it, in float64. Dropout is given as a function, so that it can draw the same masks as a program.
-Shapes as in the modules.
+Independent of programs, and slow: others are tested against it, in float64. Shapes as in the
+modules.
 """
 
 import itertools
@@ -30,14 +29,9 @@ Dropout = Callable[[torch.Tensor, float], torch.Tensor]
 
 
 class ReferenceLayer:
-    """Computes what a module computes, from a dict of its parameters (any float dtype, gradients
-    wanted or not).
+    """Computes what a module of `config` does, from its parameters by name, in any float dtype.
 
-    Args:
-        config: the module's configuration.
-        parameters: by the names of the module's state dict.
-        dropout: called once for each dropout with (x, probability), in the order of the forward
-            pass.
+    `dropout`: called for each dropout with (x, probability), in the order of the forward pass.
     """
 
     def __init__(
@@ -62,8 +56,7 @@ class ReferenceLayer:
         return functional.linear(x, weight, self.parameters.get(name + "_bias"))
 
     def activate(self, x: torch.Tensor) -> torch.Tensor:
-        """The activation; without a gate, bounded slopes are kept as integers where anything is
-        rounded."""
+        """The activation; without a gate, bounded slopes are integers where anything is rounded."""
         activation = ACTIVATIONS[self.config.activation]
         return _Stepped.apply(x, activation) if self.steps else activation(x)
 
@@ -121,8 +114,7 @@ class ReferenceLayer:
         return self.linear(context, prefix + "out")
 
     def turn(self, x, norm: str) -> torch.Tensor:
-        """Queries or keys [B, T, ...] with their norm, if there is one, turned as complex
-        numbers."""
+        """Queries or keys [B, T, ...], after their norm, if any, turned as complex numbers."""
         config, heads = self.config, self.split(x)
         if config.qk_norm is not None:
             heads = functional.rms_norm(
@@ -170,8 +162,7 @@ class ReferenceLayer:
         return x if self.config.pre_norm else self.norm(x, norm)
 
     def norm(self, x, name: str) -> torch.Tensor:
-        """LayerNorm or RMSNorm of x [..., H]; the backward pass reads integers where anything is
-        rounded."""
+        """LayerNorm or RMSNorm of x [..., H], whose backward pass may read integers."""
         weight, bias = self.parameters[name + ".weight"], self.parameters.get(name + ".bias")
         epsilon, centred = self.config.layer_norm_epsilon, self.config.norm == "layer"
         if self.config.quant.quantized:
@@ -183,8 +174,7 @@ class ReferenceLayer:
     def encoder_layer(
         self, x: torch.Tensor, padding: torch.Tensor | None = None, causal: bool = False
     ) -> torch.Tensor:
-        """x [T, B, H], padding bool [B, T] -> [T, B, H]; padding is computed like words, and means
-        nothing."""
+        """x [T, B, H], padding bool [B, T] -> [T, B, H]; what padding becomes means nothing."""
         x = x.transpose(0, 1)
         x = self.block(
             x,
@@ -233,8 +223,7 @@ def buckets(relative: RelativeBias, time: int, causal: bool) -> torch.Tensor:
 
 
 class _KeptNorm(torch.autograd.Function):
-    """A norm whose backward pass takes normalised rows as 127ths of each row's largest
-    magnitude."""
+    """A norm whose backward pass reads 127ths of each row's largest magnitude."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, epsilon, centred):
@@ -262,8 +251,7 @@ class _KeptNorm(torch.autograd.Function):
 
 
 def normalise(x: torch.Tensor, epsilon: float, centred: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [..., H] with mean square 1, and what it was multiplied by [..., 1]; `centred`: with mean
-    0, too."""
+    """x [..., H] with mean square 1 (`centred`: mean 0, too), and its factor [..., 1]."""
     x = x - x.mean(-1, keepdim=True) if centred else x
     rstd = (x.square().mean(-1, keepdim=True) + epsilon).rsqrt()
     return x * rstd, rstd

@@ -40,12 +40,10 @@ def config_of(
     attention=(),
     **quant,
 ):
-    """A LayerConfig with one dropout for all places and `attention` besides; what remains goes to
-    quant_with.
+    """A LayerConfig with one dropout, and `attention` besides; the rest goes to quant_with.
 
-    Unless `backward` is given its products are of floats: nothing in it is random, and the
-    reference has the same. Unless `calibration_passes` is given only the first pass measures, so
-    that the reference finds the same clips.
+    By default products of the backward pass are of floats, so that nothing is random, and the first
+    pass alone measures clips.
     """
     quant = {"backward": "float", "calibration_passes": 0, **quant}
     given = {"hidden": hidden, "heads": heads, "feed_forward": inner, **dict(attention)}
@@ -70,8 +68,8 @@ def padding_mask(batch: int, time: int) -> torch.Tensor:
 
 
 def gradients(module, output, *inputs) -> dict[str, torch.Tensor]:
-    """Gradients of a fixed random weighting of `output`, by parameter name; inputs are "input 0"
-    and so on."""
+    """Gradients of a fixed random weighting of `output`, by name; inputs are "input 0" and so
+    on."""
     upstream = torch.randn(output.shape, generator=torch.Generator().manual_seed(7))
     parameters = {name: one for name, one in module.named_parameters() if one.requires_grad}
     names = [*(f"input {i}" for i in range(len(inputs))), *parameters]
@@ -80,11 +78,7 @@ def gradients(module, output, *inputs) -> dict[str, torch.Tensor]:
 
 
 def assert_unbiased(exact, drawn, exempt=()):
-    """The mean of many random gradients lies within 5.5 standard errors of the exact ones, element
-    by element.
-
-    exact: name -> gradient; drawn: a list of the same. All but `exempt` must vary.
-    """
+    """Means of drawn gradients lie within 5.5 standard errors of `exact`; all but `exempt` vary."""
     for name, expected in exact.items():
         each = torch.stack([gradients[name] for gradients in drawn]).double()
         standard_error = each.std(dim=0) / len(drawn) ** 0.5

@@ -1,5 +1,4 @@
-"""Clips that follow the largest magnitudes, in every way in which passes run; and parameters that
-change under a module: other sizes and dtypes, swapped tensors, what others make of weights."""
+"""Clips that follow the largest magnitudes, and parameters that change under a module."""
 
 import copy
 

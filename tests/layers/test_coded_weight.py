@@ -17,8 +17,7 @@ SIZES = (64, 32, 32)
 
 
 def parts(weight_format: str = "int8", *, in_out: bool = False, dtype: torch.dtype = torch.float32):
-    """(values that products see, parameters of SIZES rows of their codes), or one parameter of all
-    by inputs."""
+    """(values that products see, parameters of SIZES rows of codes, or one by inputs)."""
     torch.manual_seed(0)
     rows = torch.randn(sum(SIZES), 80)
     form = QuantConfig(weight_format=weight_format).weight_form("weight")

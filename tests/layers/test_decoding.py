@@ -58,8 +58,7 @@ def by_steps(layer, x, memory, mask, look=recorded):
 
 
 def in_rows(found, x, mask):
-    """Codes of all steps as the whole target has them: targets sentence by sentence, a memory
-    without padding."""
+    """Codes of all steps as the whole target has them; of a memory, without padding."""
     if len(found) == len(x) and len(found[0]) == x.shape[1]:
         return torch.stack(found, 1)
     sources = mask is not None and len(found) == 1 and len(found[0]) == mask.numel()

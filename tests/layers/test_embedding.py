@@ -13,8 +13,7 @@ TOKENS = torch.tensor([[4, 7, 2, 9, 4], [1, 1, 22, 4, 2], [5, 4, 2, 1, 1]])
 
 
 def pair(learned, scale=None, layer_norm=False, hidden=HIDDEN):
-    """(ours, the same built of fairseq's parts as tokens -> [T, B, H], their parameters by our
-    names)."""
+    """(ours, the same of fairseq's parts: tokens -> [T, B, H], their parameters by our names)."""
     positions = "learned" if learned else "sinusoidal"
     ours = Embedding(
         VOCABULARY,

@@ -1,5 +1,4 @@
-"""QuantizedLinear against the float64 reference, and its int8 backward pass against its float
-one."""
+"""QuantizedLinear against the float64 reference, and its int8 backward pass."""
 
 import pytest
 import torch

@@ -1,5 +1,4 @@
-"""Logits that nobody has computed yet, under DistributedDataParallel, which looks at the graph of
-what is given."""
+"""Logits that nobody has computed yet, under DistributedDataParallel, which looks at the graph."""
 
 from unittest.mock import patch
 

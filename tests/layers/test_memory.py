@@ -262,36 +262,21 @@ def back_by_itself(model):
 def test_mistakes():
     model = Translator(backward="int8")
     step, encoder = largest(model), model.encoder
-    for call, message in (
-        (
-            lambda: plan_memory(model, step, mode="red"),
-            "memory is 'red'; allowed: 'planned', 'guard', 'naive'",
-        ),
-        (
-            lambda: plan_memory(model, lambda: torch.nn.Linear(3, 1)(torch.ones(3))),
-            "ran no layer of lsq that is trained",
-        ),
-        (
-            lambda: plan_memory(model, lambda: print(step())),
-            "returned 'NoneType'; it must return the loss, a scalar",
-        ),
-        (
-            lambda: plan_memory(model, lambda: encoder[0](torch.ones(5, 2, 48))),
-            r"returned a tensor \(5, 2, 48\)",
-        ),
-        (lambda: plan_memory(encoder, step), "also trains .* outside the model"),
-        (lambda: plan_memory(model, lambda: back_by_itself(model)), "leave backward.. out"),
-        (
-            lambda: plan_memory(model.eval(), step),
-            r"this Translator is in eval mode, .*; call model\.train\(\) first",
-        ),
-        (
-            lambda: plan_memory(torch.nn.Linear(3, 1), lambda: None),
-            r"no layer of this Linear is lsq's; call lsq\.convert\(model\)",
-        ),
+    other = torch.nn.Linear(3, 1)
+    for planned, run, message in (
+        (model, lambda: other(torch.ones(3)), "ran no layer of lsq that is trained"),
+        (model, lambda: print(step()), "returned 'NoneType'; it must return the loss, a scalar"),
+        (model, lambda: encoder[0](torch.ones(5, 2, 48)), r"returned a tensor \(5, 2, 48\)"),
+        (encoder, step, "also trains .* outside the model"),
+        (model, lambda: back_by_itself(model), "leave backward.. out"),
+        (other, lambda: None, r"no layer of this Linear is lsq's; call lsq\.convert\(model\)"),
     ):
         with pytest.raises(ValueError, match=message):
-            call()
+            plan_memory(planned, run)
+    with pytest.raises(ValueError, match="memory is 'red'; allowed: 'planned', 'guard', 'naive'"):
+        plan_memory(model, step, mode="red")
+    with pytest.raises(ValueError, match=r"this Translator is in eval .*; call model\.train\(\)"):
+        plan_memory(model.eval(), step)
     assert all(parameter.grad is None for parameter in model.parameters())
     model.train().encoder.gradient_checkpointing = True
     with pytest.raises(ValueError, match="runs layers again in .*, which cannot be planned; call"):

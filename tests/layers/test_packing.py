@@ -61,8 +61,7 @@ def test_filled_sizes_are_large_enough_and_not_much_larger(rows, count):
 
 @pytest.mark.thorough
 def test_an_epoch_has_a_few_dozen_sizes():
-    """Sentences of a length as in translation (log-normal, 24 tokens on average), in batches as
-    fairseq makes them."""
+    """Of log-normal lengths, 24 tokens on average, in batches as fairseq makes them."""
     generator = torch.Generator().manual_seed(1)
     source = (
         (torch.randn(60_000, generator=generator).mul(0.8).add(2.86).exp() + 1).int().clamp(max=256)
@@ -97,8 +96,7 @@ def test_sizes_are_exact_where_clips_are_measured_or_observed_and_outside_of_tra
 
 
 def test_a_filled_batch_trains_as_the_batch_itself():
-    """In the emulator, codes are the same integers; sums over rows are of the same numbers and
-    zeros."""
+    """In the emulator: the same integers, and sums of the same numbers and zeros."""
     torch.manual_seed(0)
     layer = TransformerEncoderLayer(config_of(dropout=0.1, backward="int8"))
     layer.backend = backend("emulated")

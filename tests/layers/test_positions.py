@@ -1,7 +1,4 @@
-"""Positions in self-attention: buckets, shared tables, other backends, training and refusals.
-
-test_transformer.py compares layers with the reference, test_decoding.py their steps.
-"""
+"""Positions in self-attention: buckets, shared tables, other backends and refusals."""
 
 from dataclasses import replace
 
@@ -13,7 +10,6 @@ from lsq.layers import (
     MultiheadAttention,
     Packing,
     TransformerEncoderLayer,
-    TransformerLanguageModel,
     programs,
 )
 from lsq.layers.positions import bucket_of_distances, position_inputs
@@ -42,25 +38,6 @@ def test_on_another_backend(kind):
     for name, gradient in found[0].items():
         expected = wanted[0][name]
         assert (gradient - expected).norm() < 0.05 * expected.norm() + 1e-3, name
-
-
-def test_a_language_model_learns_and_decodes():
-    config = config_of(attention=ATTENTIONS["all"], norm="rms", pre_norm=True, backward="int8")
-    model = TransformerLanguageModel(32, config, layers=1, padding_idx=1)
-    words = torch.randint(2, 32, (4, 12))
-    optimizer, losses = torch.optim.Adam(model.parameters(), 1e-2), []
-    for _ in range(12):
-        loss, _ = model(words[:, :-1], words[:, 1:])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < 0.7 * losses[0]
-    model.eval()
-    states, whole = {}, model(words[:, :5])
-    for count in range(1, 6):
-        found = model.next_word(words[:, :count], states)
-    torch.testing.assert_close(found, whole[:, -1], atol=0.1, rtol=0.05)
 
 
 def test_biases_of_a_shared_table():

@@ -1,5 +1,4 @@
-"""Programs of whole layers on CUDA, from the same call as on the CPU: the same integers, the same
-floats."""
+"""Programs of whole layers on CUDA: the same integers and floats as on the CPU."""
 
 import copy
 
@@ -48,8 +47,7 @@ def distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
 def assert_agree(
     found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], where: str
 ) -> None:
-    """Integers equal but for one in a thousand, floats to 1e-4, or 1e-3 if a factor was rounded
-    otherwise."""
+    """Integers equal but for one in a thousand; floats to 1e-4, a few to 1e-3."""
     assert found.keys() == wanted.keys()
     integers = [name for name, tensor in wanted.items() if not tensor.dtype.is_floating_point]
     differing = sum(int((found[name] != wanted[name]).sum()) for name in integers)

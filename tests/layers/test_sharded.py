@@ -15,8 +15,7 @@ OPTIMIZERS = {"lsq": Adam, "torch": torch.optim.AdamW}
 
 
 def states(layer: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[str, torch.Tensor]]:
-    """The whole parameters before the first and after every step, which is far longer than clips
-    may change by."""
+    """The whole parameters before and after every step, which is far longer than clip_step."""
 
     def state():
         found = {name: one for name, one in layer.state_dict().items() if one.is_floating_point()}

@@ -1,6 +1,7 @@
 """Stacks and language models: against PyTorch in float64, learning, a word at a time, refusals."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from lsq.config import LayerConfig, QuantConfig
 from lsq.layers import Packing, TransformerLanguageModel
 from lsq.layers.embedding import sinusoidal_table
 from lsq.layers.memory import plan_memory, release_memory
+from tests.layers.reference import ReferenceLayer
 
 WORDS, PADDING, HIDDEN, HEADS = 29, 1, 32, 4
 
@@ -50,26 +52,20 @@ def plain(model: TransformerLanguageModel, tokens: torch.Tensor) -> torch.Tensor
         if value.is_floating_point()
     }
 
-    def linear(x, name):
-        return functional.linear(x, state[name + "_weight"], state[name + "_bias"])
-
-    def normed(x, name):
-        return functional.layer_norm(x, (HIDDEN,), state[name + ".weight"], state[name + ".bias"])
-
     table = state.get(
         "embed_tokens.position_weight",
         sinusoidal_table(tokens.shape[1] + 2, HIDDEN, PADDING).double(),
     )
     x = state["embed_tokens.weight"][tokens] * HIDDEN**0.5 + table[PADDING + 1 :][: tokens.shape[1]]
-    for index in range(2):
-        layer = f"layers.{index}."
-        qkv = linear(normed(x, layer + "self_attn_layer_norm"), layer + "self_attn.qkv")
-        q, k, v = (one.unflatten(2, (HEADS, -1)).transpose(1, 2) for one in qkv.chunk(3, dim=-1))
-        context = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + linear(context.transpose(1, 2).flatten(2), layer + "self_attn.out")
-        inner = linear(normed(x, layer + "final_layer_norm"), layer + "feed_forward.fc1")
-        x = x + linear(functional.gelu(inner), layer + "feed_forward.fc2")
-    return functional.linear(normed(x, "layer_norm"), state["output_projection.weight"])
+    x = x.transpose(0, 1)
+    for index, layer in enumerate(model.layers):
+        prefix = f"layers.{index}."
+        own = {name.removeprefix(prefix): one for name, one in state.items() if prefix in name}
+        config = replace(layer.config, quant=QuantConfig(mode="float"))
+        x = ReferenceLayer(config, own).encoder_layer(x, causal=True)
+    norm = state["layer_norm.weight"], state["layer_norm.bias"]
+    x = functional.layer_norm(x.transpose(0, 1), (HIDDEN,), *norm)
+    return functional.linear(x, state["output_projection.weight"])
 
 
 def plain_loss(model, tokens, target, smoothing=0.0):

@@ -1,5 +1,4 @@
-"""torch.compile around layers: they run beside its graph with the same numbers; fullgraph=True and
-everything else that would look into them is refused."""
+"""torch.compile runs layers beside its graph; all that would look into them is refused."""
 
 import copy
 import io
@@ -86,8 +85,7 @@ def test_the_rest_of_a_model_is_compiled():
 
 @pytest.mark.slow
 def test_compiled_by_inductor():
-    """The default backend writes C++ and calls g++; float layers may then differ in their last
-    bits."""
+    """The default backend calls g++; float layers may then differ in their last bits."""
     eager = Around()
     compiled = torch.compile(copy.deepcopy(eager))
     x = torch.randn(5, 24)

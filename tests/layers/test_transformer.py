@@ -1,14 +1,12 @@
-"""Transformer layers and their parts against the float64 reference and fairseq's own modules; how
-gradients are rounded, what passes through them, and what is refused."""
+"""Transformer layers and their parts against the float64 reference; how gradients are rounded, what
+passes through them, and what is refused."""
 
-import copy
 from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 from fairseq.modules import MultiheadAttention as FairseqAttention
-from torch.nn import functional
 
 from lsq.config import ACTIVATIONS
 from lsq.layers import (
@@ -21,9 +19,7 @@ from lsq.layers import (
     VocabularyProjection,
     programs,
 )
-from tests.layers.fairseq_layers import compare_with_fairseq, fairseq_layer
 from tests.layers.oracle import compare_with_reference, prepare
-from tests.layers.reference import ACTIVATIONS as PLAIN
 from tests.layers.shapes import (
     ATTENTIONS,
     HEADS,
@@ -34,7 +30,6 @@ from tests.layers.shapes import (
     gradients,
     padding_mask,
 )
-from tests.layers.toy import Translator, losses
 
 TIME, SOURCE, BATCH = 7, 9, 3
 KINDS = {
@@ -60,12 +55,9 @@ def turned(x):
 
 
 def compare(kind, config, *, sizes=SIZES, padded=False, causal=False, own=None, plain=None):
-    """Compare a module with the reference.
+    """Compare a module with the reference, of the configuration `plain` in eval mode, if given.
 
-    Args:
-        padded: whether the input, or the memory, has padding.
-        own: mask of the input of a decoder.
-        plain: configuration of the reference, if that is another one; the module is in eval mode.
+    `padded`: the input, or the memory, has padding. `own`: mask of a decoder's input.
     """
     time, source, batch = sizes
     mask = padding_mask(batch, source if kind in WITH_MEMORY else time) if padded else None
@@ -158,6 +150,8 @@ CASES = [
             {"clip_gradient": "pact", "bias": False},
             {"clip_gradient": "lsq", "dropout": 0.2},
             {"clip_gradient": "lsq", "bits": 4, "bias": False},
+            {"mode": "float"},
+            {"mode": "float", "bias": False},
         )
     ),
     *(
@@ -182,6 +176,7 @@ CASES = [
         for pre_norm in (False, True)
         for norm in ("layer", "rms")
     ),
+    *((kind, {"mode": "float"}, {"padded": True}) for kind in KINDS),
     # in eval mode nothing is dropped
     ("encoder", {"dropout": 0.5}, {"padded": True, "plain": config_of()}),
 ]
@@ -192,96 +187,12 @@ def test_special_modules_equal_the_reference(kind, options, how):
     compare(kind, config_of(**options), **how)
 
 
-@pytest.mark.parametrize("kind", ["encoder", "decoder"])
-@pytest.mark.parametrize("pre_norm", [False, True])
-@pytest.mark.parametrize("activation", ["relu", "gelu"])
-@pytest.mark.parametrize("padded", [False, True])
-def test_float_mode_equals_fairseq(kind, pre_norm, activation, padded):
-    options = {"pre_norm": pre_norm, "activation": activation}
-    future = torch.full((TIME, TIME), float("-inf")).triu(1)
-    mask = padding_mask(BATCH, TIME if kind == "encoder" else SOURCE) if padded else None
-
-    def theirs(layer, x, *memory):
-        if memory:
-            return layer(x, *memory, mask, self_attn_mask=future.to(x.dtype))[0]
-        y = layer(x, mask)
-        return y.masked_fill(mask.t()[..., None], 0.0) if padded else y
-
-    compare_with_fairseq(
-        KINDS[kind](config_of(mode="float", **options)),
-        fairseq_layer(kind, **options),
-        lambda layer, *inputs: layer(*inputs, mask),
-        theirs,
-        lambda: draw(kind),
-    )
-
-
-def fairseq_attention(cross):
-    """fairseq's module, and the same weights for ours."""
-    width = {"kdim": HIDDEN, "vdim": HIDDEN} if cross else {}
-    theirs = FairseqAttention(
-        HIDDEN, HEADS, encoder_decoder_attention=cross, self_attention=not cross, **width
-    )
-    parts = {"out": [theirs.out_proj], "qkv": [theirs.q_proj, theirs.k_proj, theirs.v_proj]}
-    if cross:
-        query, *key_value = parts.pop("qkv")
-        parts |= {"query": [query], "key_value": key_value}
-    state = {
-        f"{name}_{kind}": torch.cat([getattr(module, kind) for module in modules]).detach()
-        for name, modules in parts.items()
-        for kind in ("weight", "bias")
-    }
-    return theirs, state
-
-
-@pytest.mark.parametrize("cross", [False, True])
-def test_attention_equals_fairseqs(cross):
-    theirs, state = fairseq_attention(cross)
-    ours = MultiheadAttention(config_of(mode="float"), cross=cross)
-    if not cross:
-        assert 0.9 < ours.qkv_weight.std() / state["qkv_weight"].std() < 1.1
-        assert 0.9 < ours.out_weight.std() / state["out_weight"].std() < 1.1
-        assert not ours.out_bias.any()
-    ours.load_state_dict(state)
-    inputs = [
-        one.requires_grad_() for one in draw("cross-attention" if cross else "self-attention")
-    ]
-    x, memory = inputs[0], inputs[-1]
-    mask = padding_mask(BATCH, len(memory))
-    expected, _ = theirs(x, memory, memory, key_padding_mask=mask, need_weights=False)
-    if not cross:
-        expected = expected.masked_fill(mask.t()[..., None], 0.0)  # where x is padding
-    found = ours(x, memory if cross else None, mask)
-    assert (found - expected).abs().max() < 2e-6
-    upstream = torch.randn_like(expected)
-    for gradient, wanted in zip(
-        *(torch.autograd.grad(y, inputs, upstream) for y in (found, expected)), strict=True
-    ):
-        assert (gradient - wanted).abs().max() < 5e-6
-
-
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("bias", [False, True])
-def test_feed_forward_in_float_mode_is_plain_torch(activation, gated, bias):
-    sizes = {"inner": 7, "hidden": 5, "heads": 1}
-    layer = FeedForward(
-        config_of(mode="float", activation=activation, gated=gated, bias=bias, **sizes)
-    )
-    first = ("gate", "up") if gated else ("fc1",)
-    names = {name for name, _ in layer.named_parameters() if name.endswith("bias")}
-    assert names == ({f"{name}_bias" for name in (*first, "fc2")} if bias else set())
-    x = torch.randn(3, 5, requires_grad=True)
-
-    def linear(x, name):
-        bias = getattr(layer, name + "_bias", None)
-        return functional.linear(x, getattr(layer, name + "_weight"), bias)
-
-    hidden = PLAIN[activation](linear(x, first[0])) * (linear(x, "up") if gated else 1.0)
-    expected = linear(hidden, "fc2")
-    torch.testing.assert_close(layer(x), expected, atol=1e-6, rtol=1e-5)
-    ours, theirs = gradients(layer, layer(x), x), gradients(layer, expected, x)
-    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+def test_attention_begins_as_fairseqs():
+    ours, theirs = MultiheadAttention(config_of()), FairseqAttention(HIDDEN, HEADS)
+    qkv = torch.cat([one.weight for one in (theirs.q_proj, theirs.k_proj, theirs.v_proj)])
+    for one, other in ((ours.qkv_weight, qkv), (ours.out_weight, theirs.out_proj.weight)):
+        assert 0.9 < one.std() / other.std() < 1.1
+    assert not ours.out_bias.any()
 
 
 # What passes through
@@ -432,36 +343,6 @@ def test_the_memory_alone_needs_a_gradient():
         (y,) = layer.execute(program, inputs)
         found.append(torch.autograd.grad(y.square().sum(), memory)[0])
     assert torch.equal(*found) and found[0].norm() > 0
-
-
-# Training
-
-
-@pytest.mark.parametrize("pre_norm", [False, True])
-def test_layers_learn(pre_norm):
-    """A target at random, from the same input again and again."""
-    torch.manual_seed(1)
-    config = config_of(norm="rms", pre_norm=pre_norm, dropout=0.1, backward="int8")
-    encoder, decoder = TransformerEncoderLayer(config), TransformerDecoderLayer(config)
-    optimizer = torch.optim.Adam([*encoder.parameters(), *decoder.parameters()], lr=1e-2)
-    x, memory, target = (torch.randn(5, 3, HIDDEN) for _ in range(3))
-    found = []
-    for _ in range(30):
-        loss = (decoder(x, encoder(memory)) - target).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(loss.item())
-    assert found[-1] < 0.6 * found[0]
-    assert encoder.schedule.calibrated and decoder.schedule.calibrated
-
-
-def test_a_training_goes_on_from_its_state():
-    torch.manual_seed(1)
-    model, other = (Translator(norm="rms", backward="int8") for _ in range(2))
-    losses(model, 3)
-    other.load_state_dict(copy.deepcopy(model.state_dict()))
-    assert losses(other, 3) == losses(model, 3)
 
 
 # Refusals

@@ -90,8 +90,7 @@ def test_losses_of_logits_are_fairseqs(quant, smoothing):
 
 @pytest.mark.parametrize("backward", ["float", "int8"])
 def test_gradients_scale_with_the_loss(backward):
-    """Under backward="int8" the gradient of the logits is rounded before the upstream gradient is
-    known."""
+    """In int8 the logits' gradient is rounded before the upstream gradient is known."""
     quant = quant_with(**EXACT | {"backward": backward})
     projection = VocabularyProjection(91, HIDDEN, quant=quant, padding_idx=PADDING)
     x, target = torch.randn(21, HIDDEN, requires_grad=True), targets_of(21, 91)

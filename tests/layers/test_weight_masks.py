@@ -53,13 +53,6 @@ def test_a_state_without_masks(layer):
         without_masks(state)
 
 
-@pytest.mark.parametrize("straight_through", [False, True])
-def test_gradient(layer, straight_through):
-    layer.weight_masks.straight_through = straight_through
-    layer.values_of("weight").sum().backward()
-    assert layer.weight.grad.tolist() == [[float(straight_through), 1.0] * 8] * 32
-
-
 def test_a_loaded_mask_counts_at_once(layer):
     other, x = copy.deepcopy(layer), torch.randn(5, 16)
     other.weight_masks.put(other, "weight", torch.ones(32, 16, dtype=torch.bool))
@@ -111,9 +104,3 @@ def test_clips_are_those_of_what_is_left(layer):
         layer.weight[:, ::2] = 100.0
     layer.calibrate_weights()
     assert (layer.weight_clip < 1).all()
-
-
-def test_remove(layer):
-    layer.weight_masks.remove(layer)
-    assert layer.weight_masks is None and "weight_kept" not in layer.state_dict()
-    assert (layer.weight[:, ::2] == 0).all() and (layer.weight[:, 1::2] != 0).all()

@@ -1,5 +1,4 @@
-"""A small translator of lsq's layers, and losses of a short training: what the tests of planned
-memory share."""
+"""A small translator of lsq's layers, and losses of a short training."""
 
 import copy
 
@@ -18,8 +17,7 @@ VOCABULARY, PADDING = 29, 1
 
 
 class Translator(nn.Module):
-    """Two encoder layers, two decoder layers and a loss; `twice` runs the last decoder layer two
-    times."""
+    """Two encoder layers, two decoder layers, of which `twice` runs the last again, and a loss."""
 
     def __init__(self, twice: bool = False, **options):
         super().__init__()
@@ -68,8 +66,7 @@ def largest(model, sentences: int = 4, length: int = 16):
 
 
 def losses(model, updates: int, *, accumulate: int = 1) -> list[float]:
-    """Losses of a short training on batches of changing size; a copy of `model` is made by the
-    caller."""
+    """Losses of a short training, in place, on batches of changing size."""
     torch.manual_seed(5)
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
     found = []

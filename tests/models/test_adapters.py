@@ -16,6 +16,8 @@ from tests.layers.shapes import decibels
 from tests.models.test_pytorch import encoder, sentences
 from tests.models.zoo import (
     FLOAT,
+    LINEARS,
+    adapted,
     assert_same_gradients,
     codes_are_kept,
     images,
@@ -29,7 +31,6 @@ peft = pytest.importorskip("peft")
 hotswap = pytest.importorskip("peft.utils.hotswap")
 
 BATCH = right_padded((11, 6))
-ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 EVERY = "all-linear"
 """What PEFT takes for the names of all linear layers but the last one."""
 
@@ -54,7 +55,7 @@ def plain(name: str) -> nn.Module:
 
 
 CASES = [
-    ("llama", ALL),
+    ("llama", LINEARS),
     ("llama", ["q_proj", "v_proj"]),
     ("llama", ["v_proj", "down_proj"]),
     ("llama", ["up_proj"]),
@@ -73,9 +74,9 @@ CASES = [
     ("pytorch", ["linear1", "linear2"]),
 ]
 IN_INTEGERS = [
-    ("llama", ALL, {}),
-    ("llama", ALL, {"bits": 4}),
-    ("llama", ALL, {"clips": "learned"}),
+    ("llama", LINEARS, {}),
+    ("llama", LINEARS, {"bits": 4}),
+    ("llama", LINEARS, {"clips": "learned"}),
     ("bert", EVERY, {}),
     ("bert", EVERY, {"backward": "float"}),
     ("bert", EVERY, {"clips": "learned"}),
@@ -87,18 +88,6 @@ IN_INTEGERS = [
     ("t5", EVERY, {}),
     ("pytorch", ["linear1", "linear2"], {}),
 ]
-
-
-def adapted(model: nn.Module, targets: list[str] | str, **options) -> nn.Module:
-    """`model` with adapters that add something."""
-    options = {"r": 4, "lora_alpha": 6, "target_modules": targets, **options}
-    torch.manual_seed(5)
-    found = peft.get_peft_model(model, peft.LoraConfig(**options))
-    with torch.no_grad():
-        for name, parameter in found.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(std=0.1)
-    return found
 
 
 def converted(
@@ -185,7 +174,7 @@ def test_near_peft_in_integers(case, first, own_code):
 
 
 def test_codes_of_frozen_weights_are_made_once():
-    _, mine = converted(ALL, "peft")
+    _, mine = converted(LINEARS, "peft")
     gradients(mine)
     layer = next(one for one in mine.modules() if isinstance(one, FusedLayer))
     kept = layer.weight_state.kept
@@ -200,7 +189,7 @@ def test_codes_of_frozen_weights_are_made_once():
 
 
 def test_adapters_learn(own_code):
-    _, mine = converted(ALL, "convert", lora_dropout=0.1)
+    _, mine = converted(LINEARS, "convert", lora_dropout=0.1)
     optimizer = torch.optim.AdamW([one for one in mine.parameters() if one.requires_grad], lr=2e-2)
     losses = []
     with own_code():
@@ -221,7 +210,7 @@ def test_dropout_is_of_the_adapters_alone():
 @pytest.mark.parametrize(
     "name, targets, others",
     [
-        ("llama", ALL, ["o_proj"]),
+        ("llama", LINEARS, ["o_proj"]),
         ("bert", EVERY, ["intermediate.dense"]),
         ("gpt2", EVERY, ["c_fc"]),
     ],
@@ -255,7 +244,12 @@ def test_adapters_that_are_switched_off_changed_and_merged(name, targets, others
 @pytest.mark.parametrize("first", ["peft", "convert"])
 @pytest.mark.parametrize(
     "name, targets, whole",
-    [("llama", ALL, True), ("llama", ALL, False), ("gpt2", EVERY, True), ("bert", EVERY, True)],
+    [
+        ("llama", LINEARS, True),
+        ("llama", LINEARS, False),
+        ("gpt2", EVERY, True),
+        ("bert", EVERY, True),
+    ],
 )
 def test_merged_it_saves_an_ordinary_checkpoint(name, targets, first, whole, tmp_path):
     model = plain(name)
@@ -275,7 +269,7 @@ def test_merged_it_saves_an_ordinary_checkpoint(name, targets, first, whole, tmp
         assert decibels(again.eval()(**BATCH).logits[present], wanted[present]) > 20
 
 
-@pytest.mark.parametrize("name, targets", [("llama", ALL), ("gpt2", EVERY), ("bert", EVERY)])
+@pytest.mark.parametrize("name, targets", [("llama", LINEARS), ("gpt2", EVERY), ("bert", EVERY)])
 def test_revert_leaves_the_adapters(name, targets):
     expected, mine = converted(targets, "convert", name=name)
     gradients(mine)
@@ -283,7 +277,7 @@ def test_revert_leaves_the_adapters(name, targets):
     torch.testing.assert_close(loss_of(mine), loss_of(expected), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("name, targets", [("llama", ALL), ("gpt2", EVERY)])
+@pytest.mark.parametrize("name, targets", [("llama", LINEARS), ("gpt2", EVERY)])
 def test_generation_after_training(name, targets):
     """Word by word by the layer's own code, which has the adapters in it."""
     expected, mine = converted(targets, "peft", name=name)
@@ -316,7 +310,7 @@ def test_adapters_at_once_that_have_different_dropouts():
 
 def test_an_adapter_for_each_sentence_is_of_the_layers_own_code():
     """PEFT says by hooks which sentence has which, for one pass."""
-    expected, mine = converted(ALL, "convert", FLOAT)
+    expected, mine = converted(LINEARS, "convert", FLOAT)
     present, names = BATCH["attention_mask"].bool(), ["default", "__base__"]
     with torch.no_grad():
         wanted = expected.eval()(**BATCH, adapter_names=names).logits[present]
@@ -374,7 +368,7 @@ ignored = pytest.mark.filterwarnings("ignore:.*runs its own code:UserWarning")
 @ignored
 def test_what_others_do_to_pefts_modules_is_seen_in_the_next_pass(what):
     dropout = 0.5 if "dropout" in what else 0.0
-    expected, mine = converted(ALL, "peft", FLOAT, lora_dropout=dropout)
+    expected, mine = converted(LINEARS, "peft", FLOAT, lora_dropout=dropout)
     gradients(mine)
     for model in (expected, mine):
         for module in model.modules():
@@ -386,7 +380,7 @@ def test_what_others_do_to_pefts_modules_is_seen_in_the_next_pass(what):
 @ignored
 def test_adapters_that_are_switched_off_while_they_are_merged():
     """PEFT takes them out of the weights in the next pass."""
-    expected, mine = converted(ALL, "peft", FLOAT)
+    expected, mine = converted(LINEARS, "peft", FLOAT)
     gradients(mine)
     for model in (expected, mine):
         model.merge_adapter()
@@ -406,7 +400,7 @@ def test_adapters_that_no_program_has_leave_a_fused_layer_as_it_was():
 
 
 def test_ranks_that_peft_pads():
-    expected, mine = converted(ALL, "convert", FLOAT)
+    expected, mine = converted(LINEARS, "convert", FLOAT)
     gradients(mine)
     hotswap.prepare_model_for_compiled_hotswap(mine, target_rank=8)
     torch.testing.assert_close(loss_of(mine), loss_of(expected), rtol=1e-5, atol=1e-5)

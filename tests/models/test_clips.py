@@ -1,13 +1,10 @@
-"""The clips of a converted model by themselves, in files, in optimizers, and in a model of another
-format: what is kept, and what is measured anew."""
+"""The clips of a converted model: in files, optimizers and models of another format."""
 
-import copy
 import logging
 
 import pytest
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import swa_utils
 
 import lsq
@@ -22,8 +19,7 @@ from lsq.models.clips import (
     load_other_format,
 )
 from lsq.models.sparsity import sparsify
-from tests.dist.processes import run
-from tests.models.models import Model, loss_of, model, tokens
+from tests.models.models import loss_of, model, tokens
 
 
 class Pretrained(nn.Module):
@@ -248,37 +244,6 @@ def test_files_that_do_not_fit_are_refused(tmp_path):
         load_clips(converted, tmp_path)
 
 
-STEPS = 5
-
-
-def trained_in_workers(rank: int, averaging: bool) -> tuple[dict[str, torch.Tensor], int]:
-    made: Model = model()
-    lsq.convert(made, QuantConfig(clips="learned"))
-    handle = average_clips(made) if averaging else None
-    passes = []
-    made.words.register_forward_hook(lambda *arguments: passes.append(torch.is_grad_enabled()))
-    made.score.requires_grad_(False)  # which no batch reaches
-    parallel = DistributedDataParallel(made)
-    optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss_of(parallel(tokens(10 * rank + step))).backward()
-        optimizer.step()
-    if handle is not None:
-        handle.remove()
-    return {
-        name: clip.detach() for name, clip in made.named_parameters() if name.endswith("input_clip")
-    }, len(passes)
-
-
-def test_clips_of_inputs_stay_equal():
-    """Also without a word, and by no pass more."""
-    for averaging in (True, False):
-        (first, passes), (second, _) = run(trained_in_workers, 2, averaging)
-        assert first and all(torch.equal(first[name], second[name]) for name in first)
-        assert passes == STEPS
-
-
 def test_one_process_is_told():
     made = nn.Sequential(nn.Linear(64, 64))
     lsq.convert(made)
@@ -299,26 +264,6 @@ def ours(**options) -> nn.Module:
     return model
 
 
-def test_clips_of_weights_are_measured_anew_and_those_of_activations_stay():
-    first, second = made(), made(weight_granularity="tensor")
-    state = {**clip_state(first), "layers.2.input_clip": torch.tensor([7.0])}
-    expected = copy.deepcopy(second.layers[2])
-    expected.calibrate_weights()
-    second.layers[2].weight_clip.data.fill_(3.0)
-    assert not load_other_format(second, state, clip_names(second)).activations_due
-    layer = second.layers[2]
-    assert layer.input_clip.item() == 7.0 and layer.passes == 1 and layer.calibrated
-    assert torch.equal(second.layers[2].weight_clip, expected.weight_clip)
-
-
-def test_clips_of_activations_are_measured_in_the_next_pass_where_their_format_changes():
-    first, second = made(), made(bits=3)
-    assert load_other_format(second, clip_state(first), clip_names(second)).activations_due
-    assert not second.layers[0].calibrated and second.layers[0].passes == 1
-    second.layers(torch.randn(5, 64))
-    assert second.layers[0].calibrated
-
-
 def test_a_whole_state_comes_with_its_weights():
     first, second = made(), made(bits=3)
     first.layers[0].weight.data.mul_(100.0)
@@ -326,12 +271,6 @@ def test_a_whole_state_comes_with_its_weights():
     load_other_format(second, first.state_dict(), second.state_dict().keys())
     assert torch.equal(first.layers[0].weight, second.layers[0].weight)
     assert (second.layers[0].weight_clip > 20 * before).all()
-
-
-def test_clips_of_another_format_by_themselves():
-    first, second = made(), made(weight_granularity="tensor")
-    load_clip_state(second, clip_state(first), other_format=True)
-    assert torch.equal(second.layers[0].input_clip, first.layers[0].input_clip)
 
 
 def test_what_does_not_fit_is_refused_and_nothing_is_loaded():
@@ -392,12 +331,17 @@ def test_clips_that_are_fixed_are_not_lost_in_silence():
         ({"weight_format": "float32"}, {}, False),
         ({}, {"activation_format": "float32"}, False),
         ({"activation_format": "float32"}, {}, True),
+        ({}, {"weight_granularity": "tensor"}, False),
+        ({}, {"bits": 3}, True),
     ],
 )
 def test_formats_of_every_kind(before, after, later):
-    first, second, fresh = ours(**before), ours(**after), ours(**after)
+    first, second, third, fresh = ours(**before), *(ours(**after) for _ in range(3))
     state = clip_state(first)
     assert load_other_format(second, state, clip_names(second)).activations_due is later
+    assert all(layer.calibrated is not later and layer.passes == 1 for layer in second)
+    load_clip_state(third, state, other_format=True)
+    assert all(map(torch.equal, clip_state(third).values(), clip_state(second).values()))
     x = torch.randn(5, 64)
     if not later and before.get("activation_format") == after.get("activation_format"):
         for layer in (0, 1):
@@ -407,5 +351,5 @@ def test_formats_of_every_kind(before, after, later):
         if after.get("weight_format") != "float32":
             fresh[layer].calibrate_weights()
             assert torch.equal(second[layer].weight_clip, fresh[layer].weight_clip)
-    assert second(x).isfinite().all()
+    assert second(x).isfinite().all() and all(layer.calibrated for layer in second)
     load_clip_state(ours(**after), clip_state(second))

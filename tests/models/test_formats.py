@@ -1,5 +1,4 @@
-"""lsq.convert with formats by patterns of names, also in layers that have one product of several
-weights."""
+"""lsq.convert with formats by patterns of names, also of products of several weights."""
 
 import pytest
 import torch
@@ -106,42 +105,38 @@ def converted(name: str, *, fused: bool = True, **formats: str) -> torch.nn.Modu
 
 
 @pytest.mark.parametrize(
-    "name, formats, given",
+    "name, kind, text, given",
     [
+        ("llama", "weight", "int8,*q_proj*=int4,*k_proj*=int8", r"int4 to model.*\.0\..*q_proj\.w"),
+        ("llama", "weight", "int4,*.1.*v_proj*=int8", r"int8 to model.*\.1\..*v_proj\.weight; but"),
         (
             "llama",
-            {"weight_format": "int8,*q_proj*=int4,*k_proj*=int8"},
-            r"int4 to model\.layers\.0\.self_attn\.q_proj\.w",
+            "gradient",
+            "int8,*k_proj*=mxint8",
+            r"gradient_format gives int8 .*, mxint8 to .*k_",
         ),
         (
             "llama",
-            {"weight_format": "int4,*.1.*v_proj*=int8"},
-            r"int8 to model\.layers\.1\.self_attn\.v_proj\.weight; but",
-        ),
-        (
-            "llama",
-            {"gradient_format": "int8,*k_proj*=mxint8"},
-            r"gradient_format gives int8 to .*, mxint8 to .*k_proj",
-        ),
-        (
-            "llama",
-            {"activation_format": "int8,*up_proj*=nvfp4"},
-            r"int8 to the input of .*gate_proj.weight, nvfp4 to the",
+            "activation",
+            "int8,*up_proj*=nvfp4",
+            r"int8 to the input of .*gate_.*, nvfp4 to the",
         ),
         (
             "bert",
-            {"weight_format": "int8,*query*=int4"},
-            r"int4 to .*query.weight, int8 to .*key.weight, int8 to .*value",
+            "weight",
+            "int8,*query*=int4",
+            r"int4 to .*query.*, int8 to .*key.*, int8 to .*value",
         ),
         (
             "t5 v1.1",
-            {"weight_format": "int8,*EncDecAttention.k*=int4"},
-            r"int4 to decoder.*EncDecAttention.k.weight, int8 to",
+            "weight",
+            "int8,*EncDecAttention.k*=int4",
+            r"int4 to decoder.*n.k.weight, int8 to",
         ),
     ],
 )
-def test_one_product_has_one_format(name, formats, given):
-    model = made(name)
+def test_one_product_has_one_format(name, kind, text, given):
+    model, formats = made(name), {f"{kind}_format": text}
     before = [(type(module), set(vars(module))) for module in model.modules()]
     with pytest.raises(
         ValueError, match=given + r".*: give all of them one format, or call lsq.convert with fused"

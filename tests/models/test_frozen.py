@@ -17,26 +17,14 @@ from lsq.models.frozen import SAVED
 from lsq.models.fused_layer import FusedLayer
 from lsq.observe import observe
 from lsq.optim import Adam
-from tests.models.zoo import codes_are_kept, made, right_padded
+from tests.models.zoo import adapted, codes_are_kept, made, right_padded
 
 peft = pytest.importorskip("peft")
 
 BATCH = right_padded((11, 6))
-ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 INT4 = {"weight_format": "int4"}
 both = pytest.mark.parametrize("fused", [True, False])
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-
-
-def adapted(model: torch.nn.Module, targets=ALL, **options) -> torch.nn.Module:
-    """With adapters that add something."""
-    torch.manual_seed(5)
-    found = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=targets, **options))
-    with torch.no_grad():
-        for name, parameter in found.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(std=0.1)
-    return found
 
 
 def converted(**quant) -> torch.nn.Module:

@@ -1,5 +1,4 @@
-"""What every fused layer goes through: copies, files, checkpointing, adapters, frozen weights,
-torch.compile."""
+"""What every fused layer goes through: copies, files, checkpointing, frozen weights, decoding."""
 
 import copy
 import functools
@@ -310,8 +309,7 @@ def test_attention_that_is_not_causal_is_not_fused():
 
 
 def test_evaluation_draws_no_random_numbers(model):
-    """So a training goes on the same with evaluations between its steps and without, as PyTorch's
-    own models do."""
+    """So a training goes on the same with evaluations between its steps and without."""
     model.eval()
     ids = BATCH["input_ids"]
     states = [torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].copy()]

@@ -122,8 +122,7 @@ def test_time_major_and_single_sentences():
 
 
 def test_nested_tensors_in_evaluation():
-    """TransformerEncoder leaves padding out by itself where every sentence is padded on the
-    right."""
+    """TransformerEncoder leaves padding on the right out by itself."""
     model, given = encoder(heads=4), []
     mine = fused(model)
     mine.layers[1].register_forward_pre_hook(lambda _, inputs: given.append(inputs[0].is_nested))
@@ -298,8 +297,7 @@ def test_layers_of_other_classes_and_of_64_bits_are_left():
 
 
 def test_weights_of_attention_are_counted():
-    """Those in a MultiheadAttention by itself stay floats, and the report says how many they
-    are."""
+    """Those in a MultiheadAttention by itself stay floats; the report counts them."""
     model = nn.ModuleDict(
         {
             "attention": nn.MultiheadAttention(64, 4),

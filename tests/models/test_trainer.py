@@ -1,5 +1,4 @@
-"""transformers' Trainer and TRL's SFTTrainer of converted models, with LsqCallback and without, and
-a loop of accelerate."""
+"""transformers' Trainer, TRL's SFTTrainer and accelerate with converted models."""
 
 import json
 import logging
@@ -16,6 +15,7 @@ from lsq.observe import quantized_tensors
 from lsq.optim import Adam
 from tests.models.trainings import (
     MAKERS,
+    SHORT,
     converted,
     data,
     losses,
@@ -150,8 +150,7 @@ def test_restored_callbacks(tmp_path):
 
 @pytest.mark.thorough
 def test_checkpoints_of_others(tmp_path, caplog):
-    """What a Trainer without the callback has written: the training goes on with clips that are
-    measured again."""
+    """Without the callback's entry, clips are measured again."""
     trainer("bert", tmp_path, max_steps=2, save_steps=2).train()
     later = trainer("bert", tmp_path, LsqCallback(), max_steps=4, save_steps=2)
     later.train(resume_from_checkpoint=True)
@@ -342,20 +341,8 @@ def test_supervised_finetuning_goes_on_bit_for_bit(tmp_path):
     texts = datasets.Dataset.from_list([{"text": " ".join(map(str, row))} for row in rows])
 
     def training(folder: str, seed: int):
-        options = trl.SFTConfig(
-            output_dir=str(tmp_path / folder),
-            max_steps=8,
-            save_steps=4,
-            per_device_train_batch_size=8,
-            learning_rate=1e-2,
-            logging_steps=1,
-            report_to=[],
-            use_cpu=True,
-            bf16=False,
-            disable_tqdm=True,
-            gradient_checkpointing=False,
-            max_length=32,
-        )
+        options = SHORT | {"bf16": False, "gradient_checkpointing": False, "learning_rate": 1e-2}
+        options = trl.SFTConfig(str(tmp_path / folder), **options, max_length=32)
         return trl.SFTTrainer(
             converted("llama", seed),
             args=options,

@@ -1,5 +1,4 @@
-"""transformers' Trainer and accelerate in two processes: gradients in int8, clips that stay
-equal."""
+"""transformers' Trainer and accelerate in two processes, with gradients in int8."""
 
 import logging
 import os

@@ -29,8 +29,7 @@ def test_linear_layers_are_converted(name, converted, left):
 
 
 def test_experts_are_reported():
-    """Whose weights are one parameter of three dimensions; no whole layer of such models is
-    known."""
+    """Their weights are one parameter of three dimensions; no program knows such layers."""
     torch.manual_seed(1)
     config = transformers.MixtralConfig(num_local_experts=4, **SHAPE)
     model = transformers.MixtralForCausalLM(config)

@@ -1,5 +1,4 @@
-"""Converted models in several processes: DistributedDataParallel, and FSDP2 with checkpoints of its
-shards."""
+"""Converted models in several processes: DDP, and FSDP2 with checkpoints of its shards."""
 
 import pytest
 import torch
@@ -93,8 +92,7 @@ def shard(model: nn.Module, **options) -> nn.Module:
 
 
 def sharded(rank: int, folder: str, fused: bool) -> list[dict[str, torch.Tensor]]:
-    """States of a sharded model that has trained, of another that loads its checkpoint, and of both
-    a step later."""
+    """States of a model that has trained, of one that loads it, and of both a step later."""
     make, train = (llama, trained_llama) if fused else (converted, trained)
     made, other = shard(make()), shard(make(5))
     train(made)

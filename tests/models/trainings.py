@@ -41,36 +41,31 @@ def converted(
 
 
 def data(name: str, rows: int = ROWS) -> list[dict[str, torch.Tensor]]:
-    """Texts in which a word follows another as one number the next; the class of a text is that of
-    its first word."""
+    """Texts that count upwards; the class of a text is that of its first word."""
     firsts = torch.randint(WORDS, (rows,), generator=torch.Generator().manual_seed(1))
     words = (firsts[:, None] + torch.arange(LENGTH)) % 24
     labels = firsts % CLASSES if name == "bert" else words
     return [{"input_ids": row, "labels": label} for row, label in zip(words, labels, strict=True)]
 
 
-def arguments(folder: Path, **options) -> "transformers.TrainingArguments":
-    return transformers.TrainingArguments(
-        **{
-            "output_dir": str(folder),
-            "max_steps": 8,
-            "save_steps": 4,
-            "per_device_train_batch_size": 8,
-            "learning_rate": 3e-3,
-            "logging_steps": 1,
-            "report_to": [],
-            "use_cpu": True,
-            "disable_tqdm": True,
-            "dataloader_pin_memory": False,
-            **options,
-        }
-    )
+SHORT = {
+    "max_steps": 8,
+    "save_steps": 4,
+    "per_device_train_batch_size": 8,
+    "learning_rate": 3e-3,
+    "logging_steps": 1,
+    "report_to": [],
+    "use_cpu": True,
+    "disable_tqdm": True,
+    "dataloader_pin_memory": False,
+}
+"""Arguments of trainings."""
 
 
 def trainer(name: str, folder: Path, *callbacks, model: torch.nn.Module | None = None, **options):
     return transformers.Trainer(
         converted(name) if model is None else model,
-        arguments(folder, **options),
+        transformers.TrainingArguments(str(folder), **{**SHORT, **options}),
         train_dataset=data(name),
         eval_dataset=data(name, 16),
         callbacks=list(callbacks),

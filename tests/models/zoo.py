@@ -22,6 +22,8 @@ transformers = pytest.importorskip("transformers")
 WORDS = 96
 PADDING = 1
 FLOAT = QuantConfig(mode="float")
+LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+"""The linear layers of Llama's layers."""
 
 SIZES = {
     "num_hidden_layers": 2,
@@ -85,6 +87,8 @@ T5 = {
     "eos_token_id": 2,
     "decoder_start_token_id": 0,
 }
+EAGER = {"attn_implementation": "eager"}
+UPCAST = {"scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True}
 WINDOWS = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
 GATED = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
 SHAPES = {"Bert": BERT, "Roberta": BERT, "GPT2": GPT2, "ViT": VIT, "T5": T5, "MT5": T5} | {
@@ -94,22 +98,10 @@ SHAPES = {"Bert": BERT, "Roberta": BERT, "GPT2": GPT2, "ViT": VIT, "T5": T5, "MT
 """Names of configurations -> what the smallest ones say."""
 MODELS = {
     "bert": ("Bert", "ForMaskedLM", {}),
-    "bert eager": (
-        "Bert",
-        "ForMaskedLM",
-        {"attn_implementation": "eager", "hidden_act": "gelu_new"},
-    ),
+    "bert eager": ("Bert", "ForMaskedLM", {**EAGER, "hidden_act": "gelu_new"}),
     "roberta": ("Roberta", "ForMaskedLM", {"hidden_act": "relu", "layer_norm_eps": 1e-5}),
     "gpt2": ("GPT2", "LMHeadModel", {}),
-    "gpt2 eager": (
-        "GPT2",
-        "LMHeadModel",
-        {
-            "scale_attn_by_inverse_layer_idx": True,
-            "reorder_and_upcast_attn": True,
-            "attn_implementation": "eager",
-        },
-    ),
+    "gpt2 eager": ("GPT2", "LMHeadModel", {**EAGER, **UPCAST}),
     "gpt2 relu": (
         "GPT2",
         "LMHeadModel",
@@ -126,7 +118,7 @@ MODELS = {
     "vit eager": (
         "ViT",
         "ForImageClassification",
-        {"qkv_bias": False, "hidden_act": "relu", "attn_implementation": "eager"},
+        {**EAGER, "qkv_bias": False, "hidden_act": "relu"},
     ),
     "marian": ("Marian", "MTModel", {"activation_function": "swish"}),
     "bart": ("Bart", "ForConditionalGeneration", {}),
@@ -186,8 +178,7 @@ def left_padded(lengths: tuple[int, ...]) -> dict[str, torch.Tensor]:
 def pairs(
     source: tuple[int, ...], target: tuple[int, ...], padded=right_padded
 ) -> tuple[dict, torch.Tensor]:
-    """A batch of sentences and their translations of these lengths, and bool [B, T], where the
-    latter are."""
+    """A batch of sentences and translations, and bool [B, T], where the latter are."""
     batch, wanted = padded(source), right_padded(target)
     return {**batch, "labels": wanted["labels"]}, wanted["attention_mask"].bool()
 
@@ -199,6 +190,19 @@ def images(count: int) -> dict[str, torch.Tensor]:
 
 def batch_of(name: str, lengths: tuple[int, ...]) -> dict[str, torch.Tensor]:
     return images(len(lengths)) if name.startswith("vit") else right_padded(lengths)
+
+
+def adapted(model: torch.nn.Module, targets=LINEARS, **options) -> torch.nn.Module:
+    """`model` with adapters of PEFT that add something."""
+    peft = pytest.importorskip("peft")
+    options = {"r": 4, "lora_alpha": 6, "target_modules": targets, **options}
+    torch.manual_seed(5)
+    found = peft.get_peft_model(model, peft.LoraConfig(**options))
+    with torch.no_grad():
+        for name, parameter in found.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)
+    return found
 
 
 @contextmanager
@@ -261,8 +265,7 @@ def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor | None]:
 def assert_same_in_float(
     model: torch.nn.Module, batch: dict, present: torch.Tensor | None = None
 ) -> None:
-    """Fused in float mode, it computes and differentiates what it does without lsq, where `present`
-    bool [B, T] is."""
+    """Fused in float mode, it computes and differentiates the same, where `present` [B, T] is."""
     mine = fused(model, FLOAT)
     expected, found = (one(**batch, use_cache=False) for one in (model, mine))
     chosen = slice(None) if present is None else present
@@ -300,8 +303,7 @@ def trained(model: torch.nn.Module, batch: dict, optimizer, steps: int) -> list[
 def assert_trains_and_comes_back(
     model: torch.nn.Module, batch: dict, folder, least: float = 25.0, *, whole: bool = True
 ) -> None:
-    """In int8 it is near the float model, learns, and saves what the float model loads, converted
-    and reverted; `whole`: with fused layers."""
+    """In int8 it is near the float model, learns, and saves what that loads; `whole`: fused."""
     mine = fused(model) if whole else copy.deepcopy(model)
     if not whole:
         assert lsq.convert(mine, fused=False).converted

@@ -12,11 +12,7 @@ OUTLIERS = 3
 
 
 class GatedBlock(nn.Module):
-    """x + down(silu(gate(norm(x))) * up(norm(x))), Llama's feed-forward block.
-
-    `spike` multiplies a few channels of what `down` reads, whose weights are as much smaller: the
-    same function of floats, with outliers inside.
-    """
+    """Llama's feed-forward block; `spike` enlarges a few inner channels, not the results."""
 
     def __init__(self, spike: float = 1.0):
         super().__init__()
@@ -50,7 +46,6 @@ class GatedModel(nn.Module):
 
 
 def gated_model(*spikes: float, seed: int = 1) -> GatedModel:
-    """One with the weights of that seed."""
     torch.manual_seed(seed)
     return GatedModel(spikes or (1.0, 1.0))
 
@@ -67,15 +62,12 @@ def batch(seed: int = 2) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     made = torch.randint(WORDS, (8, 33), generator=generator)
     follows = torch.rand(made.shape, generator=generator) < 0.8
-    for place in range(1, made.shape[1]):
-        made[:, place] = torch.where(
-            follows[:, place], (3 * made[:, place - 1] + 1) % WORDS, made[:, place]
-        )
+    for i in range(1, made.shape[1]):
+        made[:, i] = torch.where(follows[:, i], (3 * made[:, i - 1] + 1) % WORDS, made[:, i])
     return made
 
 
 def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    """Mean cross-entropy of each token after those before it."""
     return functional.cross_entropy(
         model(tokens[:, :-1]).float().flatten(0, 1), tokens[:, 1:].flatten()
     )
@@ -84,7 +76,7 @@ def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 def train(
     model, monitor=None, steps=1, *, first=0, passes=1, rank=0, parameters=None
 ) -> list[float]:
-    """Losses of steps from `first` on, on batches of their own in each process."""
+    """Return losses of steps from `first` on, on batches of each process's own."""
     parameters = model.parameters() if parameters is None else parameters
     optimizer = torch.optim.AdamW([one for one in parameters if one.requires_grad], lr=3e-3)
     losses = []

@@ -19,62 +19,47 @@ from lsq.layers import (
 from lsq.observe.noise import LEAST, MOST, QUANTITIES, Bounds, Reading, Sample, decibels
 
 
-def test_decibels_of_even_noise():
-    expected = torch.randn(40, 300, generator=torch.Generator().manual_seed(1))
-    noise = 0.01 * torch.randn(40, 300, generator=torch.Generator().manual_seed(2))
+def test_neither_large_rows_nor_many_small_ones_hide_noise():
+    noise = [torch.randn(40, 300, generator=torch.Generator().manual_seed(i)) for i in (1, 2)]
     for dim in (0, 1):
-        assert decibels((expected, expected + noise, dim)) == pytest.approx(40, abs=0.6)
+        even = decibels((noise[0], noise[0] + 0.01 * noise[1], dim))
+        assert even == pytest.approx(40, abs=0.6)
+    for rows, wrong, answer in ((10, slice(1, None), -10 * math.log10(0.9)), (1000, 0, 0.0)):
+        expected = torch.ones(rows, 8)
+        expected[0] = 1e4
+        found = expected.clone()
+        found[wrong] = 0
+        assert decibels((expected, found, 1)) == pytest.approx(answer, abs=1e-3)
+        assert decibels((expected.t(), found.t(), 0)) == decibels((expected, found, 1))
 
 
-def test_a_large_row_hides_no_small_ones():
-    expected = torch.ones(10, 8)
-    expected[0] = 1e4
-    found = expected.clone()
-    found[1:] = 0
-    assert decibels((expected, found, 1)) == pytest.approx(-10 * math.log10(0.9), abs=1e-3)
-    assert decibels((expected.t(), found.t(), 0)) == decibels((expected, found, 1))
-
-
-def test_many_small_rows_hide_no_large_one():
-    expected = torch.ones(1000, 8)
-    expected[0] = 1e4
-    found = expected.clone()
-    found[0] = 0
-    assert decibels((expected, found, 1)) == pytest.approx(0, abs=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("expected", "found", "answer"),
-    [
-        (torch.ones(3, 4), torch.ones(3, 4), MOST),
-        (torch.ones(3, 4), torch.full((3, 4), math.nan), LEAST),
-        (torch.ones(3, 4), torch.full((3, 4), math.inf), LEAST),
-        (torch.ones(3, 4), torch.full((3, 4), 1e18), LEAST),
-        (torch.zeros(3, 4), torch.ones(3, 4), None),
-        (torch.full((3, 4), math.nan), torch.ones(3, 4), None),
-        (torch.tensor([10.0]), torch.tensor([9.0]), 20.0),
-        (torch.tensor(10.0), torch.tensor(9.0), 20.0),
-        (
-            torch.tensor([[1.0, 1.0], [0.0, 0.0]]),
-            torch.tensor([[1.0, 0.9], [5.0, 0.0]]),
-            -10 * math.log10(0.005),
-        ),
-    ],
-)
-def test_decibels_at_the_edges(expected, found, answer):
-    result = decibels((expected, found, 1))
-    assert result is None if answer is None else result == pytest.approx(answer, abs=1e-4)
+def test_decibels_at_the_edges():
+    nan, inf = math.nan, math.inf
+    for exact, rounded, answer in (
+        (1.0, 1.0, MOST),
+        (1.0, nan, LEAST),
+        (1.0, inf, LEAST),
+        (1.0, 1e18, LEAST),
+        (0.0, 1.0, None),
+        (nan, 1.0, None),
+    ):
+        pair = torch.full((3, 4), exact), torch.full((3, 4), rounded)
+        assert decibels((*pair, 1)) == answer
+    for exact, rounded, share in (
+        ([10.0], [9.0], 0.01),
+        (10.0, 9.0, 0.01),
+        ([[1.0, 1.0], [0.0, 0.0]], [[1.0, 0.9], [5.0, 0.0]], 0.005),
+    ):
+        found = decibels((torch.tensor(exact), torch.tensor(rounded), 1))
+        assert found == pytest.approx(-10 * math.log10(share), abs=1e-4)
 
 
 def test_tensors_together():
-    """One with hardly any signal does not count in the sum, and as one slice among all in the
-    mean."""
+    """Hardly any signal does not count in the sum, and counts as one slice in the mean."""
     large, small = torch.ones(9, 8), torch.full((1, 8), 1e-3)
-    assert decibels((large, large, 1), (small, torch.zeros(1, 8), 1)) == pytest.approx(10, abs=1e-3)
-    assert decibels((large.t(), 0.9 * large.t(), 0), (small, small, 1)) == pytest.approx(
-        20, abs=1e-3
-    )
-    assert decibels() is None
+    of_small = decibels((large, large, 1), (small, torch.zeros(1, 8), 1))
+    of_large = decibels((large.t(), 0.9 * large.t(), 0), (small, small, 1))
+    assert (of_small, of_large) == pytest.approx((10, 20), abs=1e-3) and decibels() is None
 
 
 def test_what_a_reading_has_and_what_is_below():
@@ -83,12 +68,10 @@ def test_what_a_reading_has_and_what_is_below():
     bounds = Bounds(output=12.5, input_gradient=3, weight_gradient=7.5)
     assert bounds.broken(reading) == ["output 12.0 dB, below 12.5"]
     assert not bounds.broken(Reading())
-
-
-@pytest.mark.parametrize("value", [math.nan, "12", None])
-def test_bounds_are_numbers(value):
-    with pytest.raises(ValueError, match=f"output is {value!r}; it must be a number of decibels"):
-        Bounds(output=value)
+    for value in (math.nan, "12", None):
+        message = f"output is {value!r}; it must be a number of decibels"
+        with pytest.raises(ValueError, match=message):
+            Bounds(output=value)
 
 
 SHAPE = {"hidden": 32, "heads": 2, "feed_forward": 48}
@@ -168,37 +151,27 @@ def test_sentences_and_their_memory():
 
 CONFIG = LayerConfig(**SHAPE, dropout=0.3, activation_dropout=0.2, attention_dropout=0.1)
 MODULES = {
-    "linear": (lambda: linear(bias=False), (23, 48), None),
-    "encoder layer": (lambda: TransformerEncoderLayer(CONFIG), (7, 3, 32), None),
-    "gated": (
-        lambda: FeedForward(LayerConfig(**SHAPE, gated=True, activation="silu")),
-        (7, 3, 32),
-        None,
-    ),
-    "attention": (lambda: MultiheadAttention(CONFIG), (7, 3, 32), None),
-    "logits": (lambda: VocabularyProjection(37, 32), (7, 3, 32), None),
-    "loss": (
-        lambda: VocabularyProjection(37, 32),
-        (7, 3, 32),
-        lambda layer: lambda x: layer.loss(x, x[..., 0].long()),
-    ),
+    "linear": lambda: linear(bias=False),
+    "encoder layer": lambda: TransformerEncoderLayer(CONFIG),
+    "gated": lambda: FeedForward(LayerConfig(**SHAPE, gated=True, activation="silu")),
+    "attention": lambda: MultiheadAttention(CONFIG),
+    "logits": lambda: VocabularyProjection(37, 32),
+    "loss": lambda: VocabularyProjection(37, 32),
 }
 
 
 @pytest.mark.parametrize("name", MODULES)
 def test_readings(name):
     """Dropout falls on the same values in both, so that noise is that of rounding."""
-    make, shape, call = MODULES[name]
     torch.manual_seed(2)
-    layer, x = make(), torch.rand(*shape, requires_grad=True)
-    ((sample, gradients),) = samples_of(layer, x, call=call and call(layer))
+    shape = (23, 48) if name == "linear" else (7, 3, 32)
+    layer, x = MODULES[name](), torch.rand(*shape, requires_grad=True)
+    call = (lambda x: layer.loss(x, x[..., 0].long())) if name == "loss" else layer
+    ((sample, gradients),) = samples_of(layer, x, call=call)
     reading = sample.reading(gradients).values()
     assert set(reading) == set(QUANTITIES)
-    assert 15 < reading["output"] < 90
-    assert (
-        5 < min(reading.values())
-        and max(reading["input_gradient"], reading["weight_gradient"]) < 60
-    )
+    assert 15 < reading["output"] < 90 and 5 < min(reading.values())
+    assert max(reading["input_gradient"], reading["weight_gradient"]) < 60
 
 
 def test_what_is_read_is_the_noise(monkeypatch):
@@ -233,20 +206,15 @@ def test_what_has_no_gradient_has_no_reading():
 
 def test_a_sample_disturbs_nothing():
     layer, x = linear(), torch.randn(9, 48)
-    twin, leaf = copy.deepcopy(layer), x.clone().requires_grad_()
+    twin, leaf, other = copy.deepcopy(layer), *(x.clone().requires_grad_() for _ in range(2))
     torch.manual_seed(4)
     ((sample, gradients),) = samples_of(layer, leaf)
     sample.reading(gradients)
     after = torch.rand(1)
     torch.manual_seed(4)
-    other = x.clone().requires_grad_()
     y = twin(other)
     (y * torch.linspace(0.5, 2, y.numel()).view_as(y)).sum().backward()
     assert torch.equal(after, torch.rand(1)) and torch.equal(leaf.grad, other.grad)
     for one, another in zip(layer.parameters(), twin.parameters(), strict=True):
         assert torch.equal(one, another)
-        assert (
-            torch.equal(one.grad, another.grad)
-            if one.requires_grad
-            else one.grad is another.grad is None
-        )
+        assert one.grad is another.grad is None or torch.equal(one.grad, another.grad)

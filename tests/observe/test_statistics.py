@@ -45,45 +45,31 @@ class Model(nn.Module):
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("granularity", ["channel", "tensor"])
 def test_one_layer_against_direct_computation(bits, granularity):
-    layer = QuantizedLinear(
-        32, 16, quant=QuantConfig(bits=bits, weight_granularity=granularity, clips="learned")
-    )
-    x = torch.randn(41, 32)
+    form = QuantConfig(bits=bits, weight_granularity=granularity, clips="learned")
+    layer, x = QuantizedLinear(32, 16, quant=form), torch.randn(41, 32)
     layer(x)
-    layer.load_state_dict(
-        {name: 0.7 * t if "clip" in name else t for name, t in layer.state_dict().items()}
-    )
+    smaller = {name: 0.7 * t if "clip" in name else t for name, t in layer.state_dict().items()}
+    layer.load_state_dict(smaller)
     with observe(layer) as found:
         layer(x)
     assert found.keys() == {"input", "weight"}
-    for name, tensor, clip in (
-        ("input", x, layer.input_clip),
-        ("weight", layer.weight, layer.weight_clip),
+    for name, kind, tensor, clip in (
+        ("input", "activation", x, layer.input_clip),
+        ("weight", "weight", layer.weight, layer.weight_clip),
     ):
         codes, _, clipped = quant.quantize(tensor.detach(), clip.detach(), bits)
-        statistics = found[name]
-        assert statistics.kind == ("weight" if name == "weight" else "activation")
+        statistics, outside = found[name], clipped.float().mean().item()
+        assert statistics.kind == kind and outside > 0
         assert statistics.clip == pytest.approx(clip.mean().item())
-        assert (
-            statistics.clipped_share == pytest.approx(clipped.float().mean().item())
-            and clipped.any()
-        )
+        assert statistics.clipped_share == pytest.approx(outside)
         assert statistics.zero_share == pytest.approx((codes == 0).float().mean().item())
         assert statistics.largest_code == codes.abs().max() == quant.maximum_code(bits)
-
-
-def test_codes_in_use():
-    layer = QuantizedLinear(16, 16, quant=quant_with(clip_init="fixed", activation_clip=127.0))
-    with observe(layer) as found:
-        layer(torch.tensor([[0.0, 5.2, -9.4, 0.3] * 4]))
-    assert found["input"].largest_code == 9
-    assert found["input"].zero_share == 0.5
-    assert found["input"].clipped_share == 0
 
 
 @pytest.mark.parametrize(
     ("form", "bits", "largest"),
     [
+        ("int8", 8, 9),
         ("int8/tensor", 8, 9),
         ("int6/tensor", 6, 2),
         ("int8/group32", None, None),
@@ -93,45 +79,29 @@ def test_codes_in_use():
     ],
 )
 def test_codes_of_formats_are_counted_by_their_own_limits(form, bits, largest):
-    """Values that have scales of their own, or finer steps near zero, lose nothing by a wide
-    clip."""
+    """Values with scales of their own, or finer steps near zero, lose nothing by a wide clip."""
     formats = {"weight_format": form, "activation_format": form}
-    quant = QuantConfig(**formats, clip_init="absmax")
-    layer = QuantizedLinear(32, 16, quant=quant)
+    layer = QuantizedLinear(32, 16, quant=QuantConfig(**formats, clip_init="absmax"))
     layer(torch.full((1, 32), 127.0))
     layer.eval()
     with observe(layer) as found:
         layer(torch.tensor([[0.0, 5.2, -9.4, 0.0] * 8]))
     given, weight = found["input"], found["weight"]
-    assert (given.bits, given.largest_code, given.clipped_share, given.zero_share) == (
-        bits,
-        largest,
-        0.0,
-        0.5,
-    )
-    assert weight.bits == bits and weight.largest_code == (
-        None if bits is None else 2 ** (bits - 1) - 1
-    )
-    assert weight.clipped_share == 0
+    assert (given.bits, given.largest_code) == (bits, largest)
+    assert (given.clipped_share, given.zero_share, weight.clipped_share) == (0.0, 0.5, 0.0)
+    assert (weight.bits, weight.largest_code) == (bits, bits and 2 ** (bits - 1) - 1)
 
 
-def test_rows_of_activations_have_scales_of_their_own():
-    """Each row uses all codes, however wide the clip of all of them is; a weight has a clip for
-    each row."""
-    layer = QuantizedLinear(
-        32, 16, quant=QuantConfig(weight_format="int8/row", activation_format="int8/row")
-    )
+def test_rows_that_have_scales_of_their_own():
+    """Rows use all codes, however wide the clip; a gated middle's only follows."""
+    formats = {"weight_format": "int8/row", "activation_format": "int8/row"}
+    layer = QuantizedLinear(32, 16, quant=QuantConfig(**formats))
     layer(100 * torch.randn(3, 32))
     with observe(layer) as found:
         layer(torch.randn(3, 32))
     assert found["input"].largest_code is found["input"].bits is None and found["weight"].bits == 8
-
-
-def test_a_gated_middle_clips_nothing():
-    """Each of its rows has a scale of its own; its clip only follows."""
-    layer = FeedForward(
-        LayerConfig(hidden=HIDDEN, heads=4, feed_forward=64, activation="silu", gated=True)
-    )
+    gated = {"feed_forward": 64, "activation": "silu", "gated": True}
+    layer = FeedForward(LayerConfig(hidden=HIDDEN, heads=4, **gated))
     layer(torch.randn(3, 2, HIDDEN))
     layer.eval()
     with observe(layer) as found:
@@ -140,7 +110,8 @@ def test_a_gated_middle_clips_nothing():
     assert found["activation"].clipped_share == 0 and found["activation"].largest_code is None
 
 
-def test_values_that_are_missing_do_not_stop_the_watching():
+def test_passes_that_show_little():
+    """Of NaN, decoding, whose weights nothing rounds, and layers in floats."""
     formats = {"activation_format": "int8/tensor", "gradient_format": "float32"}
     layer = QuantizedLinear(16, 16, quant=QuantConfig(**formats))
     layer(torch.randn(3, 16))
@@ -148,6 +119,14 @@ def test_values_that_are_missing_do_not_stop_the_watching():
     with observe(layer) as found:
         layer(torch.full((3, 16), torch.nan))
     assert found["input"].largest_code == 0
+    layer = QuantizedLinear(16, 16).eval()
+    with torch.no_grad(), observe(layer) as found:
+        layer(torch.randn(3, 16))
+    assert found.keys() == {"input"}
+    model = Model(mode="float")
+    with observe(model) as found:
+        model(torch.randint(2, 33, (3, 7)))
+    assert not found and not list(quantized_tensors(model))
 
 
 def test_every_quantised_tensor_of_a_model_is_seen_under_its_name():
@@ -192,22 +171,6 @@ def test_an_error_inside_ends_the_watching():
     with recorded(layer) as outcome:
         layer(torch.randn(3, 16))
     assert outcome.codes.keys() == {"input_clip", "weight_clip"}
-
-
-def test_a_float_model_has_nothing_to_see():
-    model = Model(mode="float")
-    with observe(model) as found:
-        model(torch.randint(2, 33, (3, 7)))
-    assert not found
-    assert not list(quantized_tensors(model))
-
-
-def test_decoding_shows_activations():
-    """In eval mode without gradients the codes of weights are kept, and nothing rounds them."""
-    layer = QuantizedLinear(16, 16).eval()
-    with torch.no_grad(), observe(layer) as found:
-        layer(torch.randn(3, 16))
-    assert found.keys() == {"input"}
 
 
 def test_watching_changes_nothing_in_the_emulator():

@@ -24,9 +24,7 @@ class Quadratic(nn.Module):
 
 
 def quadratic_samples(slope: float) -> list[Sample]:
-    """(x, curvature, target) of two samples, at whose outputs the squared gradient of half of the
-    curvature times the squared distance is the curvature. With slope 0 their gradients cancel.
-    """
+    """(x, curvature, target); squared gradients are the curvature; with slope 0 they cancel."""
     chance = torch.Generator().manual_seed(2)
     model, x = Quadratic(), torch.randn(3, 40, generator=chance)
     curvature = torch.rand(3, 40, generator=chance) + 0.1
@@ -63,18 +61,12 @@ class Layers(nn.Module):
 
 def word_batches(count: int = 2) -> list[tuple[Tensor, Tensor]]:
     chance = torch.Generator().manual_seed(4)
-    return [
-        (
-            torch.randint(11, (3, 5 + i), generator=chance),
-            torch.randint(11, (3, 5 + i), generator=chance),
-        )
-        for i in range(count)
-    ]
+    pair = lambda i: tuple(torch.randint(11, (2, 3, 5 + i), generator=chance))  # noqa: E731
+    return [pair(i) for i in range(count)]
 
 
 def word_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, float]:
     tokens, target = batch
     logits = model(tokens).double()
-    return functional.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="sum"), float(
-        target.numel()
-    )
+    total = functional.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="sum")
+    return total, float(target.numel())

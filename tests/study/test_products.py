@@ -1,5 +1,4 @@
-"""What is seen of a model's products, against the same written down by hand, and what is left as it
-was."""
+"""What is seen of a model's products, against the same by hand, and what is left as it was."""
 
 import copy
 import itertools
@@ -83,17 +82,6 @@ def test_attention_of_fairseq():
     torch.testing.assert_close(found["activation", "v_proj.weight"], x.reshape(6, 8))
 
 
-def test_what_is_changed_in_place_has_a_gradient():
-    model = nn.Linear(4, 3)
-
-    def run():
-        y = model(torch.ones(2, 5, 4))
-        y *= 3
-        return y.sum()
-
-    assert torch.equal(seen(model, run)["gradient", "weight"], torch.full((10, 3), 3.0))
-
-
 def test_without_a_loss_there_are_no_gradients():
     model = nn.Linear(4, 4)
 
@@ -110,21 +98,19 @@ def test_without_a_loss_there_are_no_gradients():
 
 
 def test_the_first_pass_counts_and_patterns_choose():
+    """Also of what is changed in place; a weight made of others goes by its shape."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     passes = [torch.ones(1, 4), torch.zeros(3, 4)]
 
     def run():
-        return sum(model(x).sum() for x in passes)
+        return sum(model(x).mul_(3).sum() for x in passes)
 
     found = seen(model, run, ["0.*"])
     assert set(found) == {(kind, "0.weight") for kind in KINDS}
     assert torch.equal(found["activation", "0.weight"], passes[0])
-
-
-def test_a_weight_that_is_made_of_others_goes_by_its_shape():
-    model = nn.Linear(4, 3)
-    nn.utils.parametrizations.weight_norm(model)
-    found = seen(model, lambda: model(torch.ones(2, 4)).sum())
+    assert seen(model, run)["gradient", "1.weight"].unique().tolist() == [3.0]
+    normed = nn.utils.parametrizations.weight_norm(nn.Linear(4, 3))
+    found = seen(normed, lambda: normed(torch.ones(2, 4)).sum())
     assert ("activation", "a weight made of others [3, 4]") in found
 
 
@@ -223,7 +209,8 @@ def seen_in(model: nn.Module, weights: dict, *given) -> list[tuple[str, tuple[in
     return found
 
 
-def test_products_are_named_by_their_weights():
+@torch.no_grad()
+def test_products_are_named_by_their_weights_and_read_what_is_returned():
     model = Layers()
     weights = {name: one for name, one in model.named_parameters() if one.dim() > 1}
     tokens = torch.zeros(2, 5, dtype=torch.int64)
@@ -237,21 +224,10 @@ def test_products_are_named_by_their_weights():
         ("table.weight", 24, False),
     }
     assert seen_in(model, {"back": model.back.weight}, tokens) == [("back", (10, 40), False)]
-
-
-@torch.no_grad()
-def test_fused_layers_show_their_products():
-    torch.manual_seed(5)
-    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)  # which PyTorch fuses
     weights = {name: one for name, one in layer.named_parameters() if one.dim() > 1}
     assert {name for name, _, _ in seen_in(layer, weights, torch.randn(2, 3, 16))} == set(weights)
-
-
-@torch.no_grad()
-def test_products_read_what_is_returned():
-    torch.manual_seed(6)
     layer, x = nn.Linear(8, 3), torch.randn(4, 8)
     with inputs_replaced({"weight": layer.weight}, lambda name, x, transposed: 2 * x):
-        found, others = layer(x), nn.functional.linear(x, layer.weight.clone(), layer.bias)
-    assert torch.equal(found, layer(2 * x))
-    assert torch.equal(others, layer(x))
+        found, others = layer(x), functional.linear(x, layer.weight.clone(), layer.bias)
+    assert torch.equal(found, layer(2 * x)) and torch.equal(others, layer(x))

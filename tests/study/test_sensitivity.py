@@ -39,6 +39,10 @@ def test_estimate_is_exact_where_the_curvature_is_the_fisher_information(slope):
             assert cost.cost == pytest.approx(cost.first + cost.second, rel=1e-4)
             assert cost.second > 1e-4
             assert abs(cost.first) > 1e-4 if slope else abs(cost.first) < 1e-3 * cost.second
+    for kind in ("weight", "activation"):  # a layer that does nothing costs nothing
+        for cost in by_name(costs, kind)["idle.weight"].formats.values():
+            assert (cost.cost, cost.first, cost.second) == (0.0, 0.0, 0.0)
+            assert 0 < cost.error < 1
 
 
 def test_estimate_needs_samples_by_themselves():
@@ -57,17 +61,8 @@ def test_estimate_needs_samples_by_themselves():
     assert cost.second < 1e-6 * cost.cost and known.second == pytest.approx(cost.cost, rel=1e-4)
 
 
-def test_a_layer_that_does_nothing_costs_nothing():
-    costs = sensitivity(Quadratic(), quadratic_loss, quadratic_samples(1.0), formats=FORMATS)
-    for kind in ("weight", "activation"):
-        for cost in by_name(costs, kind)["idle.weight"].formats.values():
-            assert (cost.cost, cost.first, cost.second) == (0.0, 0.0, 0.0)
-            assert 0 < cost.error < 1
-
-
 def test_costs_are_those_of_a_model_with_the_other_weight():
-    """Against a copy of the model; a weight that lies as [K, N] is cut along its columns, a tied
-    one counts once."""
+    """A weight [K, N] is cut along its columns; a tied one counts once."""
     model, batches = Layers(), word_batches()
     options = {"formats": FORMATS, "clip": "absmax", "activations": False}
     costs = sensitivity(model, word_loss, batches, **options)
@@ -167,11 +162,12 @@ def test_a_stopped_measurement_goes_on(tmp_path):
 
 
 def test_a_file_of_other_settings_is_refused(tmp_path):
+    """Its activations are neither given nor lost without being asked for."""
     path, batches = tmp_path / "costs.json", word_batches()
-    given = {"formats": FORMATS, "keep": Keep(path=path), "activations": False}
-    sensitivity(Layers(), word_loss, batches, **given)
-    content = path.read_bytes()
-    other = Layers()
+    given = {"formats": ["int3/row"], "keep": Keep(path=path), "tensors": ["back*", "across"]}
+    floats = {**given, "activations": False}
+    assert not sensitivity(Layers(), word_loss, batches, **floats).of("activation")
+    content, other = path.read_bytes(), Layers()
     with torch.no_grad():
         other.across[3, 4] += 1
     for model, more, named in (
@@ -181,69 +177,45 @@ def test_a_file_of_other_settings_is_refused(tmp_path):
         (other, {}, "weights: "),
     ):
         with pytest.raises(ValueError, match=named):
-            sensitivity(model, word_loss, batches, **{**given, **more})
+            sensitivity(model, word_loss, batches, **{**floats, **more})
     assert path.read_bytes() == content
-
-
-def test_activations_of_a_file_are_neither_given_nor_lost_without_being_asked_for(tmp_path):
-    path = tmp_path / "costs.json"
-    given = {"formats": ["int3/row"], "tensors": ["back*"], "keep": Keep(path=path)}
-    weights = sensitivity(Layers(), word_loss, word_batches(), activations=False, **given)
-    assert not weights.of("activation")
-    assert sensitivity(Layers(), word_loss, word_batches(), **given).of("activation")
+    assert sensitivity(Layers(), word_loss, batches, **given).of("activation")
     content = path.read_bytes()
-    message = "the activation of back.weight, which is not measured now; measure it"
+    message = "the activation of .*, which is not measured now; measure it"
     with pytest.raises(ValueError, match=message):
-        sensitivity(Layers(), word_loss, word_batches(), activations=False, **given)
+        sensitivity(Layers(), word_loss, batches, **floats)
     assert path.read_bytes() == content
 
 
-def test_patterns_choose():
-    patterns = ["back*", "acr?ss"]
-    costs = sensitivity(Layers(), word_loss, word_batches(), formats=FORMATS, tensors=patterns)
+def test_half_precision_patterns_and_losses_that_are_not_finite():
+    model, forms = Layers().to(torch.bfloat16), ["int8/row", "int2/row"]
+    options = {"formats": forms, "tensors": ["back*", "acr?ss"]}
+    costs = sensitivity(model, word_loss, word_batches(), **options)
     for kind in ("weight", "activation"):
         assert set(by_name(costs, kind)) == {"back.weight", "across"}
-
-
-def test_half_precision():
-    model, forms = Layers().to(torch.bfloat16), ["int8/row", "int2/row"]
-    costs = sensitivity(model, word_loss, word_batches(), formats=forms)
     found = by_name(costs, "weight")["back.weight"].formats
     assert found["int2/row"].error > 100 * found["int8/row"].error > 0
 
-
-def test_a_loss_that_is_not_finite_afterwards_has_no_cost():
-    """Values that the rounding moves to zero are divided by."""
-
-    class Divides(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.tensor([[1.0, 1e-3], [2.0, 3.0]]))
-
-    def loss(model, batch):
+    def loss(model, batch):  # divides by values that the rounding moves to zero
         return (1 / model.weight).sum(), 1.0
 
-    costs = sensitivity(Divides(), loss, [None], formats=["int2/row"])
-    found = costs.tensors[0].formats
-    assert found["int2/row"].cost is None
+    model = nn.Linear(2, 2, bias=False)
+    model.weight.data = torch.tensor([[1.0, 1e-3], [2.0, 3.0]])
+    costs = sensitivity(model, loss, [None], formats=["int2/row"])
+    assert costs.tensors[0].formats["int2/row"].cost is None
 
 
-@pytest.mark.parametrize(
-    ("given", "named"),
-    [
+def test_what_cannot_be_measured_is_refused():
+    for given, named in (
         ({"formats": ["int9/row"]}, "did you mean"),
         ({"formats": []}, "no formats"),
         ({"clip": "mean"}, "clip is 'mean'; allowed: 'absmax'"),
         ({"tensors": ["nothing*"]}, "no tensor is called 'nothing\\*'"),
         ({"batches": []}, "no losses"),
-    ],
-)
-def test_wrong_arguments_are_refused(given, named):
-    with pytest.raises(ValueError, match=named):
-        sensitivity(Layers(), word_loss, **{"batches": word_batches(), **given})
+    ):
+        with pytest.raises(ValueError, match=named):
+            sensitivity(Layers(), word_loss, **{"batches": word_batches(), **given})
 
-
-def test_what_cannot_be_measured_is_refused():
     def restless(model, batch):
         total, count = word_loss(model, batch)
         return total * (1 + torch.rand(())), count

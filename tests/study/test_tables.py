@@ -25,11 +25,8 @@ def test_a_table_fits(width, style, monkeypatch):
 
 def test_a_table_that_fits_is_as_it_was():
     lines = fitted(ROWS, HEAD, SIDES, width=120).splitlines()
-    assert (
-        len(lines) == 4
-        and lines[0].split("  ")[0] == "format"
-        and "to Gaussian's limit, dB" in lines[0]
-    )
+    assert len(lines) == 4 and lines[0].split("  ")[0] == "format"
+    assert "to Gaussian's limit, dB" in lines[0]
     assert lines == fitted(ROWS, HEAD, SIDES, width=len(lines[0])).splitlines()
 
 

@@ -22,37 +22,28 @@ def test_large_tensors_are_sampled_by_whole_rows():
 
 
 def test_problems_are_found_in_all_of_a_tensor():
+    def sample(tensor, *largest):
+        return take("x", "weight", tensor, *largest)
+
     x = torch.ones(6, 4)
-    assert take("x", "weight", x).problem is None
+    assert sample(x).problem is None
     x[5, 1], x[4, 0] = math.nan, -math.inf
-    assert take("x", "weight", x, 4).problem == "2 of 24 values are NaN or infinite"
-    assert take("x", "weight", torch.zeros(2, 3)).problem == "all its values are zero"
-    assert (
-        take("x", "weight", torch.zeros(0, 3)).problem
-        == take("x", "weight", torch.zeros(3, 0)).problem
-    )
+    assert sample(x, 4).problem == "2 of 24 values are NaN or infinite"
+    assert sample(torch.zeros(2, 3)).problem == "all its values are zero"
+    assert sample(torch.zeros(0, 3)).problem == sample(torch.zeros(3, 0)).problem
     # in float32
-    assert take("x", "weight", torch.full((2, 2), 1e300, dtype=torch.float64)).unusable == 4
-    assert take("x", "weight", torch.full((2, 2), 1e30, dtype=torch.bfloat16)).unusable == 0
+    assert sample(torch.full((2, 2), 1e300, dtype=torch.float64)).unusable == 4
+    assert sample(torch.full((2, 2), 1e30, dtype=torch.bfloat16)).unusable == 0
     rows = torch.ones(5, 3).index_fill(0, torch.tensor([1, 4]), 0.0)
-    found = take("x", "weight", rows, 6)
+    found = sample(rows, 6)
     assert found.zero_rows == 2 and torch.equal(found.values, torch.ones(2, 3))
-    assert len(take("x", "weight", rows).values) == 3
+    assert len(sample(rows).values) == 3
 
 
 def test_weights_are_floats_of_two_dimensions_each_once():
-    table = torch.ones(4, 3)
-    found = weights_of(
-        {
-            "a": table,
-            "again": table,
-            "bias": torch.ones(3),
-            "codes": torch.ones(2, 2, dtype=torch.int8),
-            "b": table.t(),
-            "step": 3,
-            "empty": torch.ones(0, 3),
-        }
-    )
+    table, codes = torch.ones(4, 3), torch.ones(2, 2, dtype=torch.int8)
+    tensors = {"a": table, "again": table, "bias": torch.ones(3), "codes": codes, "b": table.t()}
+    found = weights_of(tensors | {"step": 3, "empty": torch.ones(0, 3)})
     assert [name for name, _ in found] == ["a", "b", "empty"]
     model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5, bias=False))
     model[1].weight = model[0].weight
@@ -60,9 +51,8 @@ def test_weights_are_floats_of_two_dimensions_each_once():
 
 
 def test_kernels_are_rows():
-    assert [
-        as_rows(torch.ones(shape)).shape for shape in ((4, 3, 2, 2), (4, 3, 5), (2, 8, 64), (4, 3))
-    ] == [(4, 12), (4, 15), (2, 8, 64), (4, 3)]
+    shapes = {(4, 3, 2, 2): (4, 12), (4, 3, 5): (4, 15), (2, 8, 64): (2, 8, 64), (4, 3): (4, 3)}
+    assert {shape: as_rows(torch.ones(shape)).shape for shape in shapes} == shapes
 
 
 def test_names_are_chosen_by_patterns():

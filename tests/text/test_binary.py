@@ -15,11 +15,8 @@ def test_binarised_text_reads_back(learnt, tmp_path):
         data_utils.load_indexed_dataset(str(tmp_path / f"train.src-tgt.{side}"), dictionary)
         for side in ("src", "tgt")
     ]
-    assert [dictionary.string(row, "sentencepiece") for row in sides[1]] == [
-        "lazy dog",
-        "<s>",
-        "over",
-    ]
+    found = [dictionary.string(row, "sentencepiece") for row in sides[1]]
+    assert found == ["lazy dog", "<s>", "over"]
     assert dictionary.string(sides[0][1], "sentencepiece") == "<pad> jumps"
     assert sides[0][2].tolist()[-2:] == [dictionary.unk(), dictionary.eos()]
     assert dictionary.pad() not in sides[0][1].tolist()

@@ -39,8 +39,7 @@ that returns the class."""
 
 
 def fused_class(layer: nn.Module) -> type[FusedLayer] | None:
-    """Return the class that a layer becomes; None: there is no program for it, or it is fused
-    already."""
+    """Return the class that a layer becomes; None if it has no program, or is fused already."""
     kind = type(layer)
     if kind.__name__ not in LAYERS:
         return None

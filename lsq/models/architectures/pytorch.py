@@ -9,10 +9,7 @@ from lsq.models.reading import activation_of, at, sources
 
 
 class EncoderLayer(FusedLayer):
-    """Self-attention and a feed-forward block, with a LayerNorm before or after each.
-
-    The masks of a pass say whether it is causal. Padding comes out as zeros.
-    """
+    """PyTorch's encoder layer; masks say if a pass is causal, and padding comes out as zeros."""
 
     STATE = (*FusedLayer.STATE, "causal")
     PARTS = {}
@@ -84,14 +81,12 @@ class EncoderLayer(FusedLayer):
         return torch._nested_tensor_from_mask(y, present, mask_check=False)
 
     def _sentences(self, src: torch.Tensor) -> torch.Tensor:
-        """src, of one sentence [T, H], or [B, T, H] or [T, B, H] as batch_first says, as [B, T,
-        H]."""
+        """src, of one sentence [T, H], or as batch_first says, as [B, T, H]."""
         if src.dim() == 2:
             return src[None]
         return src if self.self_attn.batch_first else src.transpose(0, 1)
 
     def _as_given(self, y: torch.Tensor, src: torch.Tensor) -> torch.Tensor:
-        """y [B, T, H] in the shape of src."""
         if src.dim() == 2:
             return y[0]
         return y if self.self_attn.batch_first else y.transpose(0, 1)
@@ -106,16 +101,10 @@ class EncoderLayer(FusedLayer):
 def _read(
     mask: torch.Tensor | None, padding: torch.Tensor | None, shape: tuple[int, ...]
 ) -> tuple[bool, torch.Tensor | None] | None:
-    """Whether a pass is causal, and which tokens are there: bool [B, T], or None for all.
+    """Read (whether a pass is causal, bool [B, T] of its tokens or None for all) off its masks.
 
-    Args:
-        mask: [T, T] of what a query does not see: True there, or a number that is added to its
-            score.
-        padding: [B, T] or [T], the same of keys.
-        shape: (B, T) or (T,).
-
-    Returns:
-        None where attention is something else, or PyTorch refuses a mask of that shape.
+    `mask`: [T, T], True where a query does not see, or numbers that are added to scores. `padding`:
+    [B, T] or [T], the same of keys. None where attention is something else, or PyTorch refuses.
     """
     present = None if padding is None or padding.shape != shape else _seen(padding)
     if padding is not None and present is None:

@@ -1,9 +1,7 @@
-"""Blocks of T5 and mT5: an encoder's and a decoder's.
+"""Blocks of T5 and mT5: an encoder's and a decoder's. T time, N heads.
 
-All blocks of a stack add the biases of one table to the scores of their self-attention. The first
-block has the table, and passes biases [1, N, T, T] of all pairs on, with the table as an attribute.
-A block that gets biases without it, from a block that is not fused, reads the table off them. T
-time, N heads.
+All blocks of a stack add the biases of one table to scores. The first block passes biases of all
+pairs [1, N, T, T] on, with the table as an attribute; without it, the table is read off them.
 """
 
 from functools import lru_cache
@@ -25,8 +23,7 @@ SELF, OTHER = "layer.0.SelfAttention", "layer.1.EncDecAttention"
 
 
 def _modules(last: int) -> dict[str, str | list[str]]:
-    """Paths of the modules of a block whose feed-forward part, with a gate or without one, has this
-    number."""
+    """Paths of the modules of a block whose feed-forward part has this number."""
     dense = f"layer.{last}.DenseReluDense"
     cross = {
         "encoder_attn_layer_norm": "layer.1.layer_norm",
@@ -116,8 +113,7 @@ class EncoderBlock(FusedLayer):
     def _biased(
         self, x: torch.Tensor, packing: Packing, pairs: torch.Tensor | None, **side
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`fused` with biases of pairs [1, N, T, T], given or made here -> (its result, the
-        biases)."""
+        """`fused` with biases of pairs, given or made here -> (its result, the biases)."""
         if pairs is None:
             attention = self.layer[0].SelfAttention
             pairs = attention.compute_bias(packing.shape[1], packing.shape[1])
@@ -130,8 +126,7 @@ class EncoderBlock(FusedLayer):
 
 
 class DecoderBlock(EncoderBlock):
-    """Causal self-attention with biases, attention to an encoder's output and a feed-forward block,
-    an RMSNorm before each."""
+    """An EncoderBlock, causal, with attention to an encoder's output in between."""
 
     causal, CROSS = True, True
     PARTS, MODULES = _parts(2), _modules(2)
@@ -145,8 +140,7 @@ def block_class(layer: nn.Module) -> type[FusedLayer]:
 
 
 def _table_of(biases: torch.Tensor, relative: RelativeBias, causal: bool) -> torch.Tensor:
-    """Biases [1, N, T, T] of all pairs -> their table [buckets, N], 0 for distances that there are
-    not."""
+    """Biases [1, N, T, T] of pairs -> their table [buckets, N], 0 for absent distances."""
     query, key, known = _pair_of_buckets(relative, biases.shape[3], causal, biases.device)
     return biases[0, :, query, key].t() * known
 
@@ -155,9 +149,7 @@ def _table_of(biases: torch.Tensor, relative: RelativeBias, causal: bool) -> tor
 def _pair_of_buckets(
     relative: RelativeBias, time: int, causal: bool, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """For each bucket a query int64 [buckets] and a key int64 [buckets] whose distance is in it,
-    and bool [buckets, 1] whether sentences of that length have such a pair.
-    """
+    """A query and a key int64 [buckets] for each bucket, and bool [buckets, 1] if there are."""
     bucket, nearest = bucket_of_distances(relative, causal).tolist(), {}
     for distance in sorted(range(-relative.farthest, relative.farthest + 1), key=abs):
         nearest.setdefault(bucket[distance + relative.farthest], distance)

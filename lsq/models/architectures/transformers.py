@@ -74,8 +74,7 @@ class ViTLayer(FusedLayer):
 
 
 class GPT2Layer(FusedLayer):
-    """LayerNorm, causal self-attention, LayerNorm, a feed-forward block; weights are [inputs,
-    outputs]."""
+    """LayerNorm, causal self-attention, LayerNorm, feed-forward; weights [inputs, outputs]."""
 
     causal = True
     PARTS = {"attn": "Attention", "mlp": "MLP"}
@@ -103,8 +102,7 @@ class GPT2Layer(FusedLayer):
 
 
 class LlamaLayer(FusedLayer):
-    """RMSNorm, causal self-attention with rotary embeddings, RMSNorm, a feed-forward block with a
-    gate: Llama, Mistral, Qwen2, Qwen3."""
+    """RMSNorm, causal rotary self-attention, RMSNorm, gated feed-forward: Llama, Mistral, Qwen."""
 
     causal = True
     PARTS = {
@@ -172,8 +170,7 @@ class LlamaLayer(FusedLayer):
 
 
 def _window(attention: nn.Module) -> int | None:
-    """The window that its code reads: Qwen2 and Qwen3 have one in some layers, Mistral in its
-    configuration."""
+    """The window that its code reads: of the layer, or, in Mistral, of the configuration."""
     if "sliding_window" in vars(attention):
         return attention.sliding_window
     if reads(type(attention).forward, "sliding_window"):
@@ -206,8 +203,7 @@ class MarianEncoderLayer(FusedLayer):
 
 
 class MarianDecoderLayer(FusedLayer):
-    """Causal self-attention, attention to an encoder's output and a feed-forward block, a LayerNorm
-    behind each."""
+    """Causal self-attention, attention to an encoder, feed-forward, a LayerNorm behind each."""
 
     causal, CROSS = True, True
     PARTS = {"self_attn": "Attention", "encoder_attn": "Attention"}
