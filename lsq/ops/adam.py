@@ -1,8 +1,7 @@
 """One step of Adam on float32 master parameters, and the new weights as int8 codes, in one pass.
 
-Kingma & Ba 2015 with decoupled weight decay (Loshchilov & Hutter 2019), in fairseq's form: the bias
-correction is part of the step size, and epsilon is added to the plain square root. N rows, K
-columns.
+Kingma & Ba 2015 with decoupled weight decay (Loshchilov & Hutter 2019), as fairseq has it: bias
+correction is part of the step size, epsilon is added to the plain root. N rows, K columns.
 """
 
 from __future__ import annotations
@@ -21,10 +20,8 @@ from lsq.program.values import Weight
 from lsq.quant import largest_clips, quantize
 
 RUN, ROWS, NORM_RUN = 1024, 32, 8192
-"""Values, rows of a weight to round, and values of a gradient for the norm that one block of each
-kernel takes."""
-NUMBERS = 5
-"""See `scalars`."""
+"""What one block of each kernel takes: values, rows to round, values for the norm."""
+NUMBERS = 5  # See `scalars`.
 
 
 def scalars(
@@ -36,21 +33,18 @@ def scalars(
     weight_decay: float = 0.0,
     torch_epsilon: bool = False,
 ) -> torch.Tensor:
-    """The five numbers of a step, float32 [5]: they change from step to step, and kernels read them
-    from memory.
+    """The five numbers of a step, float32 [5], which kernels read from memory.
 
     They are: step size with bias correction, 1 - beta1, 1 - beta2, epsilon, decay. Betas are kept
-    as what they lack to 1, because float32 knows 0.001 better than 0.999.
+    as what they lack to 1: float32 knows 0.001 better than 0.999.
 
     Args:
         learning_rate: of this step.
         betas: decay of the first and of the second moment.
         epsilon: added to the root of the second moment.
         step: counted from 1.
-        weight_decay: the weight first loses learning_rate * weight_decay of itself (AdamW;
-            fairseq's "adam").
-        torch_epsilon: add epsilon after the bias correction, as torch.optim does; fairseq adds it
-            before.
+        weight_decay: share learning_rate * weight_decay of the weight that is lost first (AdamW).
+        torch_epsilon: add epsilon after the bias correction, as torch.optim; fairseq: before.
     """
     correction = math.sqrt(1 - betas[1] ** step)
     return torch.tensor(
@@ -67,8 +61,7 @@ def scalars(
 
 
 class Adam(Operation):
-    """The new weight and moments, all of one shape; what is written may be the memory of what is
-    read.
+    """The new weight and moments, of one shape; they may be the memory of the old ones.
 
     Raises:
         ValueError: codes are wanted, but the weight's format packs them.
@@ -80,18 +73,16 @@ class Adam(Operation):
     second: In[Floats]  # Moment.
     numbers: In[Floats]  # [5], see `scalars`.
     gradient_factor: In[Floats]
-    """[1], what the gradient is multiplied by first. NaN and infinity reach the weight."""
+    """[1], multiplies the gradient first; NaN and infinity reach the weight."""
     limit: Host[float] = 0.0
-    """Largest relative change of a value, for clips (QuantConfig.clip_step); 0: any change."""
+    """Largest relative change of a value, for clips; 0: any (QuantConfig.clip_step)."""
     new_weight: Out[Floats]
     new_first: Out[Floats]
     new_second: Out[Floats]
     rounded: Out[Weight] | None
-    """The codes [P, K] of the new weight under a clip that was updated before; its `values` are not
-    looked at."""
+    """Codes [P, K] of the new weight under an updated clip; `values` are not read."""
     new_clip: Out[Floats] | None
-    """[N], the largest magnitude of each new row, which is rounded under it; the memory of the
-    clip."""
+    """[N], the largest magnitude of each new row, its clip; the memory of the clip."""
 
     def __post_init__(self):
         if self.rounded is not None and self.rounded.format.packed:
@@ -139,9 +130,8 @@ class Adam(Operation):
         results = {"new_weight": weight, "new_first": first, "new_second": second}
         if self.rounded is None:
             return results
-        clip = (
-            self.rounded.clip if self.new_clip is None else largest_clips(weight, self.rounded.clip)
-        )
+        clip = self.rounded.clip
+        clip = clip if self.new_clip is None else largest_clips(weight, clip)
         codes, scale, _ = quantize(weight, clip, self.rounded.format.bits)
         rounded = padded_codes(codes, scale.expand(self.valid), self.rows - self.valid)
         return results | {"rounded": rounded, "new_clip": clip}
@@ -153,19 +143,14 @@ class Adam(Operation):
 
 
 class Table(Value):
-    """The operations `Adam` that one kernel runs together, and the share of each block.
-
-    `table_of` says what is in it; on the CPU it is empty.
-    """
+    """The operations `Adam` that one kernel runs together (see `table_of`); empty on the CPU."""
 
     structs: Bytes  # Structs of the operations, one after another.
-    tiles: Offsets
-    """[blocks, 2]: (operation, which of its tiles) of each block of the kernel that takes it."""
+    tiles: Offsets  # [blocks, 2]: (operation, its tile) of each block.
 
 
 def tiles_of(counts: dict[int, int]) -> torch.Tensor:
-    """int32 [blocks, 2]: (operation, tile) of each block, for `counts` tiles of each operation, by
-    its number."""
+    """int32 [blocks, 2]: (operation, tile) of each block, from the tiles of each operation."""
     with torch.device("cpu"):
         found = [
             torch.stack([torch.full((count,), number), torch.arange(count)], 1)
@@ -175,16 +160,14 @@ def tiles_of(counts: dict[int, int]) -> torch.Tensor:
 
 
 class AdamSteps(Operation):
-    """Steps of many tensors in one foreign call, or in two launches: of what is rounded last, as
-    clips come before.
+    """Steps of many tensors in one foreign call, or in two launches.
 
     Raises:
         ValueError: an operation that rounds comes before one that does not.
     """
 
     steps: Host[tuple[Adam, ...]]
-    """Their tensors lie at fixed addresses, but for what is put into their structs and into `table`
-    again."""
+    """Tensors lie at fixed addresses, unless structs and tables are written again."""
     plain: In[Table] | None  # Steps without codes; None on the CPU, as all further tables.
     coded: In[Table] | None  # Steps with codes; operations are numbered as in `plain`.
     shared: In[Table] | None  # Steps whose rows share one clip; a tile is a whole operation.
@@ -210,8 +193,7 @@ class AdamSteps(Operation):
 
 
 class GradientNorm(Operation):
-    """The norm of the gradients of many steps, before their factor: the root of the sum of all
-    squares."""
+    """The norm of the gradients of many steps, before their factor."""
 
     steps: Host[tuple[Adam, ...]]
     table: In[Table] | None  # Tiles are runs of NORM_RUN values; None on the CPU.

@@ -2,12 +2,9 @@
 
     hidden = dropout(x) down^T;   y = base + hidden up^T
 
-y has the epilogue of a product (lsq/ops/project.py): activation, dropout, one rounding. Who reads
-the result undoes it in the backward pass.
-
-M rows, K inputs, N outputs, R columns of `hidden`: the rank, or of a product that stands for
-several, such as that of queries, keys and values, the ranks of all its adapters; `up` is 0 where an
-adapter adds nothing, and has the scaling of the adapters in it.
+y has the epilogue of a product (lsq/ops/project.py). M rows, K inputs, N outputs, R columns of
+`hidden`: the ranks of all adapters of a product. `up` has the scaling of the adapters in it, and
+zeros where an adapter adds nothing.
 """
 
 from __future__ import annotations
@@ -141,9 +138,10 @@ class AdaptGradient(Operation):
 
     def cpu(self, dhidden):
         torch.mm(self.gradient, self.up, out=dhidden)
-        if self.ddown is not None:
-            torch.mm(dhidden.t(), self.values, out=self.ddown)
-        if self.dup is not None:
-            torch.mm(self.gradient.t(), self.hidden, out=self.dup)
-        if self.dvalues is not None:
-            torch.mm(dhidden, self.down, out=self.dvalues)
+        for a, b, out in (
+            (dhidden.t(), self.values, self.ddown),
+            (self.gradient.t(), self.hidden, self.dup),
+            (dhidden, self.down, self.dvalues),
+        ):
+            if out is not None:
+                torch.mm(a, b, out=out)

@@ -41,8 +41,7 @@ from lsq.program.operation import Operation, Spec
 from lsq.program.values import Coded, Dropout, Rows
 
 KEYS = 2**31
-"""More than any sentence has: elements of probabilities are numbered alike whatever stands in a
-batch. See kKeys."""
+"""More than any sentence has; probabilities are numbered alike in any batch. See kKeys."""
 
 
 class Projected(Value):
@@ -55,14 +54,11 @@ class Projected(Value):
 
 
 class PositionBias(Value):
-    """Biases of scores by the distance of key and query (T5, Raffel et al. 2020).
-
-    Query i of a sentence stands where key i + (keys - queries) does.
-    """
+    """Biases of scores by the distance of key and query (T5, Raffel et al. 2020)."""
 
     table: In[Floats]  # [buckets, N]
     bucket: In[Indices]
-    """[2L + 1], of keys from L before to L behind a query; what is farther is as L."""
+    """[2L + 1], of keys from L before to L behind a query; farther ones are as L."""
 
     buckets = extent(0, "table")
     distances = extent(0, "bucket")
@@ -82,21 +78,17 @@ class Heads(Value):
     v: In[Projected]  # In the tensor of `k`.
     cu_seqlens: In[Offsets]  # [B + 1], of queries.
     key_cu_seqlens: In[Offsets]
-    """[B + 1], of keys.
-
-    One of both may go on behind it: with sentences without a row, on both sides.
-    """
+    """[B + 1], of keys; the longer of both goes on with sentences without a row."""
     count: int  # N, of queries.
     group: int = 1  # G, which divides N.
     width: int  # D.
     causal: bool  # Query i of a sentence sees its keys up to i + (keys - queries).
     window: int = 0
-    """Query i of a sentence sees no key up to i + (keys - queries) - window; 0: nothing is hidden
-    so."""
+    """Query i of a sentence sees no key up to i + (keys - queries) - window; 0: all."""
     bias: In[PositionBias] | None
     softmax_scale: float = 0.0  # Factor of the product of query and key; 0: D ** -0.5.
     dropout: In[Dropout] | None
-    """Dropout of probabilities: key j of row m and head h is element (m * count + h) * KEYS + j."""
+    """Of probabilities: key j of row m, head h is element (m * count + h) * KEYS + j."""
 
     @size
     def sentences(self) -> int:
@@ -119,14 +111,10 @@ class Heads(Value):
     def of_sentences(self) -> Iterator[Sentence]:
         """Reference: sentence after sentence."""
         share = torch.tensor(self.softmax_scale or self.width**-0.5, dtype=torch.float32)
-        cu_seqlens, key_cu_seqlens = (
-            one[: self.sentences + 1].tolist() for one in (self.cu_seqlens, self.key_cu_seqlens)
-        )
-        for queries, keys in zip(
-            map(slice, cu_seqlens, cu_seqlens[1:]),
-            map(slice, key_cu_seqlens, key_cu_seqlens[1:]),
-            strict=True,
-        ):
+        both = self.cu_seqlens, self.key_cu_seqlens
+        ends = (one[: self.sentences + 1].tolist() for one in both)
+        of_both = (map(slice, one, one[1:]) for one in ends)
+        for queries, keys in zip(*of_both, strict=True):
             q, k, v = (
                 self.split(one.rows.tensor[rows, self.columns_of(one)].float())
                 for one, rows in ((self.q, queries), (self.k, keys), (self.v, keys))
@@ -155,14 +143,11 @@ class Heads(Value):
             )
 
     def _mask(self, queries: slice, scores: torch.Tensor) -> torch.Tensor | None:
-        """Factors of dropout for the probabilities of a sentence, shaped as its scores [N, T,
-        S]."""
+        """Factors of dropout for the probabilities of a sentence [N, T, S]."""
         if self.dropout is None:
             return None
-        row, head = (
-            torch.arange(queries.start, queries.stop)[:, None],
-            torch.arange(self.count)[:, None, None],
-        )
+        row = torch.arange(queries.start, queries.stop)[:, None]
+        head = torch.arange(self.count)[:, None, None]
         element = (row * self.count + head) * KEYS + torch.arange(scores.shape[2])
         return self.dropout.apply(torch.ones(element.shape, dtype=torch.float32), element)
 
@@ -176,8 +161,7 @@ class Heads(Value):
         return rows.unflatten(1, (-1, self.width)).transpose(0, 1)
 
     def of_keys(self, each: torch.Tensor) -> torch.Tensor:
-        """Gradients [N, S, D] of all heads of queries, summed for the heads of keys [N
-        / G, S, D]."""
+        """Gradients [N, S, D], summed for the heads of keys [N / G, S, D]."""
         return each.unflatten(0, (self.key_count, self.group)).sum(dim=1)
 
 
@@ -220,10 +204,7 @@ class Sentence:
 
 
 class Attention(Operation):
-    """Context rows [M, N * D].
-
-    A query that sees no key gets 0, and so does a row behind all sentences.
-    """
+    """Context rows [M, N * D]; 0 for queries that see no key, and behind all sentences."""
 
     heads: In[Heads]
     out: Out[Activations] | None  # [M, N * D]
@@ -263,8 +244,7 @@ class Attention(Operation):
 class AttentionGradient(Operation):
     """The gradients of the tensors in which queries, and keys and values, stand.
 
-    Queries fill their tensor alone, and keys and values theirs; or all three fill one, whose
-    gradient is `dq` then.
+    Queries fill one tensor, keys and values another; or one has all, and its gradient is `dq`.
     """
 
     dcontext: In[Activations]  # [M, N * D]
@@ -294,22 +274,12 @@ class AttentionGradient(Operation):
             slope = one.dropped(upstream @ (one.v * one.v_scale).transpose(1, 2))
             weighted = slope * probabilities
             dscores = weighted - probabilities * weighted.sum(dim=2, keepdim=True)
-            for place, rows, of, gradient in (
-                (sums[0], one.queries, heads.q, dscores @ one.k * one.q_factor),
-                (
-                    sums[-1],
-                    one.keys,
-                    heads.k,
-                    heads.of_keys(dscores.transpose(1, 2) @ one.q * one.k_factor),
-                ),
-                (
-                    sums[-1],
-                    one.keys,
-                    heads.v,
-                    heads.of_keys(one.dropped(probabilities).transpose(1, 2) @ upstream),
-                ),
-            ):
-                place[rows, heads.columns_of(of)] = rows_of(gradient)
+            dq = dscores @ one.k * one.q_factor
+            dk = heads.of_keys(dscores.transpose(1, 2) @ one.q * one.k_factor)
+            dv = heads.of_keys(one.dropped(probabilities).transpose(1, 2) @ upstream)
+            sums[0][one.queries, heads.columns_of(heads.q)] = rows_of(dq)
+            for of, gradient in ((heads.k, dk), (heads.v, dv)):
+                sums[-1][one.keys, heads.columns_of(of)] = rows_of(gradient)
             if dbias is not None:
                 dbias.index_add_(0, one.pairs.flatten(), dscores.flatten(1).t())
         found = [
@@ -335,8 +305,7 @@ class AttentionGradient(Operation):
 
 
 class Append(Operation):
-    """The rows of B sentences of P rows each, with one more row in each: of codes, or of floats in
-    float mode."""
+    """B sentences of P rows each, with one more row in each: codes, or floats in float mode."""
 
     before: In[Codes] | None  # [B * P, W]
     now: In[Codes] | None  # [B, W]
@@ -348,11 +317,8 @@ class Append(Operation):
 
     @property
     def _operands(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return (
-            (self.before_floats, self.now_floats)
-            if self.before is None
-            else (self.before, self.now)
-        )
+        floats = self.before_floats, self.now_floats
+        return floats if self.before is None else (self.before, self.now)
 
     @size
     def past(self) -> int:

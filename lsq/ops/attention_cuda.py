@@ -1,7 +1,5 @@
 """Launches of lsq.ops.attention."""
 
-import functools
-
 import torch
 
 from lsq.native.geometry import THREADS, VECTOR, row_defines
@@ -9,15 +7,13 @@ from lsq.native.launch import FLOATS, TICKET, check, float_define, launch
 from lsq.ops.attention import Append, Attention, AttentionGradient, Heads
 from lsq.ops.launches import started
 from lsq.ops.sums import PartialSums
-from lsq.ops.sums_cuda import KernelSums, finish, gradient_sums, leave_gradient
-from lsq.program.cuda import launches, leave_sums, scratch_of
+from lsq.ops.sums_cuda import KernelSums, finish, gradient_sums
+from lsq.program.cuda import kernel_sums, launches, scratch_of
 from lsq.program.operation import Spec
 
-WIDEST = 128
-"""Columns of a head on CUDA, at most."""
+WIDEST = 128  # Columns of a head, at most.
 
-TILE = 64
-"""Queries or keys that a block takes at a time on CUDA, at most."""
+TILE = 64  # Queries or keys that a block takes at a time, at most.
 
 
 @launches.register(Attention)
@@ -35,24 +31,18 @@ def launch_attention(op: Attention):
     )
 
 
-def _sums(op: AttentionGradient) -> list[KernelSums]:
+@kernel_sums.register(AttentionGradient)
+def sums_of_attention_gradient(op: AttentionGradient) -> list[KernelSums]:
     return [gradient_sums(end, rows, one.columns, one.rows.coded) for one, rows, end in op.sides]
-
-
-@leave_sums.register(AttentionGradient)
-def leave_sums_of_attention_gradient(op: AttentionGradient, tensor):
-    ends = zip(op.sides, _sums(op), strict=True)
-    return [left for (*_, end), sums in ends for left in leave_gradient(end, sums, tensor)]
 
 
 @scratch_of.register(AttentionGradient)
 def scratch_of_attention_gradient(op: AttentionGradient) -> list[Spec]:
-    """Sums of each row's weighted probabilities; gradients in float32, and sums over them for
-    each tensor; what blocks add to the gradient of biases.
-    """
+    """Sums of each row's weighted probabilities; for each tensor, gradients and sums over them in
+    float32; what blocks add to the gradient of biases."""
     found = [((op.heads.rows, op.heads.count), torch.float32)]
     found += [((rows, one.columns), torch.float32) for one, rows, _ in op.sides]
-    found += [spec for sums in _sums(op) for spec in sums.scratch]
+    found += [spec for sums in kernel_sums(op) for spec in sums.scratch]
     return found if op.dbias is None else [*found, _bias_parts(op)]
 
 
@@ -71,31 +61,28 @@ def launch_attention_gradient(op: AttentionGradient, sums, *scratch):
     rows = tile_rows(heads, op.dcontext)
     shared = shared_bytes(heads, rows, op.dcontext.dtype)
     defines = _defines(heads, rows, op.dcontext, *(end.floats for _, _, end in op.sides))
-    of_queries, of_keys = (
-        functools.partial(
-            launch,
+
+    def kernel(side: str, among: int, count: int, *arguments):
+        return launch(
             "attention_gradient.cu",
             f"lsq_attention_{side}_gradient",
-            op,
-            sums,
-            dq,
+            *(op, sums, dq, *arguments),
             grid=_blocks(heads, among, rows, count),
             block=threads(rows),
             shared=shared,
             SHARED=shared,
             **defines,
         )
-        for side, among, count in (
-            ("query", heads.rows, heads.count),
-            ("key", heads.key_rows, heads.key_count),
-        )
-    )
-    entries = [of_queries(), of_keys(dkv, of_biases)]
+
+    entries = [
+        kernel("query", heads.rows, heads.count),
+        kernel("key", heads.key_rows, heads.key_count, dkv, of_biases),
+    ]
     if of_biases is not None:
         entries += finish(PartialSums.of(of_biases, op.dbias.numel(), (op.dbias,)))
-    ends = zip(op.sides, _sums(op), gradients, strict=True)
-    for keys, ((one, _, end), finishing, gradient) in enumerate(ends):
-        partial = finishing.take(left)
+    ends = zip(op.sides, kernel_sums(op), gradients, strict=True)
+    for keys, ((one, _, end), sums_over_rows, gradient) in enumerate(ends):
+        partial = sums_over_rows.take(left)
         rounding = launch(  # from float32 to what is wanted, a row at a time
             "attention_rows.cu",
             "lsq_attention_gradient_rows",
@@ -108,25 +95,19 @@ def launch_attention_gradient(op: AttentionGradient, sums, *scratch):
             FLOAT=FLOATS[op.dcontext.dtype],
             **row_defines(one.columns),
         )
-        entries += [rounding, *finishing.finish(partial)]
+        entries += [rounding, *sums_over_rows.finish(partial)]
     return entries
 
 
 def _blocks(heads: Heads, rows: int, tile: int, count: int) -> tuple[int, int]:
-    """Blocks of rows (see csrc/cuda/attention.cuh) and of so many heads."""
+    """Grid: blocks of rows (csrc/cuda/attention.cuh) and heads."""
     return rows // tile + heads.sentences + 1, count
 
 
 def tile_rows(heads: Heads, *floats: torch.Tensor) -> int:
-    """Queries or keys that a block on CUDA takes at a time: as many as its shared memory has room
-    for.
+    """Queries or keys that a block takes at a time: as many as shared memory has room for.
 
-    Args:
-        heads: as they are read.
-        floats: activations that are read beside them.
-
-    Raises:
-        ValueError: kernels have no such heads.
+    `floats`: activations that are read beside the heads.
     """
     check_width(heads.width)
     wide = any(one.dtype == torch.float32 for one in (*_floats(heads), *floats))
@@ -134,11 +115,6 @@ def tile_rows(heads: Heads, *floats: torch.Tensor) -> int:
 
 
 def check_width(width: int) -> None:
-    """Refuse heads that kernels do not have.
-
-    Raises:
-        ValueError: they have so many columns.
-    """
     check(
         width % VECTOR == 0 and 0 < width <= WIDEST,
         f"heads of {width} columns cannot run on CUDA: the width must be a multiple of {VECTOR}, up"
@@ -152,10 +128,8 @@ def threads(rows: int) -> int:
 
 
 def shared_bytes(heads: Heads, rows: int, dtype: torch.dtype) -> int:
-    """Bytes of a gradient block: tiles of queries, keys, values and their context's gradient,
-    in that dtype, and two of pairs, as bfloat16 parts of which rows are 16 bytes apart
-    (csrc/cuda/attention_gradient.cu).
-    """
+    """Bytes of a gradient block: tiles of queries, keys, values, their context's gradient in
+    `dtype` and two of pairs, as bfloat16 parts, rows 16 bytes apart (attention_gradient.cu)."""
     single = dtype == torch.float32
     of_float, of_pair = (3, 3) if single else (1, 2)
     operands = 3 * (of_float if _floats(heads) else 1) + of_float
@@ -168,29 +142,22 @@ def _floats(heads: Heads) -> list[torch.Tensor]:
 
 
 def _defines(heads: Heads, tile: int, *floats: torch.Tensor | None) -> dict[str, int]:
-    """-D of a kernel on tiles.
-
-    Raises:
-        ValueError: some of queries, keys and values are codes, others floats.
-    """
+    """-D of a kernel on tiles."""
     among = _floats(heads)
     check(
         len(among) in (0, 3),
         "queries, keys and values must all be codes, or all floats: round all three or none",
     )
     found = [one for one in (*among, *floats) if one is not None]
-    bias = (
-        {}
-        if heads.bias is None
-        else {"DISTANCES": heads.bias.distances, "BUCKETS": heads.bias.buckets}
-    )
-    floats = float_define(*found) if found else {}
-    group = {"SHARING": heads.group} if heads.group > 1 else {}
-    return {"WIDTH": heads.width, "TILE": tile, "CODED": int(not among), **group, **bias, **floats}
+    defines = {"WIDTH": heads.width, "TILE": tile, "CODED": int(not among)}
+    if heads.bias is not None:
+        defines |= {"DISTANCES": heads.bias.distances, "BUCKETS": heads.bias.buckets}
+    if heads.group > 1:
+        defines["SHARING"] = heads.group
+    return defines | (float_define(*found) if found else {})
 
 
-WORD = 16
-"""Bytes that a thread of lsq_append copies at once, where rows are multiples of that."""
+WORD = 16  # Bytes that a thread of lsq_append copies at once, if rows have whole words.
 
 
 @launches.register(Append)
@@ -198,8 +165,7 @@ def launch_append(op: Append):
     out = op.out_floats if op.before is None else op.out
     words = op.columns * out.dtype.itemsize % WORD == 0
     units = out.numel() * out.dtype.itemsize // (WORD if words else out.dtype.itemsize)
-    defines = (
-        float_define(op.before_floats, op.now_floats, out) if op.before is None else {"CODES": 1}
-    )
+    floats = op.before_floats, op.now_floats, out
+    defines = float_define(*floats) if op.before is None else {"CODES": 1}
     grid = max(1, -(-units // THREADS))
     return launch("elementwise.cu", "lsq_append", op, grid=grid, WORDS=int(words), **defines)

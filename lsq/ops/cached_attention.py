@@ -1,12 +1,10 @@
-"""Attention of one query a row to keys and values that are kept as codes, wherever they lie: for
-decoding.
+"""Attention of one query a row to keys and values that are kept as codes: for decoding.
 
     context = softmax(q k^T / sqrt(width)) v
 
-A row finds its keys by a list of positions in the cache. So hypotheses that share their beginning
-share its keys, going on from another hypothesis copies a list and no keys, and all rows of a
-sentence have one list of the encoder's words. R rows, N heads, D columns of a head, H = N * D, L
-lists, C positions of a list at most.
+A row finds its keys by a list of positions in the cache: hypotheses share the keys of a common
+beginning, going on from another one copies a list, and rows of a sentence share the list of its
+source. R rows, N heads, D columns of a head, H = N * D, L lists, C positions of a list at most.
 """
 
 from __future__ import annotations
@@ -28,8 +26,7 @@ class CachedAttention(Operation):
     lengths: In[Indices]  # Of each list: [L], or more.
     owned: In[Indices]  # [R], the list that each row has.
     appends: bool
-    """Each row first writes its own key and value at the last position of its list, which no other
-    row shares then."""
+    """Each row first writes its key and value at the last position of its own list."""
     heads: int  # N.
     context: Out[Coded]  # [R, H], without bits or errors for a backward pass.
 
@@ -61,9 +58,8 @@ class CachedAttention(Operation):
         share = torch.tensor(self.width**-0.5, dtype=torch.float32)
         for row, positions in enumerate(lists):
             query = self.queries.codes[row, :hidden].view(self.heads, 1, self.width).float()
-            keys, values = (
-                cache[positions].float().view(-1, 2, self.heads, self.width).permute(1, 2, 0, 3)
-            )
+            rows = cache[positions].float().view(-1, 2, self.heads, self.width)
+            keys, values = rows.permute(1, 2, 0, 3)
             scores = query @ keys.transpose(1, 2) * (self.queries.scale * self.cache_scale * share)
             if len(positions):
                 context[row] = (scores.softmax(dim=2) @ (values * self.cache_scale)).flatten()

@@ -8,22 +8,17 @@ from lsq.ops.cached_attention import CachedAttention
 from lsq.ops.launches import started
 from lsq.program.cuda import launches, scratch_of
 
-THREADS = 128
-"""Threads of a block, which has a head of a row."""
+THREADS = 128  # Of a block, which has a head of a row.
 
-BLOCKS = 512
-"""Blocks that keep a GPU busy: where there are fewer heads of rows, several share a list."""
+BLOCKS = 512  # Blocks that keep a GPU busy; with fewer heads of rows several share a list.
 
-LEAST = 256
-"""Keys for which another block is worth its while."""
+LEAST = 256  # Keys for which another block is worth its while.
 
-STATE = 4
-"""Floats that a block leaves beside its context for those with whom it shares a list."""
+STATE = 4  # Floats beside the context that a block leaves for others.
 
 
 def _parts(op: CachedAttention) -> int:
-    """Blocks that share a list, at most; capacity instead of length decides, which only the GPU
-    knows."""
+    """Blocks that share a list, at most; only the GPU knows its length."""
     fewer = BLOCKS // max(1, op.rows * op.heads)
     return max(1, min(fewer, -(-op.capacity // LEAST)))
 

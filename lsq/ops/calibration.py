@@ -1,7 +1,4 @@
-"""Measuring clips where tensors lie: the search for the least squared error as an operation.
-
-R rows, N values in each.
-"""
+"""Measuring clips where tensors lie. R rows, N values in each."""
 
 from __future__ import annotations
 
@@ -20,20 +17,17 @@ from lsq.quant.numbers import INTEGERS, Grain, ScaledFormat
 
 
 class LeastErrorClip(Operation):
-    """The clip of least squared rounding error of each row (lsq.quant.octav_clip); one launch.
+    """The clip of least squared rounding error of each row (lsq.quant.octav_clip), in one launch.
 
-    CPU and CUDA find the same bits: they try the same clips and sum in the same order. `clip` may
-    be the memory of `before`.
+    CPU and CUDA make the same bits: same candidates, same order of sums. `clip` may be `before`.
     """
 
     x: In[Activations]  # [R, N], N at least 1; or [N, R]. NaN and infinity count as 0.
     by_columns: bool = False
-    """x is [N, R], N so small that `stride` is 1; a row of this operation is a column of x."""
+    """x is [N, R], with N so small that `stride` is 1."""
     bits: Host[int] = 8  # Bits of the codes, 2 to 8.
-    before: In[Floats] | None
-    """[R], clips of these rows at an earlier time, near which the search begins."""
-    clip: Out[Floats]
-    """[R], at least SMALLEST_CLIP. A row of zeros gets the mean clip of the others."""
+    before: In[Floats] | None  # [R], earlier clips, near which the search begins.
+    clip: Out[Floats]  # [R], at least SMALLEST_CLIP; of zeros: the mean of others.
     unusable: Out[Indices]  # [R], how many values are NaN or infinite.
 
     @size
@@ -69,23 +63,20 @@ class LeastErrorClip(Operation):
     def reference(self):
         rows = self.x.t() if self.by_columns else self.x
         usable = rows.isfinite()
-        clip = quant.octav_clip(
-            rows.where(usable, 0.0), self.bits, per_channel=True, before=self.before
-        )
+        rows = rows.where(usable, 0.0)
+        clip = quant.octav_clip(rows, self.bits, per_channel=True, before=self.before)
         return {"clip": quant.fill_empty(clip), "unusable": (~usable).sum(1)}
 
 
 class Calibration:
     """Measures clips, one tensor after another, on a backend.
 
-    Under "mse" nothing is waited for: `finish` says at the end what could not be measured. A clip
-    of such a tensor is that of its other values meanwhile.
+    Under "mse" nothing waits: `finish` names tensors with values that are not finite.
     """
 
     def __init__(self, target: Backend):
         self._target = target
-        self.written: dict[str, torch.Tensor] = {}
-        """Clips by names, for who measures to note."""
+        self.written: dict[str, torch.Tensor] = {}  # Clips by names.
         self._measured: list[tuple[str, torch.Tensor, int]] = []
 
     @torch.no_grad()
@@ -114,9 +105,8 @@ class Calibration:
         """
         with _naming(name):
             if method != "mse":
-                found = quant.calibrate(
-                    x.nan_to_num(0.0, 0.0, 0.0) if lenient else x, method, 8, **options
-                )
+                values = x.nan_to_num(0.0, 0.0, 0.0) if lenient else x
+                found = quant.calibrate(values, method, 8, **options)
                 clip.data.copy_(found)  # no change that a backward pass would refuse
                 return
             quant.check_not_empty(x)
@@ -137,18 +127,14 @@ class Calibration:
         if bits is None:
             rows = x.detach().float().reshape(-1, x.shape[-1]).contiguous()
             usable = rows.isfinite()
-            clip.copy_(
-                least_error_clip(form, rows.where(usable, 0.0), self._target, per_row=per_row)
-            )
+            rows = rows.where(usable, 0.0)
+            clip.copy_(least_error_clip(form, rows, self._target, per_row=per_row))
             return (~usable).sum().view(1)
         floats = x.detach() if x.dtype == self._target.activations else x.detach().float()
         rows = floats.reshape(len(x) if per_row else 1, -1)
         unusable = self._target.allocate([len(rows)], torch.int64)
-        by_columns = (
-            not rows.is_contiguous()
-            and rows.t().is_contiguous()
-            and quant.sample_stride(rows.shape[1]) == 1
-        )
+        whole = quant.sample_stride(rows.shape[1]) == 1
+        by_columns = whole and not rows.is_contiguous() and rows.t().is_contiguous()
         self._target.run(
             LeastErrorClip(
                 x=rows.t() if by_columns else rows.contiguous(),
@@ -178,7 +164,7 @@ class Calibration:
 
 
 def integer_bits(form: Format | ScaledFormat) -> int | None:
-    """Width of integers that share a scale as they share a clip; None: of anything else."""
+    """Width of integers that share a scale as they share a clip; None: anything else."""
     if isinstance(form, Format):
         return form.bits
     plain = form.grain.columns is None and form.scales.fine
@@ -187,7 +173,7 @@ def integer_bits(form: Format | ScaledFormat) -> int | None:
 
 @contextlib.contextmanager
 def _naming(tensor: str) -> Iterator[None]:
-    """Within this context a ValueError begins with the name of the tensor that it is about."""
+    """Put the name of a tensor in front of a ValueError."""
     try:
         yield
     except ValueError as error:
@@ -195,19 +181,16 @@ def _naming(tensor: str) -> Iterator[None]:
 
 
 FIRST, LEAST, TRIED, NEAR = 1.0, -6.0, 15, 9
-"""Clips that are tried: the largest magnitude times 15 powers of two from FIRST down to LEAST; 9
-around the best."""
-SAMPLE = 65536
-"""Values that are looked at of a tensor with one clip, about: whole rows."""
+"""Largest magnitude times 15 powers of two from FIRST to LEAST; then 9 around the best."""
+SAMPLE = 65536  # Values, about, of a tensor with one clip: whole rows.
 
 
 def least_error_clip(
     form: ScaledFormat, x: torch.Tensor, target: Backend, *, per_row: bool
 ) -> torch.Tensor:
-    """Clips float32 [R], or [1], of finite float32 x [R, N], rounded on a backend.
+    """Clips float32 [R], or [1], of least error of finite float32 x [R, N], rounded on a backend.
 
-    Clips above the largest magnitude pay for formats that are coarse at their upper end, and are
-    tried where the clip says the scale.
+    Clips above the largest magnitude pay for formats that are coarse at their upper end.
     """
     if not per_row:
         x = x[:: max(1, x.numel() // SAMPLE)].contiguous()

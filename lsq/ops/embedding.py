@@ -1,7 +1,6 @@
-"""Rows of words plus rows of positions, and their gradient: x = dropout(scale * weight[token] +
-table[position]).
+"""Embedding: x = dropout(scale * weight[token] + table[position]), and its gradient.
 
-M tokens, V words, P positions, H hidden. Rows of the padding token are zeros and give no gradient.
+M tokens, V words, P positions, H hidden. Rows of the padding token are zeros without gradient.
 """
 
 from __future__ import annotations
@@ -55,8 +54,7 @@ class Embed(Operation):
 
 
 class EmbedGradient(Operation):
-    """The gradients of both tables; on the CPU, the occurrences of a word are added up in the order
-    of rows."""
+    """The gradients of both tables; the CPU adds up occurrences of a word in the order of rows."""
 
     gradient: In[Activations]  # [M, H], of x.
     tokens: In[Indices]  # [M]

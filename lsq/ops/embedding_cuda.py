@@ -16,11 +16,9 @@ from lsq.ops.launches import zero
 from lsq.program.cuda import launches, scratch_of
 from lsq.program.operation import Operation, Spec
 
-WINDOW = 16
-"""Occurrences of words that embedding.cu sums by themselves: its kWindow."""
+WINDOW = 16  # Occurrences of words that are summed apart: kWindow of embedding.cu.
 
-SPLITS = 32
-"""Parts in which the occurrences that stand before another are counted."""
+SPLITS = 32  # Parts in which the occurrences before another are counted.
 
 
 @launches.register(Embed)
@@ -51,8 +49,8 @@ def launch_embed_gradient(op: EmbedGradient, before, ordered, partial):
 
 
 def scatter_scratch(count: int, columns: int) -> list[Spec]:
-    """Scratch memory of `scatter_launches` for `count` rows: how many stand before each occurrence,
-    by parts; the sorted occurrences; sums of words cut by windows."""
+    """Of `scatter_launches`, for `count` rows: how many stand before each occurrence, by parts;
+    sorted occurrences; sums of words cut by windows."""
     return [
         ((min(SPLITS, _blocks(count)), count), torch.int32),
         ((2, count), torch.int32),
@@ -69,13 +67,7 @@ def scatter_launches(
     tables: int,
     **defines: int,
 ) -> list[Launch]:
-    """Sums of rows by word, written to each of the operation's tables in turn.
-
-    Args:
-        op: has rows and columns; embedding.cu says what it adds up.
-        before, ordered, partial: as `scatter_scratch` says.
-        defines: -D of the kernels.
-    """
+    """Sums of rows by word, written to each of the tables of `op` (embedding.cu)."""
     count, columns = op.rows, op.columns
     check(
         count < 2**31,
@@ -103,5 +95,4 @@ def scatter_launches(
 
 
 def _blocks(count: int) -> int:
-    """Blocks with a thread for each of `count`."""
     return -(-count // THREADS)

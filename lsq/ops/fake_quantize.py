@@ -1,14 +1,12 @@
-"""Training with number formats that have no fast product: floats become the values that a format
-has for them.
+"""Training with number formats that have no fast product: floats become values of a format.
 
     out = decode(encode(clamp(x, -clip, clip)))
 
-Backwards the gradient goes straight through within the clip, and what lies outside goes to the clip
-(PACT, Choi et al. 2018, arXiv:1805.06085). Of formats with one scale for all that shares a clip,
-this is the clip over the largest value; of finer grains, scales are measured in each pass, by the
-largest magnitude within the clip. Where those are multiples of one scale for the tensor, that is
-the one of the clip. So values of a row depend on no other rows, unless blocks have
-several: decoding finds what training found. M rows, N columns.
+The gradient goes straight through within the clip, and what lies outside goes to the clip (PACT,
+Choi et al. 2018, arXiv:1805.06085). With one scale per clip, scale = clip / largest value. Finer
+formats measure a scale per block in every pass, from the largest magnitude within the clip; where
+scales are multiples of one scale for the tensor, the clip gives that one. So values of a row depend
+on no other rows, unless blocks have several. M rows, N columns.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from collections.abc import Callable
 import torch
 
 from lsq.native import loader
-from lsq.ops.grouped_product import GroupedCodes, GroupedProduct, aligned, whole_factor
+from lsq.ops.grouped_product import GroupedCodes, aligned, whole_factor
 from lsq.ops.nonlinearity import Nonlinearity
 from lsq.program.declare import Activations, Bits, Floats, Host, In, Key, Out, extent, factor, size
 from lsq.program.operation import Operation
@@ -30,7 +28,7 @@ from lsq.quant.tables import lookup
 
 STORED = {torch.float32: 0, torch.bfloat16: 1}
 POWER, MULTIPLIED = 2, 3
-"""Kinds of stored scales: floats of a dtype, powers of two, multiples of another scale."""
+"""Kinds of stored scales beside dtypes: powers of two, multiples of another scale."""
 
 
 class FakeQuantize(Operation):
@@ -39,13 +37,10 @@ class FakeQuantize(Operation):
     x: In[Activations]  # [M, N]
     clip: In[Floats] | None  # [1], or [M] of a weight; None: nothing is clipped.
     out: Out[Activations]
-    """[M, N]; NaN where x is, and of finer grains in all that shares a scale with a NaN or an
-    unclipped infinity."""
-    clipped: Out[Bits] | None
-    """One bit an element: |x| > clip, of one clip. Kept where there is a backward pass."""
+    """[M, N]; NaN where x is, and in all that shares a measured scale with NaN or infinity."""
+    clipped: Out[Bits] | None  # |x| > clip, of one clip; for a backward pass.
     coded: Out[GroupedCodes] | None
-    """`out` as int8 codes with a scale for each block of each row, which grouped products read; CPU
-    only. Where a scale is NaN, its codes may be any."""
+    """`out` as int8 codes with a scale for each block of each row; CPU only."""
     form: Host[ScaledFormat]
     given: bool = False  # Whether scales are those of the clips; else they are measured.
 
@@ -81,11 +76,9 @@ class FakeQuantize(Operation):
     @size
     def multipliers(self) -> int:
         """Address of the lookup table of scales that are multiples."""
-        return (
-            lookup(self.form.scales.number, self.x.device).data_ptr()
-            if self.stored == MULTIPLIED
-            else 0
-        )
+        if self.stored != MULTIPLIED:
+            return 0
+        return lookup(self.form.scales.number, self.x.device).data_ptr()
 
     @factor
     def largest(self) -> float:
@@ -153,10 +146,8 @@ class FakeQuantize(Operation):
             found.dx, _ = builder.product_gradient(self.x)
             found.sum = builder.bias_gradient(self.x)
         elif builder.needs_gradient(self.x):
-            found.added, found.dx = (
-                builder.take_gradient(self.x),
-                builder.like("d_" + self.x.name, self.x),
-            )
+            found.added = builder.take_gradient(self.x)
+            found.dx = builder.like("d_" + self.x.name, self.x)
             builder.accumulate(self.x, found.dx)
         found.dclip = builder.parameter_gradient(self.clip)
         if found.outputs:
@@ -164,14 +155,12 @@ class FakeQuantize(Operation):
 
 
 class FakeQuantizeGradient(Operation):
-    """The gradient of x from that of its values, and the end of the product that made x, undone in
-    the same pass."""
+    """The gradient of x from that of its values; the end of x's product is undone, too."""
 
     gradient: In[Activations]  # [M, N]
     out: In[Activations]  # [M, N], the values.
     clipped: In[Bits]
-    nonlinearity: In[Nonlinearity] | None
-    """Epilogue of the product that made x; None if x was made otherwise."""
+    nonlinearity: In[Nonlinearity] | None  # Epilogue of the product that made x.
     added: In[Activations] | None  # [M, N], another gradient of x.
     dx: Out[Activations] | None  # [M, N]
     sum: Out[Floats] | None  # [N], over rows: the gradient of a bias.
@@ -191,8 +180,7 @@ class FakeQuantizeGradient(Operation):
 
 
 class RoundAtRandom(Operation):
-    """A gradient [M, N] as integers times a scale for each row, rounded at random and so without
-    bias."""
+    """A gradient [M, N] as integers times a scale for each row, rounded at random, unbiased."""
 
     x: In[Activations]  # [M, N]
     key: In[Key]  # [1]
@@ -217,8 +205,7 @@ class RoundAtRandom(Operation):
 
 
 def decode_weight(weight: Weight) -> FakeQuantize:
-    """Operation that writes the decoded values [N, K] of a weight; the product that makes the
-    weight's gradient masks it."""
+    """The operation that writes the decoded values [N, K] of a weight."""
     return FakeQuantize(
         x=weight.values_by_rows.contiguous(),
         clip=weight.clip,
@@ -231,39 +218,24 @@ def decode_weight(weight: Weight) -> FakeQuantize:
 def pack_weight(weight: Weight, run: Callable[[Operation], None]) -> None:
     """Write weight.grouped, of values and clip, on the CPU; `run` runs an operation there."""
     rows, columns = shape = weight.values_by_rows.shape
-    encoding = decode_weight(
-        dataclasses.replace(weight, decoded=torch.empty(shape, dtype=torch.float32))
-    )
+    decoded = torch.empty(shape, dtype=torch.float32)
+    encoding = decode_weight(dataclasses.replace(weight, decoded=decoded))
     codes = torch.empty(shape, dtype=torch.int8)
     scale = torch.empty(rows, weight.format.grain.grid(shape)[1], dtype=torch.float32)
     encoding.coded = GroupedCodes(codes=codes, scale=scale, group=weight.group)
     run(encoding)
-    nothing = GroupedCodes(
-        codes=codes[:0], scale=torch.empty(1, 1, dtype=torch.float32), group=weight.group
-    )
-    product = GroupedProduct(
-        a=nothing, b=encoding.coded, out=torch.empty(0, rows, dtype=torch.float32)
-    )
     if columns:
-        loader.call("lsq_pack_grouped", product, aligned(weight.grouped))
+        loader.call("lsq_pack_grouped", encoding.coded, rows, aligned(weight.grouped))
 
 
 def fake_gradient(builder, gradient, form: Format | ScaledFormat | None):
-    """The gradient of a product, in a format: at random as integers of a Format, to the nearest in
-    a ScaledFormat."""
+    """A product's gradient in a Format, rounded at random, or in a ScaledFormat, to the nearest."""
     if form is None:
         return gradient
     out = builder.like(gradient.name + ".decoded", gradient)
     if isinstance(form, Format):
-        builder.add(
-            RoundAtRandom(
-                x=gradient,
-                key=builder.key,
-                subsequence=builder.next_subsequence(),
-                out=out,
-                form=form,
-            )
-        )
+        random = {"key": builder.key, "subsequence": builder.next_subsequence()}
+        builder.add(RoundAtRandom(x=gradient, **random, out=out, form=form))
     else:
         builder.add(FakeQuantize(x=gradient, out=out, form=form))
     return out

@@ -12,9 +12,7 @@ from lsq.program.cuda import launches, scratch_of
 
 
 def _measured(op: FakeQuantize) -> tuple[int, int]:
-    """Numbers that a GPU finds before: the largest magnitudes of blocks, and of rows of blocks,
-    or of all, where scales are multiples of one that no clip gives.
-    """
+    """How many largest magnitudes a GPU finds before: of blocks; of rows of blocks, or of all."""
     down, across = op.form.grain.grid((op.rows, op.columns))
     blocks, tops = 0 if op.given else down * across, 0
     if op.stored == MULTIPLIED and (op.each_row or op.clips != 1):
@@ -35,14 +33,12 @@ def launch_fake_quantize(op: FakeQuantize, *scratch):
         return []
     left, grid = iter(scratch), -(-count // (VECTOR * THREADS))
     found = [next(left) if wanted else None for wanted in _measured(op)]
-    measures = (
-        [("lsq_largest_magnitudes", -(-op.clips // THREADS) if op.given else grid)]
-        if scratch
-        else []
-    )
+    passes = [("lsq_fake_quantize", grid)]
+    if scratch:
+        of_clips = -(-op.clips // THREADS)
+        passes.insert(0, ("lsq_largest_magnitudes", of_clips if op.given else grid))
     whole = int(op.columns % VECTOR == 0 and op.block_columns % VECTOR == 0)
     defines = {"WHOLE": whole, **float_define(op.x, op.out)}
-    passes = [*measures, ("lsq_fake_quantize", grid)]
     kernels = [
         launch("fake_quantize.cu", name, op, *found, grid=blocks, **defines)
         for name, blocks in passes

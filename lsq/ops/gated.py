@@ -1,13 +1,10 @@
-"""The middle of a gated feed-forward block: one product of its rows decides how much of another one
-goes on.
+"""The middle of a gated feed-forward block.
 
-    result = dropout(activation(gate) * up)      as floats, or rounded once to codes, under a clip
-    or by row
+    result = dropout(activation(gate) * up)   as floats, or rounded once, under a clip or by row
 
 (Gated linear units, Dauphin et al. 2017; with SiLU or GELU: SwiGLU and GEGLU, Shazeer 2020.) Gate
-and up are codes as their products rounded them, each under its own clip, and the backward pass
-needs nothing else: what keeping more would gain stands in docs/numbers.md. M rows, F columns, a
-multiple of 8 where anything is rounded.
+and up are codes, each under its own clip, and the backward pass needs nothing else
+(docs/numbers.md). M rows, F columns, a multiple of 8 where anything is rounded.
 """
 
 from __future__ import annotations
@@ -47,9 +44,8 @@ class Gated(Operation):
         _check_same(self.gate, self.up)
 
     def reference(self):
-        result = dropped(
-            Activation(self.activation).values(_values(self.gate)) * _values(self.up), self.dropout
-        )
+        gate = Activation(self.activation).values(_values(self.gate))
+        result = dropped(gate * _values(self.up), self.dropout)
         return {"out": result, "rounded": self.rounded and self.rounded.encode(result)}
 
     def gradient(self, builder) -> None:
@@ -71,8 +67,7 @@ class Gated(Operation):
 class GatedGradient(Operation):
     """The gradients of gate and up, each with the straight-through mask of its own rounding."""
 
-    gradient: In[Activations]
-    """[M, F], of the result before its rounding; of either dtype, on the CPU too."""
+    gradient: In[Activations]  # [M, F], before the rounding; either dtype, on the CPU too.
     gate: In[Rows]  # [M, F]
     up: In[Rows]  # [M, F]
     activation: Activation
@@ -101,7 +96,6 @@ class GatedGradient(Operation):
 
 
 def _values(rows: Rows) -> torch.Tensor:
-    """Reference: float32 [M, F]."""
     return rows.floats if rows.coded is None else rows.coded.decode()
 
 

@@ -7,12 +7,10 @@ from lsq.native.geometry import MANY_BLOCKS, THREADS, VECTOR, row_defines
 from lsq.native.launch import FLOATS, TICKET, float_define, launch
 from lsq.ops.gated import Gated, GatedGradient
 from lsq.ops.launches import check_columns, started
-from lsq.ops.sums import SummedGradient
-from lsq.ops.sums_cuda import KernelSums, gradient_sums, leave_gradient
-from lsq.program.cuda import launches, leave_sums, scratch_of
+from lsq.ops.sums_cuda import KernelSums, gradient_sums
+from lsq.program.cuda import kernel_sums, launches
 
-VECTORS = 2
-"""Vectors of 8 values that a thread of lsq_gated makes."""
+VECTORS = 2  # Vectors of 8 values that a thread of lsq_gated makes.
 
 
 @launches.register(Gated)
@@ -34,28 +32,17 @@ def launch_gated(op: Gated):
     )
 
 
-def _sides(op: GatedGradient) -> list[tuple[SummedGradient, KernelSums]]:
-    return [
-        (end, gradient_sums(end, op.rows, op.columns, rows.coded))
-        for rows, end in ((op.gate, op.dgate), (op.up, op.dup))
-    ]
-
-
-@leave_sums.register(GatedGradient)
-def leave_sums_of_gated_gradient(op: GatedGradient, tensor):
-    return [left for side in _sides(op) for left in leave_gradient(*side, tensor)]
-
-
-@scratch_of.register(GatedGradient)
-def scratch_of_gated_gradient(op: GatedGradient):
-    return [spec for _, sums in _sides(op) for spec in sums.scratch]
+@kernel_sums.register(GatedGradient)
+def sums_of_gated_gradient(op: GatedGradient) -> list[KernelSums]:
+    sides = (op.gate, op.dgate), (op.up, op.dup)
+    return [gradient_sums(end, op.rows, op.columns, rows.coded) for rows, end in sides]
 
 
 @launches.register(GatedGradient)
 def launch_gated_gradient(op: GatedGradient, *scratch):
     left, entries = iter(scratch), []
-    for number, (end, sums) in enumerate(_sides(op)):
-        partial = sums.take(left)
+    for number, sums in enumerate(kernel_sums(op)):
+        partial, end = sums.take(left), sums.holder
         kernel = launch(
             "gated_gradient.cu",
             "lsq_gated_gradient",
@@ -72,7 +59,7 @@ def launch_gated_gradient(op: GatedGradient, *scratch):
 
 
 def _defines(op: Gated | GatedGradient, *floats: torch.Tensor | None) -> dict[str, int]:
-    """-D of its kernel, which has activations of the one dtype of `floats`."""
+    """-D of its kernel."""
     found = [one for one in (op.gate.floats, op.up.floats, *floats) if one is not None]
     defines = float_define(*found) if found else {"FLOAT": FLOATS[torch.float32]}
     return {"ACTIVATION": int(op.activation), "CODED": int(op.gate.coded is not None), **defines}

@@ -1,18 +1,15 @@
-"""Gradients as messages of int8 codes, their sums, and back: what a quantised all-reduce does
-between its collectives.
+"""Gradients as messages of int8 codes, their sums, and back: the steps of a quantised all-reduce.
 
-A bucket of v values is cut into S shards of L values each; what lies beyond v counts as zero. Each
-shard is one message of M bytes: codes, bfloat16 scales [B], zeros up to a multiple of 16 bytes.
-Blocks start anew in each shard, and the last may be short.
+A bucket of v values is cut into S shards of L values each; values beyond v are zeros. A shard is a
+message of M bytes: codes, bfloat16 scales [B], zeros up to a multiple of 16 bytes. Blocks start
+anew in each shard, and the last may be short.
 
-A block's largest magnitude gives its scale, as arithmetic.gradient_scale has it: 0 where it
-vanishes, NaN where a value is not finite, so that overflow reaches everyone. It is rounded up to a
-bfloat16: blocks half as long, for the bytes of a float32, lose less. Codes are the nearest ones,
-half to even. Sums are float32 sums in order of the products code * scale, each rounded before it is
-added: all devices and all processes compute the same bits.
+The largest magnitude of a block gives its scale (arithmetic.gradient_scale): 0 where it vanishes,
+NaN where a value is not finite. It is rounded up to a bfloat16. Codes are the nearest ones, half to
+even. Sums are float32 sums in order of the products code * scale, each rounded before it is added:
+all devices and processes compute the same bits.
 
-v values, S shards, L values of a shard, M bytes of a message, N messages, R rows or copies that are
-added up.
+N messages, R rows or copies that are added up.
 """
 
 from __future__ import annotations
@@ -27,8 +24,7 @@ from lsq.program.operation import Operation
 from lsq.quant import GRADIENT, arithmetic
 
 SHARD_MULTIPLE = 32
-"""Values to whose multiples the length of a shard is rounded up: the smallest block, and aligned in
-every dtype."""
+"""Shards are multiples of so many values: the smallest block, aligned in every dtype."""
 BLOCKS = (32, 64, 128, 256, 512, 1024)
 _MESSAGE_MULTIPLE = 16
 _SCALE_BYTES = torch.bfloat16.itemsize
@@ -39,7 +35,7 @@ class MessageLayout:
     """The messages [S, M] of a bucket.
 
     Raises:
-        ValueError: a field is not what its docstring says, or the shards do not hold the values.
+        ValueError: a field is out of bounds, or the shards do not hold the values.
     """
 
     values: int  # v, at least 1.
@@ -86,8 +82,7 @@ class MessageLayout:
         return messages[..., : self.length].view(torch.int8)
 
     def scales(self, messages: torch.Tensor) -> torch.Tensor:
-        """The scales of messages uint8 [..., M]: a view, bfloat16 [..., B]; NaN where a value was
-        not finite."""
+        """The scales of messages uint8 [..., M]: a view, bfloat16 [..., B]; NaN: not finite."""
         return messages[..., self.length : self.length + _SCALE_BYTES * self.blocks].view(
             torch.bfloat16
         )
@@ -117,9 +112,8 @@ class Messages(Value):
         scale, reciprocal = message_scale(largest, GRADIENT.largest)
         codes = (values * _per_value(reciprocal, layout)).round()
         codes = codes.clamp(-GRADIENT.largest, GRADIENT.largest).nan_to_num(nan=0.0)
-        messages = torch.zeros(
-            shards, layout.message_bytes, dtype=torch.uint8, device=values.device
-        )
+        shape = shards, layout.message_bytes
+        messages = torch.zeros(shape, dtype=torch.uint8, device=values.device)
         layout.codes(messages).copy_(codes.to(torch.int8))
         # Bits, not values: PyTorch has several NaNs in bfloat16.
         layout.scales(messages).view(torch.int16).copy_(scale.view(torch.int32) >> 16)
@@ -127,9 +121,8 @@ class Messages(Value):
 
     def decode(self) -> torch.Tensor:
         """Reference: the values, float32 [..., L]."""
-        return self.layout.codes(self.data).to(torch.float32) * _per_value(
-            self.layout.scales(self.data).to(torch.float32), self.layout
-        )
+        scales = self.layout.scales(self.data).to(torch.float32)
+        return self.layout.codes(self.data).to(torch.float32) * _per_value(scales, self.layout)
 
 
 class PackGradients(Operation):
@@ -149,16 +142,14 @@ class PackGradients(Operation):
 
     @size
     def dtype(self) -> int:
-        """The dtype of x, see FLOATS."""
         return FLOATS[self.x.dtype]
 
     def reference(self):
         layout = self.messages.layout
         total = _sum_in_order(self.x.unbind(0))
         whole = torch.nn.functional.pad(total, (0, layout.shards * layout.length - layout.values))
-        return {
-            "messages": {"data": self.messages.encode(whole.view(layout.shards, layout.length))}
-        }
+        data = self.messages.encode(whole.view(layout.shards, layout.length))
+        return {"messages": {"data": data}}
 
 
 class SumMessages(Operation):
@@ -204,7 +195,6 @@ class UnpackGradients(Operation):
 
     @size
     def dtype(self) -> int:
-        """The dtype of x, see FLOATS."""
         return FLOATS[self.x.dtype]
 
     def reference(self):
@@ -213,14 +203,12 @@ class UnpackGradients(Operation):
 
 
 def message_scale(largest: torch.Tensor, code: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """arithmetic.gradient_scale with the scale rounded up to a bfloat16 (float32), so that no value
-    exceeds `code`."""
+    """arithmetic.gradient_scale, rounded up to a bfloat16, so that no value exceeds `code`."""
     scale, reciprocal = arithmetic.gradient_scale(largest, code)
     upwards = ((scale.view(torch.int32) + 0xFFFF) & ~0xFFFF).view(torch.float32)
     plain = reciprocal != 0
-    return torch.where(plain, upwards, scale), torch.where(
-        plain, torch.ones_like(scale) / upwards, 0.0
-    )
+    inverse = torch.where(plain, torch.ones_like(scale) / upwards, 0.0)
+    return torch.where(plain, upwards, scale), inverse
 
 
 def _require(what: str, tensor, shape: tuple) -> None:

@@ -2,10 +2,10 @@
 
     g[m, k] = scale[m] * sum_n codes[m, n] * weight[n, k]         under backward="int8"
 
-Then, in this order: the same from other readers of x, the straight-through mask of x and the
-gradient of its clip, dropout, the slope of the activation, another gradient that is added; sums
-over rows for a bias; floats, or codes rounded per row. M rows, N outputs of the weight, padded to P
-in its codes, K columns.
+Then, in this order: the gradient from other readers of x, the straight-through mask of x and the
+gradient of its clip, dropout, the slope of the activation, another gradient; sums over rows for a
+bias; floats, or codes rounded per row. M rows, N outputs of the weight, padded to P in its codes, K
+columns.
 """
 
 from __future__ import annotations
@@ -21,15 +21,12 @@ from lsq.program.declare import Activations, Floats, In, Out, extent, size
 from lsq.program.operation import Operation
 from lsq.program.values import Coded, RoundedGradient, Weight
 
-GEMM = "project_input_gradient"
-"""Name of the product of codes in lsq.gemm."""
-PART_ROWS = 32
-"""Rows that are summed apart on the CPU, whatever the blocks of the product."""
+GEMM = "project_input_gradient"  # Name of the product of codes in lsq.gemm.
+PART_ROWS = 32  # Rows that the CPU sums apart, whatever the blocks of the product.
 
 
 class ProjectInputGradient(Operation):
-    """The gradient of the input [M, K] of a Project, before its rounding, and before the end of
-    what made it.
+    """The gradient of the input [M, K] of a Project, before its rounding and before its epilogue.
 
     Raises:
         ValueError: it shall go to floats and to codes.
@@ -38,15 +35,11 @@ class ProjectInputGradient(Operation):
     gradient: In[RoundedGradient] | None  # [M, P], under backward="int8".
     floats: In[Activations] | None  # [M, P], otherwise; [M, N] in float mode.
     weight: In[Weight]
-    """[N, K]; codes and scale alone, or, in float mode, values alone, by inputs [K, N].
-
-    A GPU transposes codes that did not come so.
-    """
+    """[N, K]; codes and scale alone; in float mode values alone, [K, N] if `in_out`."""
     x: In[Coded] | None  # [M, K]; None in float mode.
-    nonlinearity: In[Nonlinearity] | None
-    """Epilogue of the product that made x; None if x was made otherwise."""
+    nonlinearity: In[Nonlinearity] | None  # Of the product that made x.
     accumulated: In[Activations] | None
-    """[M, K], from other readers of x; with a rounded gradient, it may be the memory of dx."""
+    """[M, K], from other readers of x; may be dx if the gradient is rounded."""
     added: In[Activations] | None  # [M, K], another gradient of the same, as it will be in the end.
     dx: Out[Activations] | None  # [M, K]
     rounded: Out[RoundedGradient] | None  # [M, K], in place of dx.

@@ -17,26 +17,23 @@ from lsq.ops.launches import (
 )
 from lsq.ops.sums import PartialSums
 from lsq.ops.sums_cuda import PADDING, KernelSums, parts_of
-from lsq.program.cuda import launches, leave_sums, scratch_of
+from lsq.program.cuda import kernel_sums, launches, scratch_of
 
-PRODUCTS = {torch.int32: 0, torch.float32: 1}
-"""-DPRODUCT by dtype; else 2: Float."""
-LONG_SUMS = 3
-"""-DPRODUCT of sums of codes as float32."""
+PRODUCTS = {torch.int32: 0, torch.float32: 1}  # -DPRODUCT by dtype; else 2: Float.
+LONG_SUMS = 3  # -DPRODUCT of sums of codes as float32.
 
 
 def _tile(op: ProjectInputGradient) -> TileConfiguration | None:
-    """Tiles of the one kernel for product and epilogue; None: a library multiplies, and a
-    kernel applies the epilogue."""
+    """Tiles of the one kernel for product and epilogue; None: a library multiplies."""
     # to round a row takes all of its tiles
     if op.gradient is None or op.rounded is not None:
         return None
     return gemm.cuda_tile(GEMM, op.rows, op.columns, op.gradient.codes.shape[1])
 
 
-def _sums(op: ProjectInputGradient) -> KernelSums:
-    """Partial sums; tiles leave a row for each row of warps, and a number for the clip for each
-    warp across."""
+@kernel_sums.register(ProjectInputGradient)
+def sums_of_project_input_gradient(op: ProjectInputGradient) -> list[KernelSums]:
+    """Tiles leave a row for each row of warps, and a number for the clip for each warp across."""
     tile, clips, spec = _tile(op), 1, parts_of(op.rows, op.columns)
     if tile is not None:
         across, down = tile.blocks(op.rows, op.columns)
@@ -47,12 +44,13 @@ def _sums(op: ProjectInputGradient) -> KernelSums:
     def of(parts) -> PartialSums:
         return PartialSums.of(parts, op.columns, (op.sum,), op.dclip, op.x, clips)
 
-    return KernelSums(op, spec, of, ("sum", "dclip"))
+    return [KernelSums(op, spec, of, ("sum", "dclip"))]
 
 
 @scratch_of.register(ProjectInputGradient)
 def scratch_of_project_input_gradient(op: ProjectInputGradient):
-    partial, shape = _sums(op).scratch, (op.rows, op.columns)
+    (over_rows,), shape = kernel_sums(op), (op.rows, op.columns)
+    partial = over_rows.scratch
     if op.gradient is not None:
         sums = sums_scratch(*shape, op.gradient.codes.shape[1]) if _tile(op) is None else []
         transposed = tuple(reversed(op.weight.matrix.shape)), torch.int8
@@ -63,14 +61,9 @@ def scratch_of_project_input_gradient(op: ProjectInputGradient):
     return [*partial, *product, *operands]
 
 
-@leave_sums.register(ProjectInputGradient)
-def leave_sums_of_project_input_gradient(op: ProjectInputGradient, tensor):
-    return _sums(op).leave(op.outputs[0].name, tensor)
-
-
 @launches.register(ProjectInputGradient)
 def launch_project_input_gradient(op: ProjectInputGradient, *scratch):
-    left, sums = iter(scratch), _sums(op)
+    left, (sums,) = iter(scratch), kernel_sums(op)
     partial = sums.take(left)
     entries_of = _int8_entries if op.gradient is not None else _float_entries
     return [*entries_of(op, partial, left), *sums.finish(partial)]
@@ -128,11 +121,10 @@ def _defines(op: ProjectInputGradient) -> dict[str, int]:
     before = end and end.before
     slope = {} if before is None else {"ACTIVATION": int(end.activation)}
     accumulated = {} if op.accumulated is None else {"ACCUMULATED": 1}
-    floats = [op.floats, before, op.accumulated, op.added, op.dx]
-    given = [one for one in floats if one is not None]
-    return (
-        slope | accumulated | (float_define(*given) if given else {"FLOAT": FLOATS[torch.float32]})
-    )
+    read = op.floats, before, op.accumulated, op.added, op.dx
+    given = [one for one in read if one is not None]
+    floats = float_define(*given) if given else {"FLOAT": FLOATS[torch.float32]}
+    return slope | accumulated | floats
 
 
 def input_gradient_product(
@@ -140,11 +132,7 @@ def input_gradient_product(
 ) -> Launch:
     """The one launch that does what the operation does, but for finishing its sums.
 
-    Args:
-        op: of a gradient in codes.
-        tile: not in parts.
-        weight: int8 [K, P], its codes transposed.
-        partial: see `_sums`.
+    `weight`: int8 [K, P], its codes transposed; `partial`: parts of its sums.
     """
     check(
         op.rounded is None,

@@ -1,4 +1,4 @@
-"""Launches, products and their scratch memory that the CUDA sides of several operations need.
+"""Launches, products and their scratch memory that several operations need on CUDA.
 
 M rows, N columns, K: the inner dimension of a product.
 """
@@ -10,15 +10,14 @@ import torch
 
 from lsq import gemm
 from lsq.gemm.configuration import MOST_TILE_ROWS, TileConfiguration
-from lsq.native.geometry import VECTOR, padded, patches, tiles
+from lsq.native.geometry import VECTOR, patches, tiles
 from lsq.native.launch import FLOATS, TICKETS, Launch, Product, check, launch
 from lsq.program.cuda import Spec
 from lsq.program.values import Coded
 
 
 def float_operand(values: torch.Tensor, scale: torch.Tensor | None, out: torch.Tensor) -> Launch:
-    """out [M, N] = values [M, N], codes or floats, times scale [M], [1] or None, in the dtype of
-    `out`."""
+    """out [M, N] = values [M, N], codes or floats, times scale [M], [1] or None."""
     return launch(
         "operands.cu",
         "lsq_float_operand",
@@ -35,28 +34,18 @@ def float_operand(values: torch.Tensor, scale: torch.Tensor | None, out: torch.T
 
 def zero(out: torch.Tensor) -> Launch:
     """Fill `out`, of any shape and dtype of activations, with zeros."""
-    return launch(
-        "operands.cu",
-        "lsq_zero",
-        out,
-        out.numel(),
-        grid=max(1, -(-out.numel() // (256 * VECTOR))),
-        FLOAT=FLOATS[out.dtype],
-    )
+    arguments, dtype = (out, out.numel()), FLOATS[out.dtype]
+    return launch("operands.cu", "lsq_zero", *arguments, grid=_blocks(out), FLOAT=dtype)
+
+
+def _blocks(out: torch.Tensor) -> int:
+    return max(1, -(-out.numel() // (256 * VECTOR)))
 
 
 def add_sums(sums: torch.Tensor, total: torch.Tensor, *, adds: bool) -> Launch:
-    """total float32 [M, N] = sums int32 [M, N], or total + sums if it `adds`; M * N is a multiple
-    of 8."""
-    return launch(
-        "operands.cu",
-        "lsq_add_sums",
-        sums,
-        total,
-        total.numel(),
-        grid=max(1, -(-total.numel() // (256 * VECTOR))),
-        ADDS=int(adds),
-    )
+    """total float32 [M, N] = sums int32 [M, N], or total + sums; M * N is a multiple of 8."""
+    arguments = sums, total, total.numel()
+    return launch("operands.cu", "lsq_add_sums", *arguments, grid=_blocks(total), ADDS=int(adds))
 
 
 def check_columns(multiple: int, **columns: int) -> None:
@@ -75,11 +64,11 @@ def started(rounded: Coded | None) -> dict[str, int]:
 
 
 SUMS = {torch.int32: 1, torch.float32: 2}
-"""-DSUMS of kernels that end a product of codes, by the dtype of its sums; 0: of floats."""
+"""-DSUMS of kernels that end a product of codes, by the dtype of its sums; 0: floats."""
 
 
 def sums_scratch(rows: int, columns: int, inner: int) -> list[Spec]:
-    """Scratch memory of `int8_products`; the last tensor holds the sums."""
+    """Of `int8_products`; the last tensor holds the sums."""
     shape = rows, columns
     return [(shape, torch.int32), *([(shape, torch.float32)] if inner > gemm.LARGEST_INNER else [])]
 
@@ -92,11 +81,9 @@ def int8_products(
     *,
     op: str = Product.op,
 ) -> list[Product | Launch]:
-    """Products for sums int32 [M, N] = a int8 [M, K] times b int8 [N, K] transposed; none for an
-    empty batch.
+    """Products for sums int32 [M, N] = a int8 [M, K] times b int8 [N, K] transposed.
 
-    `total`: float32 [M, N], where K is longer than one int32 sum may be: the sums of its parts.
-    `op`: who reads the sums, where tuned files tell (lsq.native.launch.Product).
+    `total`: float32 [M, N], where K is longer than one int32 sum may be. `op`: see Product.
     """
     check_columns(
         16, **{"the inner width of an int8 product": a.shape[1], "its outer width": b.shape[0]}
@@ -113,7 +100,7 @@ def int8_products(
 
 
 def converted_scratch(values: torch.Tensor, dtype: torch.dtype) -> list[Spec]:
-    """Scratch memory of `converted`."""
+    """Of `converted`."""
     return [] if values.dtype == dtype else [(tuple(values.shape), dtype)]
 
 
@@ -123,8 +110,7 @@ def converted(
     dtype: torch.dtype,
     scratch: Iterator[torch.Tensor],
 ) -> tuple[list[Launch], torch.Tensor]:
-    """(launches, values [M, N] in `dtype`): codes times their scale [M] or [1], or floats of
-    another dtype."""
+    """(launches, values [M, N] in `dtype`), of codes with scale [M] or [1], or of floats."""
     if values.dtype == dtype:
         return [], values
     check_columns(8, **{"the width of an operand to convert": values.shape[1]})
@@ -141,13 +127,7 @@ def transpose_codes(codes: torch.Tensor, out: torch.Tensor) -> Launch:
     return launch("transpose.cu", "lsq_transpose_codes", codes, out, *sizes, grid=grid)
 
 
-def transposed_scratch(rows: int, columns: int) -> tuple:
-    """(shape, dtype) of transposed codes."""
-    return (columns, padded(rows)), torch.int8
-
-
-WARP = 32
-"""Threads."""
+WARP = 32  # Threads.
 
 
 def tiled(
@@ -158,12 +138,7 @@ def tiled(
     *arguments,
     **defines: int,
 ) -> Launch:
-    """The launch of a kernel that makes a product of that shape, (M, N, K), by such tiles; one row
-    of them if M is 0.
-
-    Raises:
-        ValueError: N or K is no multiple of 16, or there are too many rows, or tiles in parts.
-    """
+    """The launch of a kernel that makes a product of `shape` (M, N, K) by tiles."""
     m, n, k = shape
     check_columns(16, **{"the inner width of an int8 product": k, "its outer width": n})
     grid = tile.blocks(m, n)

@@ -2,11 +2,10 @@
 
     log_probability = logit - log(sum of exp(logits))
 
-The logits are never stored, unless all log-probabilities are wanted. On CUDA a tile of the product
-leaves the largest logit of every eight words beside each other; the K best words of a row are among
-the K best of these groups, whose logits are then made again (integer sums are exact, so they are
-the same), as are those of the wanted words. R rows, V words, P padded words, H inputs, K best
-words, W wanted ones.
+Logits are never stored, unless all log-probabilities are wanted. On CUDA a tile leaves the largest
+logit of every eight words; the K best words of a row are among the K best of these groups, whose
+logits are made again, as are those of the wanted words. R rows, V words, P padded words, H inputs,
+K best words, W wanted ones.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ class NextWords(Operation):
     """The best words of each row, and those that are asked for, or all.
 
     Raises:
-        ValueError: it has none or both of `weight` and `packed_weight`, or not the one that its
-            device reads; on CUDA, P or H is no multiple of 16.
+        ValueError: it has none or both weights, or not the one that its device reads; on CUDA, P or
+    H is no multiple of 16.
     """
 
     x: In[Coded]  # [R, H]
@@ -33,7 +32,7 @@ class NextWords(Operation):
     vocabulary: int  # V, at most P.
     wanted: In[Indices] | None  # [R, W]
     words: Out[Indices] | None
-    """[R, K], the best ones, best first; of equal logits the lower number first."""
+    """[R, K], best first; of equal logits the lower number first."""
     scores: Out[Floats] | None  # [R, K], log-probabilities of these.
     wanted_scores: Out[Floats] | None  # [R, W], of `wanted`.
     every: Out[Floats] | None  # [R, V], of all words.

@@ -13,17 +13,15 @@ from lsq.program.cuda import launches, scratch_of
 
 
 def _tile(op: NextWords) -> TileConfiguration | None:
-    """Tiles of the logits, as in the vocabulary's loss; None: there are no rows."""
+    """Tiles of the logits; None: there are no rows."""
     check(op.weight is not None, "NextWords reads no packed weights on CUDA: give it `weight`")
     return gemm.cuda_tile(PRODUCT, *_shape(op))
 
 
 @scratch_of.register(NextWords)
 def scratch_of_next_words(op: NextWords):
-    """The largest logits of groups of eight words; what warps leave of the rows of a tile,
-    (largest logit, sum of exponentials); the best groups of each row, best first, and the
-    logits of their words.
-    """
+    """Largest logits of groups of eight words; what warps leave of rows: (largest logit, sum of
+    exponentials); the best groups of each row, and the logits of their words."""
     tile = _tile(op)
     across = 0 if tile is None else tile.blocks(*_shape(op)[:2])[0]
     groups = across * tile.columns // VECTOR if tile is not None and op.best else 0
@@ -47,28 +45,8 @@ def launch_next_words(op: NextWords, groups, parts, chosen, logits):
     tile, inner = _tile(op), op.x.codes.shape[1]
     if tile is None:
         return []
-    product = tiled(
-        "next_words_product.cu",
-        "lsq_next_words_product",
-        tile,
-        _shape(op),
-        op,
-        inner,
-        groups,
-        parts,
-    )
-    join = launch(
-        "next_words.cu",
-        "lsq_next_words",
-        op,
-        inner,
-        groups,
-        groups.shape[1],
-        parts,
-        parts.shape[1],
-        chosen,
-        chosen.shape[1],
-        logits,
-        grid=op.rows,
-    )
+    source, name = "next_words_product.cu", "lsq_next_words_product"
+    product = tiled(source, name, tile, _shape(op), op, inner, groups, parts)
+    sized = (value for one in (groups, parts, chosen) for value in (one, one.shape[1]))
+    join = launch("next_words.cu", "lsq_next_words", op, inner, *sized, logits, grid=op.rows)
     return [product, join]

@@ -1,12 +1,12 @@
 """Activation and dropout in a product's epilogue, and what the backward pass needs to undo them.
 
-M rows, P columns. GELU is x * Phi(x) (Hendrycks & Gimpel 2016), exactly or by the tanh of a
-polynomial; SiLU, also called swish, is x / (1 + exp(-x)) (Elfwing et al. 2018); squared ReLU is
-max(x, 0)^2 (So et al. 2021, Primer).
+M rows, P columns. GELU: x * Phi(x), exactly or by tanh (Hendrycks & Gimpel 2016); SiLU: x / (1 +
+exp(-x)) (Elfwing et al. 2018); squared ReLU: max(x, 0)^2 (So et al. 2021, Primer).
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from enum import IntEnum
@@ -19,7 +19,7 @@ from lsq.program.values import Coded, Dropout, dropped
 from lsq.quant import pack_bits, unpack_bits
 
 SLOPE_UNIT = 112
-"""A slope below 1.13 times this, rounded, is an int8 (csrc/arithmetic.h: kSlopeUnit)."""
+"""Slopes below 1.13 times this, rounded, are int8 (csrc/arithmetic.h: kSlopeUnit)."""
 
 
 class Activation(IntEnum):
@@ -55,10 +55,8 @@ class Nonlinearity(Value):
     dropout: In[Dropout] | None
     positive: Bits | None  # For ReLU: y > 0.
     slope: Codes | None
-    """For a bounded slope: [M, P], the slope at y times SLOPE_UNIT, rounded; 0 for NaN."""
-    before: Activations | None
-    """For others in float mode, or without a bound: [M, P], y.
-    """
+    """[M, P], a bounded slope at y times SLOPE_UNIT, rounded; 0 for NaN."""
+    before: Activations | None  # [M, P], y, for others or in float mode.
 
     def apply(self, y: torch.Tensor) -> torch.Tensor:
         """Reference."""
@@ -68,28 +66,21 @@ class Nonlinearity(Value):
         """Reference: the written fields."""
         slope = None
         if self.slope is not None:
-            slope = (
-                (Activation(self.activation).slope(y) * SLOPE_UNIT)
-                .round()
-                .nan_to_num(nan=0.0)
-                .to(torch.int8)
-            )
+            steps = (Activation(self.activation).slope(y) * SLOPE_UNIT).round()
+            slope = steps.nan_to_num(nan=0.0).to(torch.int8)
         return {"positive": pack_bits(y > 0), "slope": slope, "before": y}
 
     def undo(self, gradient: torch.Tensor) -> torch.Tensor:
         """Reference: the gradient of y from that of the result."""
         gradient = dropped(gradient, self.dropout)
         if self.positive is not None:
-            return torch.where(
-                unpack_bits(self.positive, gradient.numel()).view(gradient.shape), gradient, 0.0
-            )
+            positive = unpack_bits(self.positive, gradient.numel()).view(gradient.shape)
+            return torch.where(positive, gradient, 0.0)
         if self.slope is not None:
             return gradient * (self.slope.to(torch.float32) * (1.0 / SLOPE_UNIT))
-        return (
-            gradient
-            if self.before is None
-            else gradient * Activation(self.activation).slope(self.before)
-        )
+        if self.before is None:
+            return gradient
+        return gradient * Activation(self.activation).slope(self.before)
 
 
 def epilogue(y: torch.Tensor, nonlinearity: Nonlinearity | None, rounded: Coded | None) -> dict:
@@ -107,18 +98,10 @@ def _gelu_slope(y: torch.Tensor) -> torch.Tensor:
     return 0.5 * (1 + torch.erf(y / math.sqrt(2))) + y * density
 
 
-def _gelu_tanh(y: torch.Tensor) -> torch.Tensor:
-    return functional.gelu(y, approximate="tanh")
-
-
 def _gelu_tanh_slope(y: torch.Tensor) -> torch.Tensor:
     y = y.clamp(-10, 10)  # flat beyond; the polynomial would overflow
     gate = math.sqrt(8 / math.pi) * (y + 0.044715 * y**3)
     return _gated_slope(y, gate, math.sqrt(8 / math.pi) * (1 + 3 * 0.044715 * y * y))
-
-
-def _silu_slope(y: torch.Tensor) -> torch.Tensor:
-    return _gated_slope(y, y, 1.0)
 
 
 def _gated_slope(
@@ -132,7 +115,7 @@ _VALUES = {
     Activation.none: lambda y: y,
     Activation.relu: functional.relu,
     Activation.gelu: functional.gelu,
-    Activation.gelu_tanh: _gelu_tanh,
+    Activation.gelu_tanh: functools.partial(functional.gelu, approximate="tanh"),
     Activation.silu: functional.silu,
     Activation.squared_relu: lambda y: functional.relu(y).square(),
 }
@@ -141,6 +124,6 @@ _SLOPES = {
     Activation.relu: lambda y: (y > 0).to(y.dtype),
     Activation.gelu: _gelu_slope,
     Activation.gelu_tanh: _gelu_tanh_slope,
-    Activation.silu: _silu_slope,
+    Activation.silu: lambda y: _gated_slope(y, y, 1.0),
     Activation.squared_relu: lambda y: 2 * functional.relu(y),
 }

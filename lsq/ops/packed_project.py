@@ -2,8 +2,7 @@
 
     y = x weight^T + bias;   result = activation(y), as floats or rounded once to codes
 
-The integers are those of Project. All threads share the weight's outputs, so that a single row
-keeps all of them busy. M rows, K inputs, P outputs.
+All threads share the outputs, so that a single row keeps them busy. M rows, K inputs, P outputs.
 """
 
 from __future__ import annotations
@@ -17,14 +16,11 @@ from lsq.program.declare import Bytes, Floats, In, Out, Value, extent
 from lsq.program.operation import Operation
 from lsq.program.values import Coded
 
-SIDE = 16
-"""Outputs of a tile."""
-ALIGNMENT = 64
-"""Bytes to whose multiple tiles begin."""
+SIDE = 16  # Outputs of a tile.
+ALIGNMENT = 64  # Bytes to whose multiple tiles begin.
 HALVES, WORDS, UNITS = 4, 64, 8
-"""Halves of tiles in a sparse block; bytes of positions, and units of four inputs, in each half."""
-INT4_BLOCK = 1088
-"""Bytes of two tiles of 4-bit codes, with their multipliers."""
+"""Halves of tiles in a sparse block; bytes of positions and units of four inputs in each."""
+INT4_BLOCK = 1088  # Bytes of two tiles of 4-bit codes, with multipliers.
 
 
 class PackedWeight(Value):
@@ -34,9 +30,7 @@ class PackedWeight(Value):
     scale: Floats  # [P]
     inner: int  # K.
     sparse: bool  # Whether tiles hold two of four inputs alone.
-    bits: int
-    """8, or 4: groups of Int4 that products unpack in registers, as csrc/cpu/int4_tiles.h lays them
-    out."""
+    bits: int  # 8, or 4: groups of Int4, see csrc/cpu/int4_tiles.h.
     instructions: int  # Instructions that multiply; see lsq/native/tiles.py.
 
     columns = extent(0, "scale")  # P.
@@ -45,8 +39,7 @@ class PackedWeight(Value):
     def of(
         cls, codes: torch.Tensor, scale: torch.Tensor, instructions: str | None = None
     ) -> PackedWeight:
-        """Pack codes int8 [P, K] with scale float32 [P], for the fastest instructions or those of
-        that name.
+        """Pack codes int8 [P, K] with scale float32 [P], for the fastest or the named instructions.
 
         Raises:
             ValueError: the processor has no such instructions, or the C++ library is missing.
@@ -60,10 +53,10 @@ class PackedWeight(Value):
     def of_sparse(
         cls, codes: torch.Tensor, scale: torch.Tensor, instructions: str | None = None
     ) -> PackedWeight:
-        """Pack codes that are 2:4 sparse: of four neighbouring inputs, two at most are not 0.
+        """Pack codes of which two of four neighbouring inputs at most are not 0; see `of`.
 
         Raises:
-            ValueError: they are not; see also `of`.
+            ValueError: they are not 2:4 sparse.
         """
         chosen = _chosen(instructions)
         memory = _aligned(tiles.packed_sparse_bytes(*codes.shape))
@@ -81,8 +74,7 @@ class PackedWeight(Value):
     def of_int4(
         cls, stored: torch.Tensor, scale: torch.Tensor, inner: int, instructions: str | None = None
     ) -> PackedWeight:
-        """Pack what Int4 stores of K = `inner` inputs, int8 [P, stored columns], with scale float32
-        [P]; see `of`."""
+        """Pack int8 [P, stored columns] as Int4 stores K = `inner` inputs; see `of`."""
         chosen, columns = _chosen(instructions), len(stored)
         blocks = _int4_shape(columns, inner)
         memory = _aligned(blocks.numel() + 4 * tiles.PAIR * blocks[0])  # and a sum for each column
@@ -100,28 +92,20 @@ class PackedWeight(Value):
         """Reference: int8 [P, K]."""
         if self.bits == 4:
             return self._int4_codes()
-        columns, inner = (
-            -(-self.columns // tiles.PAIR) * tiles.PAIR,
-            -(-self.inner // tiles.INNER) * tiles.INNER,
-        )
-        whole = (
-            self._sparse_tiles() if self.sparse else self.tiles[: columns * inner].view(torch.int8)
-        )
+        columns = -(-self.columns // tiles.PAIR) * tiles.PAIR
+        inner = -(-self.inner // tiles.INNER) * tiles.INNER
+        dense = self.tiles[: columns * inner].view(torch.int8)
+        whole = self._sparse_tiles() if self.sparse else dense
         whole = whole.view(columns // SIDE, -1, SIDE, SIDE, 4)
         return whole.permute(0, 3, 1, 2, 4).reshape(columns, inner)[: self.columns, : self.inner]
 
     def _sparse_tiles(self) -> torch.Tensor:
         """int8, the tiles that csrc/cpu/tiles.h would have."""
-        pairs, depth, half = (
-            -(-self.columns // tiles.PAIR),
-            -(-self.inner // tiles.INNER),
-            tiles.SPARSE_BLOCK // HALVES,
-        )
-        halves = self.tiles[: pairs * depth * tiles.SPARSE_BLOCK].view(-1, half)
-        words, values = (
-            halves[:, :WORDS].contiguous().view(torch.int32),
-            halves[:, WORDS:].view(torch.int8),
-        )
+        pairs, depth = -(-self.columns // tiles.PAIR), -(-self.inner // tiles.INNER)
+        halves = self.tiles[: pairs * depth * tiles.SPARSE_BLOCK]
+        halves = halves.view(-1, tiles.SPARSE_BLOCK // HALVES)
+        words = halves[:, :WORDS].contiguous().view(torch.int32)
+        values = halves[:, WORDS:].view(torch.int8)
         shifts = torch.arange(4 * UNITS, device="cpu").view(UNITS, 1, 4)
         kept = (words.long()[:, None, :, None] >> shifts & 1).bool()  # half, unit, column, input
         found = torch.zeros_like(kept, dtype=torch.int8)
@@ -132,18 +116,13 @@ class PackedWeight(Value):
     def _int4_codes(self) -> torch.Tensor:
         shape = _int4_shape(self.columns, self.inner)
         blocks = self.tiles[: shape.numel()].view(shape)
-        pairs, multipliers = blocks.split(
-            [2 * SIDE * tiles.INNER // 2, INT4_BLOCK - SIDE * tiles.INNER], dim=2
-        )
+        width = SIDE * tiles.INNER
+        pairs, multipliers = blocks.split([width, INT4_BLOCK - width], dim=2)
         halves = torch.stack([pairs & 15, pairs >> 4], dim=3).view(torch.int8)
         # pairs of columns, depth, tile, unit, column, element of it, group -> columns, inputs
         codes = halves.view(*blocks.shape[:2], 2, 8, SIDE, 4, 2).permute(0, 2, 4, 1, 6, 3, 5)
-        factors = (
-            multipliers.view(torch.int8)
-            .reshape(*blocks.shape[:2], 2, SIDE, 2)
-            .permute(0, 2, 3, 1, 4)
-        )
-        factors = factors[..., None, None].contiguous()
+        factors = multipliers.view(torch.int8).reshape(*blocks.shape[:2], 2, SIDE, 2)
+        factors = factors.permute(0, 2, 3, 1, 4)[..., None, None].contiguous()
         signed = torch.where(factors < 0, 7 - codes, codes - 8)
         whole = (signed * factors).reshape(len(blocks) * tiles.PAIR, -1)
         return whole[: self.columns, : self.inner]
@@ -155,7 +134,6 @@ def _int4_shape(columns: int, inner: int) -> torch.Size:
 
 
 def _chosen(instructions: str | None) -> str:
-    """The instructions of that name, or the fastest here."""
     if not tiles.usable():
         raise ValueError("packed weights need the C++ host library; install g++ and reinstall lsq")
     chosen = instructions or tiles.usable()[0]

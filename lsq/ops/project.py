@@ -3,10 +3,8 @@
     y = x weight^T + bias;   result = dropout(activation(y)), as floats or rounded once to codes
 
 Of codes, the product is exact int32 sums; they become floats by one factor for each column. The
-backward pass undoes the end of a product in the operation that makes its gradient
-(ProjectInputGradient of the product that reads it), from
-what is kept here: a bit an element for ReLU, the slope as int8 for GELU and SiLU. M rows, K inputs,
-    P outputs.
+ProjectInputGradient of the product that reads the result undoes this epilogue, from what is kept
+here: a bit an element for ReLU, the slope as int8 for GELU and SiLU. M rows, K inputs, P outputs.
 """
 
 from __future__ import annotations
@@ -25,8 +23,7 @@ from lsq.program.declare import Activations, Floats, Host, In, Out, extent, size
 from lsq.program.operation import Operation
 from lsq.program.values import Coded, RoundedGradient, Rows, Weight
 
-GEMM = "project"
-"""Name of the product of codes in lsq.gemm."""
+GEMM = "project"  # Name of the product of codes in lsq.gemm.
 
 
 class Project(Operation):
@@ -34,19 +31,15 @@ class Project(Operation):
 
     x: In[Rows]  # [M, K]
     weight: In[Weight]
-    """[P, K], or [P, (K + 31) // 32 * 17] as int4 on CUDA; its values are multiplied in float mode.
-    """
+    """[P, K], or [P, (K + 31) // 32 * 17] as int4 on CUDA; in float mode its values."""
     groups: In[GroupedCodes] | None
-    """[M, K], x again, for what is multiplied where the weight is grouped: on the CPU, without a
-    backward pass."""
+    """[M, K], x again, where the weight is grouped: on the CPU, without gradients."""
     bias: In[Floats] | None  # [P]
-    out: Out[Activations] | None
-    """[M, P]; of floats, always. Of codes it has either dtype, on the CPU too."""
+    out: Out[Activations] | None  # [M, P]; of codes it has either dtype, on the CPU too.
     rounded: Out[Coded] | None  # [M, P]; of codes, P is a multiple of 8.
     nonlinearity: Out[Nonlinearity] | None  # Activation and dropout, between bias and rounding.
     accumulates: Host[bool] = False
-    """An earlier product reads x, too; its gradient of x adds the gradient that this product
-    makes."""
+    """An earlier product reads x, too, and adds the gradient that this product makes."""
 
     rows = extent(0, "x.tensor")
     columns = extent(0, "weight")  # P.
@@ -65,7 +58,6 @@ class Project(Operation):
 
     @property
     def has_epilogue(self) -> bool:
-        """A product of floats is not the result yet."""
         return self.bias is not None or self.nonlinearity is not None
 
     def reference(self):
@@ -81,11 +73,9 @@ class Project(Operation):
     def cpu_scratch(self):
         if self.groups is not None:
             return [copies_of(*self.groups.codes.shape, self.groups.group)]
-        return (
-            []
-            if self.x.coded is None
-            else [gemm.scratch_for(GEMM, self.rows, *self.weight.codes.shape)]
-        )
+        if self.x.coded is None:
+            return []
+        return [gemm.scratch_for(GEMM, self.rows, *self.weight.codes.shape)]
 
     def cpu(self, *scratch):
         if self.x.coded is None:
@@ -109,9 +99,8 @@ class Project(Operation):
         source, weight = self.x.tensor, unpacked(builder, self.weight)
         if self.accumulates:
             accumulated, dx = builder.accumulate_into(source)
-            append_gradients(
-                builder, self, weight, upstream, undoes=False, accumulated=accumulated, dx=dx
-            )
+            end = {"undoes": False, "accumulated": accumulated, "dx": dx}
+            append_gradients(builder, self, weight, upstream, **end)
             return
         producer = builder.producer(source)
         end = {"nonlinearity": getattr(producer, "nonlinearity", None)}
@@ -119,31 +108,22 @@ class Project(Operation):
             end["dx"], end["rounded"] = builder.product_gradient(source)
             end["sum"] = builder.bias_gradient(source)
         else:
-            end["dx"] = builder.tensor(
-                "d_" + source.name, source.shape, self._dtype_for(producer, builder)
-            )
+            dtype = self._dtype_for(producer, builder)
+            end["dx"] = builder.tensor("d_" + source.name, source.shape, dtype)
             end["added"] = builder.take_gradient(source)
             builder.accumulate(source, end["dx"])
-        append_gradients(
-            builder, self, weight, upstream, accumulated=builder.take_accumulated(source), **end
-        )
+        end["accumulated"] = builder.take_accumulated(source)
+        append_gradients(builder, self, weight, upstream, **end)
 
     def _dtype_for(self, producer, builder) -> torch.dtype:
-        """Dtype in which the operation that made x reads its gradient, if it can read both."""
+        """Dtype in which the operation that made x reads its gradient."""
         if isinstance(producer, Round):
             return producer.x.dtype
-        reads_either = isinstance(producer, Gated) and producer.rounded is not None
-        return (
-            builder.narrow if reads_either and builder.quant.backward == "int8" else torch.float32
-        )
+        either = isinstance(producer, Gated) and producer.rounded is not None
+        return builder.narrow if either and builder.quant.backward == "int8" else torch.float32
 
     def _upstream(self, builder) -> tuple[torch.Tensor | None, RoundedGradient | None]:
-        """The gradient of the product, as floats or rounded; that of the bias is taken care of.
-
-        Raises:
-            ValueError: the result leaves the program, or is read by what knows nothing of products,
-                after an end that only a product's reader can undo.
-        """
+        """The gradient of the product, as floats or rounded; that of the bias is taken care of."""
         result = self.out if self.rounded is None else self.rounded.codes
         arrived = builder.gradient_of(result)
         if arrived is None:  # whoever reads the result has undone its end
@@ -155,9 +135,8 @@ class Project(Operation):
             )
         rounded = None
         if self.x.coded is not None and builder.quant.backward == "int8":
-            rounded = builder.rounded_gradient(
-                "d_" + result.name + ".rounded", result.shape, self.weight.scale
-            )
+            name = "d_" + result.name + ".rounded"
+            rounded = builder.rounded_gradient(name, result.shape, self.weight.scale)
         dbias = builder.parameter_gradient(self.bias)
         if rounded is not None or dbias is not None:
             builder.add(RoundGradient(gradient=arrived, rounded=rounded, sum=dbias))

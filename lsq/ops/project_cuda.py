@@ -28,8 +28,7 @@ def scratch_of_project(op: Project):
 
 
 def _tile(op: Project) -> TileConfiguration | None:
-    """Tiles of the one kernel for product and epilogue; None: cuBLASLt multiplies, and a kernel
-    applies the epilogue."""
+    """Tiles of the one kernel for product and epilogue; None: cuBLASLt multiplies."""
     if op.weight.format.packed:
         return packed_tile(op.rows, op.x.tensor.shape[1])
     return gemm.cuda_tile(GEMM, op.rows, *op.weight.codes.shape)
@@ -68,8 +67,7 @@ def _epilogue(op: Project, sums):
 
 
 def project_product(op: Project, tile: TileConfiguration) -> Launch:
-    """The one launch that does what a `Project` of codes does; a launch without rows writes its
-    scale."""
+    """The one launch of a `Project` of codes; without rows it writes the scale."""
     inner, end = op.x.tensor.shape[1], op.nonlinearity or Nonlinearity()
     defines = {"ACTIVATION": int(end.activation), **started(op.rounded)}
     defines |= {"INT4": 1} if op.weight.format.packed else {}
@@ -80,12 +78,7 @@ def project_product(op: Project, tile: TileConfiguration) -> Launch:
 
 
 def packed_tile(rows: int, inner: int) -> TileConfiguration:
-    """For a weight that is stored as int4, by mma.sync on every GPU: many rows share what they
-    unpack.
-
-    Raises:
-        ValueError: K is longer than one int32 sum may be.
-    """
+    """For a weight that is stored as int4, by mma.sync on every GPU."""
     check(
         inner <= LARGEST_INNER,
         f"a weight that is stored as int4 has {inner} inputs; on CUDA it may have {LARGEST_INNER}:"

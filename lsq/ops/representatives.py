@@ -1,5 +1,4 @@
-"""Representative operations, of virtual tensors, whose product and epilogue the tuner times on a
-GPU."""
+"""Representative GEMM + epilogue operations, of virtual tensors, that the tuner times."""
 
 import torch
 

@@ -1,12 +1,12 @@
 """Dropout, residual, norm and rounding between two blocks, in one pass over each row.
 
-    z = residual + dropout(update);   out = (z - mean) * rstd * weight + bias, as float, as codes,
-    or both
+    z = residual + dropout(update)
+    out = (z - mean) * rstd * weight + bias, as float, as codes, or both
 
 `update` may be missing (a norm alone) and so may the norm (z is the result). The backward pass
-finds z as it is, or the normalised row (z - mean) * rstd as codes, a fourth of the bytes: their
-error reaches the gradient of z through one inner product of a row alone, and that of the weight as
-errors of codes reach any weight's.
+reads z, or the normalised row (z - mean) * rstd as codes, a fourth of the bytes: their error
+reaches the gradient of z through one inner product of a row, and that of the weight as errors of
+codes reach any weight's.
 
 LayerNorm: Ba et al. 2016, biased variance. RMSNorm: Zhang and Sennrich 2019, without mean and bias.
 M rows, H columns.
@@ -24,8 +24,7 @@ from lsq.quant import Format, arithmetic
 
 
 class NormalisedRows(Value):
-    """Rows [M, H] of mean square 1 as integers, each with a scale that its largest magnitude fits:
-    codes * scale."""
+    """Rows [M, H] of mean square 1 as codes * scale, a scale for each row."""
 
     format: Host[Format]
     codes: Codes  # [M, H]
@@ -33,7 +32,6 @@ class NormalisedRows(Value):
 
     @factor
     def largest(self) -> float:
-        """Q."""
         return float(self.format.largest)
 
     def encode(self, centred: torch.Tensor, rstd: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -56,32 +54,24 @@ class ResidualSum(Value):
 
     def compute(self) -> torch.Tensor:
         """Reference: z."""
-        return (
-            self.residual
-            if self.update is None
-            else self.residual + dropped(self.update, self.dropout)
-        )
+        if self.update is None:
+            return self.residual
+        return self.residual + dropped(self.update, self.dropout)
 
     @property
     def kept(self):
-        """The tensor in which a backward pass finds z."""
+        """What a backward pass reads as z."""
         return self.residual if self.update is None else self.z
 
     @property
     def tensors(self) -> tuple:
-        """Every activation."""
         return self.residual, self.update, self.z
 
     def gradient(self, builder, normed: bool) -> ResidualSumGradient:
-        """Fields that receive the gradients, with the gradient of z so far; `normed`: another one
-        comes through a norm.
-
-        Whoever adds the operation that writes them accumulates the gradient of the residual
-        afterwards.
-        """
-        found = ResidualSumGradient(
-            dropout=self.dropout, dupdate_sum=builder.bias_gradient(self.update)
-        )
+        """Fields that receive the gradients, with that of z so far; the caller accumulates the
+        gradient of the residual. `normed`: another gradient of z comes through a norm."""
+        total = builder.bias_gradient(self.update)
+        found = ResidualSumGradient(dropout=self.dropout, dupdate_sum=total)
         if self.update is None:
             found.dz = builder.take_gradient(self.residual)
         else:
@@ -93,25 +83,21 @@ class ResidualSum(Value):
 
 
 class ResidualSumGradient(Value):
-    """The gradients of a ResidualSum, from that of z itself and that which comes through a norm."""
+    """The gradients of a ResidualSum."""
 
     dz: In[Activations] | None  # [M, H], of z itself.
     dropout: In[Dropout] | None
-    dresidual: Activations | None
-    """[M, H], both together; None where nothing comes through a norm: it is dz."""
+    dresidual: Activations | None  # [M, H], dz and the norm's; None: it is dz.
     dupdate: Activations | None  # [M, H]
     rounded: RoundedGradient | None  # dupdate, rounded for the products that go back from there.
-    dupdate_sum: Floats | None
-    """[H], dupdate summed over rows: the gradient of the bias that is in `update`."""
+    dupdate_sum: Floats | None  # [H], over rows: the gradient of the bias in `update`.
 
     @property
     def updated(self) -> bool:
-        """A block added something to the residual."""
         return self.dupdate is not None or self.rounded is not None
 
     @property
     def tensors(self) -> tuple:
-        """Every activation."""
         return self.dz, self.dresidual, self.dupdate
 
     def compute(self, through: torch.Tensor | None) -> dict:
@@ -129,7 +115,7 @@ class ResidualSumGradient(Value):
 
 
 class ResidualNorm(Operation):
-    """z [M, H] of a residual and what a block adds to it; its norm and the codes of that."""
+    """z [M, H] of a residual and what a block adds to it; the norm of z and its codes."""
 
     sum: Out[ResidualSum]
     weight: In[Floats] | None  # [H]; None: no norm.
@@ -137,8 +123,7 @@ class ResidualNorm(Operation):
     epsilon: float = 1e-5
     mean: Out[Floats] | None  # [M], of LayerNorm; None: it is not subtracted.
     rstd: Out[Floats] | None  # [M]
-    normalised: Out[NormalisedRows] | None
-    """[M, H], what the backward pass reads in place of z and the mean."""
+    normalised: Out[NormalisedRows] | None  # [M, H], read backwards in place of z and mean.
     out: Out[Activations] | None  # [M, H]
     rounded: Out[Coded] | None  # [M, H]
 
@@ -171,11 +156,8 @@ class ResidualNorm(Operation):
         normed = self.weight is not None
         dout = builder.gradient_sum(*self.same_values) if normed else None
         down = self.sum.gradient(builder, normed)
-        kept = (
-            {"normalised": self.normalised}
-            if self.normalised
-            else {"z": self.sum.kept, "mean": self.mean}
-        )
+        kept = {"z": self.sum.kept, "mean": self.mean}
+        kept = {"normalised": self.normalised} if self.normalised else kept
         builder.add(
             ResidualNormGradient(
                 dout=dout,
@@ -192,10 +174,7 @@ class ResidualNorm(Operation):
 
 
 class ResidualNormGradient(Operation):
-    """The gradients of ResidualNorm.
-
-    Without a norm, the gradient of the residual is that of z itself.
-    """
+    """The gradients of ResidualNorm; without a norm that of the residual is that of z."""
 
     dout: In[Activations] | None  # [M, H], of the norm's result; None without a norm.
     normalised: In[NormalisedRows] | None  # [M, H]; None: z is read.
@@ -208,7 +187,7 @@ class ResidualNormGradient(Operation):
     dbias: Out[Floats] | None  # [H]
     sum: Out[ResidualSumGradient]
     parts: Out[Floats] | None
-    """Parts of `dweight`, `dbias` and `sum.dupdate_sum`, in place of these; see lsq.ops.sums."""
+    """Parts of `dweight`, `dbias`, `sum.dupdate_sum`, in place of these (lsq.ops.sums)."""
 
     rows = extent(0, "dout", "sum.dz")
     columns = extent(1, "dout", "sum.dz")
@@ -237,7 +216,7 @@ class ResidualNormGradient(Operation):
 
     @property
     def norm_sums(self) -> tuple[str, ...]:
-        """Sums over rows of the norm: its weight's gradient, and that of LayerNorm's bias."""
+        """Fields with sums over rows of the norm."""
         return () if self.dout is None else ("dweight", "dbias")[: 1 + self.centred]
 
     def _with_parts(self, results: dict) -> dict:

@@ -6,7 +6,7 @@ from lsq.ops.launches import started
 from lsq.ops.residual_norm import ResidualNorm, ResidualNormGradient
 from lsq.ops.sums import PartialSums
 from lsq.ops.sums_cuda import KernelSums, parts_of
-from lsq.program.cuda import launches, leave_sums, scratch_of
+from lsq.program.cuda import kernel_sums, launches
 
 
 @launches.register(ResidualNorm)
@@ -23,27 +23,15 @@ def launch_residual_norm(op: ResidualNorm):
     )
 
 
-def _sums(op: ResidualNormGradient) -> KernelSums:
+@kernel_sums.register(ResidualNormGradient)
+def sums_of_residual_norm_gradient(op: ResidualNormGradient) -> list[KernelSums]:
     def of(parts) -> PartialSums:
         totals = [getattr(op, name) for name in op.norm_sums]
         totals += [op.sum.dupdate_sum] if op.sum.updated else []
         return PartialSums.of(parts, op.columns, totals)
 
     spec = parts_of(op.rows, op.columns, len(op.norm_sums) + op.sum.updated)
-    return KernelSums(op, spec, of, ("dweight", "dbias"))
-
-
-@leave_sums.register(ResidualNormGradient)
-def leave_sums_of_residual_norm_gradient(op: ResidualNormGradient, tensor):
-    left = _sums(op).leave(op.outputs[0].name, tensor) if op.outputs else []
-    if left:
-        op.sum.dupdate_sum = None
-    return left
-
-
-@scratch_of.register(ResidualNormGradient)
-def scratch_of_residual_norm_gradient(op: ResidualNormGradient):
-    return _sums(op).scratch
+    return [KernelSums(op, spec, of, ("dweight", "dbias", "sum.dupdate_sum"))]
 
 
 @launches.register(ResidualNormGradient)
@@ -51,7 +39,8 @@ def launch_residual_norm_gradient(op: ResidualNormGradient, *scratch):
     down, sums = op.sum, len(op.norm_sums)
     if not (sums or down.updated):
         return []
-    parts = _sums(op).take(iter(scratch))
+    (over_rows,) = kernel_sums(op)
+    parts = over_rows.take(iter(scratch))
     kernel = launch(
         "residual_norm.cu",
         "lsq_residual_norm_gradient",
@@ -66,4 +55,4 @@ def launch_residual_norm_gradient(op: ResidualNormGradient, *scratch):
         **float_define(op.dout, op.z, *down.tensors),
         **row_defines(op.columns),
     )
-    return [kernel, *_sums(op).finish(parts)]
+    return [kernel, *over_rows.finish(parts)]

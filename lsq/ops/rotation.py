@@ -1,14 +1,12 @@
-"""Rotary embeddings: queries and keys are rotated by their positions before they are rounded, so
-that attention multiplies codes; before that come norms of each head, where a model has them.
+"""Rotary embeddings: queries and keys are rotated by their positions, after norms of each head
+where a model has them, before they are rounded; so attention multiplies codes.
 
-    n = x * rstd * weight,  rstd = 1 / sqrt(mean(x^2) + epsilon), over a head     (Henry et al. 2020
-    with RMSNorm)
-    y[i] = n[i] cos - n[i + R/2] sin,   y[i + R/2] = n[i + R/2] cos + n[i] sin    (RoFormer, Su et
-    al. 2021)
+    n = x * rstd * weight,  rstd = 1 / sqrt(mean(x^2) + epsilon), over a head
+    y[i] = n[i] cos - n[i + R/2] sin,   y[i + R/2] = n[i + R/2] cos + n[i] sin
 
-The first R columns of a head are rotated, in halves as Llama has them; the other columns and the
-values stay. A gradient is rotated back. M rows, C columns: N heads of queries, then of keys, then
-values, D columns each; P positions.
+(RMSNorm as in Henry et al. 2020; RoFormer, Su et al. 2021.) The first R columns of a head are
+rotated, in halves as Llama has them; the other columns and the values stay. M rows, C columns: N
+heads of queries, then of keys, then values, D columns each; P positions.
 """
 
 from __future__ import annotations
@@ -24,16 +22,14 @@ from lsq.program.values import Coded
 def rotation_table(frequencies: torch.Tensor, positions: int) -> torch.Tensor:
     """float32 [P, R]: cosines, then sines, of positions times `frequencies` float [R/2].
 
-    Angles are taken in float64, so that those of far positions are right, and the table is the same
-    for every device.
+    Angles are float64, so that far positions are right and all devices have the same table.
     """
     angle = torch.arange(positions, dtype=torch.float64)[:, None] * frequencies.double()
     return torch.cat([angle.cos(), angle.sin()], dim=1).float()
 
 
 class HeadNorms(Value):
-    """RMSNorm of each head by itself, with one weight for all of queries and one for all of
-    keys."""
+    """RMSNorm of each head, with one weight for all queries and one for all keys."""
 
     query: In[Floats]  # [D]
     key: In[Floats]  # [D]
@@ -76,8 +72,7 @@ class Rotation(Value):
 
 
 class Rotate(Operation):
-    """Projected queries, keys and values with the queries and keys rotated, as floats or rounded
-    once to codes."""
+    """Queries, keys and values with queries and keys rotated, as floats or as codes."""
 
     x: In[Activations]  # [M, C]
     rotation: In[Rotation]
@@ -127,8 +122,7 @@ class Rotate(Operation):
 
 
 class RotateGradient(Operation):
-    """The gradient of Rotate's input: rotated back, through the norms, summed for a bias, as floats
-    or rounded."""
+    """The gradient of Rotate's input, as floats or rounded, and its sums."""
 
     gradient: In[Activations]  # [M, C], before the rounding.
     rotation: In[Rotation]

@@ -7,8 +7,8 @@ from lsq.native.launch import TICKET, Launch, check, float_define, launch
 from lsq.ops.launches import started
 from lsq.ops.rotation import Rotate, RotateGradient, Rotation
 from lsq.ops.sums import PartialSums
-from lsq.ops.sums_cuda import KernelSums, finish, gradient_sums, leave_gradient, parts_of
-from lsq.program.cuda import launches, leave_sums, scratch_of
+from lsq.ops.sums_cuda import KernelSums, finish, gradient_sums, parts_of
+from lsq.program.cuda import kernel_sums, launches, scratch_of
 from lsq.program.operation import Spec
 
 
@@ -27,25 +27,22 @@ def launch_rotate(op: Rotate):
     )
 
 
-def _sums(op: RotateGradient) -> KernelSums:
-    return gradient_sums(op.dx, op.rows, op.columns, None)
-
-
-@leave_sums.register(RotateGradient)
-def leave_sums_of_rotate_gradient(op: RotateGradient, tensor):
-    return leave_gradient(op.dx, _sums(op), tensor)
+@kernel_sums.register(RotateGradient)
+def sums_of_rotate_gradient(op: RotateGradient) -> list[KernelSums]:
+    return [gradient_sums(op.dx, op.rows, op.columns, None)]
 
 
 @scratch_of.register(RotateGradient)
 def scratch_of_rotate_gradient(op: RotateGradient) -> list[Spec]:
     """Sums over rows for the bias; for the norms those of each column, of each block and in all."""
     norms = [parts_of(op.rows, op.columns), ((op.columns,), torch.float32)]
-    return [*_sums(op).scratch, *([] if op.norms is None else norms)]
+    (sums,) = kernel_sums(op)
+    return [*sums.scratch, *([] if op.norms is None else norms)]
 
 
 @launches.register(RotateGradient)
 def launch_rotate_gradient(op: RotateGradient, *scratch):
-    left, sums = iter(scratch), _sums(op)
+    left, (sums,) = iter(scratch), kernel_sums(op)
     partial = sums.take(left)
     of_norms, total = (None, None) if op.norms is None else left
     kernel = launch(
@@ -77,11 +74,7 @@ def _finish_norms(op: RotateGradient, parts, total) -> list[Launch]:
 
 
 def _defines(rotation: Rotation, columns: int) -> dict[str, int]:
-    """-D of a kernel on rows of C columns.
-
-    Raises:
-        ValueError: kernels have no such heads.
-    """
+    """-D of a kernel on rows of C columns."""
     check(
         rotation.width % VECTOR == 0 and rotation.rotated % (2 * VECTOR) == 0,
         f"heads of {rotation.width} columns of which {rotation.rotated} are rotated cannot run on"

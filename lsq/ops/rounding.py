@@ -1,9 +1,8 @@
-"""Rounding by itself: of activations, of weights, of the gradient of a product; and the sum of two
-gradients.
+"""Rounding of activations, of weights, of the gradient of a product; and the sum of two gradients.
 
-The gradient of rounded codes is by convention the one *before* the rounding: whoever reads the
-codes applies the straight-through mask, in the loop that it runs anyway, and adds to the gradient
-of the clip. M rows, N columns; a weight has N rows (output channels) and K columns.
+The gradient of codes is by convention the one *before* the rounding: the reader of the codes
+applies the straight-through mask and adds to the gradient of the clip. M rows, N columns; a weight
+has N rows (output channels) and K columns.
 """
 
 from __future__ import annotations
@@ -50,19 +49,13 @@ class Round(Operation):
 
 
 class RoundWeight(Operation):
-    """The codes of a weight from its values and clips.
-
-    The product of its gradient masks its own result.
-    """
+    """The codes of a weight from its values and clips."""
 
     weight: Out[Weight]
-    """values [N, K] or [K, N], clip [N] or [1] -> what is stored of codes [P, K], scale [P], on a
-    GPU codes transposed.
-
-    Rows from N on: 0, and scale 1.
-    """
+    """values [N, K] or [K, N], clip [N] or [1] -> codes [P, K] as stored, scale [P], on a GPU codes
+    transposed. Rows from N on: 0, and scale 1."""
     new_clip: Out[Floats] | None
-    """[N], the largest magnitude of each row, which is rounded under it; the memory of the clip."""
+    """[N], the largest magnitude of each row, its clip; the memory of the clip."""
 
     rows = extent(0, "weight.codes")  # P.
     stored = extent(1, "weight.codes")  # Bytes of a row.
@@ -80,12 +73,9 @@ class RoundWeight(Operation):
 
     def reference(self):
         weight, padding = self.weight, self.rows - self.valid
-        clip = (
-            weight.clip
-            if self.new_clip is None
-            else largest_clips(weight.values_by_rows, weight.clip)
-        )
-        codes, scale = weight.format.encode(weight.values_by_rows, clip)
+        values, clip = weight.values_by_rows, weight.clip
+        clip = clip if self.new_clip is None else largest_clips(values, clip)
+        codes, scale = weight.format.encode(values, clip)
         return {"weight": padded_codes(codes, scale, padding), "new_clip": clip}
 
     def cpu(self):
@@ -93,14 +83,14 @@ class RoundWeight(Operation):
 
 
 def padded_codes(codes: torch.Tensor, scale: torch.Tensor, padding: int) -> dict:
-    """Reference: the written fields of a weight, with so many rows of 0 and scale 1 behind it."""
+    """Reference: the written fields of a weight, with rows of 0 and scale 1 behind it."""
     codes = torch.nn.functional.pad(codes, (0, 0, 0, padding))
     scale = torch.nn.functional.pad(scale, (0, padding), value=1.0)
     return {"codes": codes, "scale": scale, "transposed": codes.t()}
 
 
 class UnpackWeight(Operation):
-    """The codes of a weight that its format stores otherwise, for the products that follow."""
+    """The codes of a weight that its format stores otherwise."""
 
     weight: In[Weight]  # [P, stored columns]
     codes: Out[Codes]  # [P, K]
@@ -120,22 +110,16 @@ class UnpackWeight(Operation):
 
 
 def unpacked(builder, weight: Weight, rows: int | None = None) -> Weight:
-    """The weight as the next product reads it.
+    """The weight as the next product reads it; each pass unpacks anew.
 
-    Each pass unpacks anew, so that no unpacked codes wait for another.
-
-    `rows`: of x, of a product that reads weights as they are stored where those are few enough.
+    `rows`: of x, of a product that reads stored weights where rows are few.
     """
     stored = builder.stored(weight)
-    if (
-        stored.codes is None
-        or not stored.format.packed
-        or (rows is not None and rows <= builder.packed_rows)
-    ):
+    few = rows is not None and rows <= builder.packed_rows
+    if stored.codes is None or not stored.format.packed or few:
         return stored
-    codes = builder.tensor(
-        stored.codes.name + ".unpacked", (stored.codes.shape[0], stored.values.shape[1]), torch.int8
-    )
+    shape = stored.codes.shape[0], stored.values.shape[1]
+    codes = builder.tensor(stored.codes.name + ".unpacked", shape, torch.int8)
     builder.add(UnpackWeight(weight=stored.bare(), codes=codes))
     return dataclasses.replace(stored, codes=codes, format=stored.format.unpacked)
 

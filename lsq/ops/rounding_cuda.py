@@ -6,15 +6,12 @@ from lsq.ops.launches import check_columns, started, transpose_codes
 from lsq.ops.rounding import Add, Round, RoundGradient, RoundWeight, UnpackWeight
 from lsq.ops.sums import PartialSums
 from lsq.ops.sums_cuda import KernelSums, parts_of
-from lsq.program.cuda import launches, leave_sums, scratch_of
+from lsq.program.cuda import kernel_sums, launches
 from lsq.quant.formats import GROUP
 
-VECTORS = 4
-"""Vectors of 8 values that a thread of lsq_round rounds."""
+VECTORS = 4  # Vectors of 8 values that a thread of lsq_round rounds.
 
-WIDEST_TOGETHER = 8192
-"""Columns up to which registers hold a row and its sums: wider rows are rounded in one pass and
-summed in another."""
+WIDEST_TOGETHER = 8192  # Wider rows are rounded in one pass, summed in another.
 
 
 @launches.register(Round)
@@ -52,30 +49,22 @@ def launch_unpack_weight(op: UnpackWeight):
     return launch(f"{name}.cu", f"lsq_unpack_{name}", op, grid=max(1, -(-groups // THREADS)))
 
 
-def _sums(op: RoundGradient) -> KernelSums:
+@kernel_sums.register(RoundGradient)
+def sums_of_round_gradient(op: RoundGradient) -> list[KernelSums]:
     def of(parts) -> PartialSums:
         return PartialSums.of(parts, op.columns, (op.sum,))
 
-    return KernelSums(op, parts_of(op.rows, op.columns), of, ("sum",))
-
-
-@leave_sums.register(RoundGradient)
-def leave_sums_of_round_gradient(op: RoundGradient, tensor):
-    return [] if op.sum is None else _sums(op).leave(op.sum.name, tensor)
-
-
-@scratch_of.register(RoundGradient)
-def scratch_of_round_gradient(op: RoundGradient):
-    return _sums(op).scratch
+    return [KernelSums(op, parts_of(op.rows, op.columns), of, ("sum",))]
 
 
 @launches.register(RoundGradient)
 def launch_round_gradient(op: RoundGradient, *scratch):
-    parts = _sums(op).take(iter(scratch))
+    (over_rows,) = kernel_sums(op)
+    parts = over_rows.take(iter(scratch))
     rounds, sums = op.rounded is not None, op.parts is not None or op.sum is not None
     apart = rounds and sums and op.columns > WIDEST_TOGETHER
     passes = [(True, False), (False, True)] if apart else [(rounds, sums)]
-    return [*(_pass(op, parts, *each) for each in passes), *_sums(op).finish(parts)]
+    return [*(_pass(op, parts, *each) for each in passes), *over_rows.finish(parts)]
 
 
 def _pass(op: RoundGradient, parts, rounds: bool, sums: bool):
@@ -99,20 +88,10 @@ def launch_add(op: Add):
 
 
 def _round_in_out(op: RoundWeight) -> list[Launch]:
-    """Codes in both layouts, and scales.
-
-    Raises:
-        ValueError: a size is no multiple of 16.
-    """
-    inputs, outputs, rows = op.columns, op.valid, op.rows
-    check_columns(
-        16,
-        **{
-            "the width of a weight": inputs,
-            "the outputs of a weight": outputs,
-            "the rows of its codes": rows,
-        },
-    )
+    """Codes in both layouts, and scales."""
+    inputs, rows = op.columns, op.rows
+    check_columns(16, **{"the width of a weight": inputs, "the outputs of a weight": op.valid})
+    check_columns(16, **{"the rows of its codes": rows})
     source = "rounding_weight_in_out.cu"
     return [
         launch(source, "lsq_begin_weight_in_out", op, grid=-(-rows // THREADS)),

@@ -1,9 +1,8 @@
-"""A product with a 2:4 sparse weight and its end, without a backward pass: for the few rows of
-decoding on CUDA.
+"""A product with a 2:4 sparse weight and its end, without a backward pass: for few rows on CUDA.
 
     y = x weight^T + bias;   result = activation(y), as floats or rounded once to codes
 
-The integers are those of Project. M rows, K inputs, P outputs.
+M rows, K inputs, P outputs.
 """
 
 from __future__ import annotations
@@ -17,10 +16,8 @@ from lsq.program.declare import Activations, Bytes, Codes, Floats, In, Out, Valu
 from lsq.program.operation import Operation
 from lsq.program.values import Coded, Rows
 
-OUTPUTS, INPUTS, GROUPS = 16, 64, 16
-"""Size of a tile; groups of four inputs in one of its rows."""
-EMPTY = 0 | 1 << 2
-"""The indices of a group beyond the last input."""
+OUTPUTS, INPUTS, GROUPS = 16, 64, 16  # Size of a tile; groups of four inputs in its rows.
+EMPTY = 0 | 1 << 2  # Indices of a group beyond the last input.
 
 
 class SparseWeight(Value):
@@ -35,8 +32,7 @@ class SparseWeight(Value):
 
     @classmethod
     def of(cls, values: torch.Tensor, indices: torch.Tensor, scale: torch.Tensor) -> SparseWeight:
-        """From fields of lsq.models.sparsity.Packed, int8 [P, K / 2] and uint8 [P, ceil(K / 8)],
-        with scale float32 [P].
+        """Of lsq.models.sparsity.Packed: int8 [P, K / 2], uint8 [P, ceil(K / 8)], float32 [P].
 
         Raises:
             ValueError: P is no multiple of 16.
@@ -47,9 +43,8 @@ class SparseWeight(Value):
                 f"a sparse weight has {rows} outputs; kernels need a multiple of {OUTPUTS}"
             )
         steps, groups = -(-inner // INPUTS), inner // 4
-        indices = (
-            torch.stack([indices & 15, indices >> 4], dim=2).flatten(1)[:, :groups].to(torch.int64)
-        )
+        indices = torch.stack([indices & 15, indices >> 4], dim=2).flatten(1)
+        indices = indices[:, :groups].to(torch.int64)
         missing = steps * GROUPS - groups
         indices = torch.nn.functional.pad(indices, (0, missing), value=EMPTY)
         values = torch.nn.functional.pad(values, (0, 2 * missing))
@@ -75,28 +70,23 @@ class SparseWeight(Value):
         # row, part, half of the inputs, of the rows, bytes
         lanes = self.values.view(tiles, steps, 8, 4, 2, 2, 4)
         values = lanes.permute(0, 5, 2, 1, 4, 3, 6).reshape(tiles, 2, 8, steps, GROUPS, 2)
-        words = (
-            self.kept.view(torch.int32).view(tiles, steps, 8, 2, 2).permute(0, 4, 2, 1, 3).long()
-        )
+        words = self.kept.view(torch.int32).view(tiles, steps, 8, 2, 2)
+        words = words.permute(0, 4, 2, 1, 3).long()
         shifts = torch.arange(0, 32, 4, device=words.device)
         indices = (words[..., None] >> shifts & 15).flatten(4)
         indices = torch.stack([indices & 3, indices >> 2], dim=5)
-        found = torch.zeros(*indices.shape[:5], 4, dtype=torch.int8, device=values.device).scatter_(
-            5, indices, values
-        )
+        found = values.new_zeros(*indices.shape[:5], 4).scatter_(5, indices, values)
         found = found.view(tiles, 2, 8, steps, 4, 4, 4).transpose(4, 5)
         return found.reshape(tiles * OUTPUTS, steps * INPUTS)[:, : self.inner]
 
 
 def _in_order(groups: torch.Tensor) -> torch.Tensor:
-    """[tile, half, row, step, 4, 4, ...] -> [tile, half, row, step, 16 groups in another order
-    ...]."""
+    """[tile, half, row, step, 4, 4, ...] -> [tile, half, row, step, 16 groups ...]."""
     in_order = groups.transpose(4, 5).contiguous()
     return in_order.view(*in_order.shape[:4], -1)
 
 
-MOST_ROWS = 128
-"""Up to which decoding takes this kernel: the weight is read again for each 32 rows."""
+MOST_ROWS = 128  # For decoding: each 32 rows read the weight again.
 
 
 class SparseProject(Operation):
@@ -113,9 +103,8 @@ class SparseProject(Operation):
     columns = extent(0, "weight.scale")  # P.
 
     def reference(self):
-        y = gemm.reference(self.x.tensor, self.weight.codes()).float() * (
-            self.x.scale * self.weight.scale
-        )
+        sums = gemm.reference(self.x.tensor, self.weight.codes()).float()
+        y = sums * (self.x.scale * self.weight.scale)
         return epilogue(y if self.bias is None else y + self.bias, self.nonlinearity, self.rounded)
 
     def cpu_scratch(self):

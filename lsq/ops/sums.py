@@ -1,13 +1,12 @@
-"""What operations of a pass leave to one launch: scales that are written at its beginning, and sums
-over rows that are finished at its end.
+"""Scales that one launch writes at the beginning of a pass, and sums over rows that one finishes.
 
 Blocks of a GPU leave their sums in parts: each of B blocks a row with S sums over N columns side by
 side, then numbers for the clip. FinishSums adds up all parts of a pass. Loops of the CPU finish
 their sums themselves.
 
 The scale of what is rounded under a clip is known beforehand, unless a rounded value is NaN. So
-StartScales writes all scales of a pass, no block waits for another, and a block that meets a NaN
-overwrites its scale. The scale of a row of a gated block is not known beforehand.
+StartScales writes all scales of a pass, and a block that meets a NaN overwrites its scale. The
+scale of a row of a gated block is not known beforehand.
 """
 
 from __future__ import annotations
@@ -33,9 +32,7 @@ class PartialSums(Value):
     sums: int  # S, up to 3.
     columns: int  # N
     factor: float = 1.0
-    clip_parts: int = 1
-    """Numbers for the clip in each row: one of each block that has summed other columns of the same
-    rows."""
+    clip_parts: int = 1  # Numbers for the clip in each row.
 
     blocks = extent(0, "parts")
     width = extent(1, "parts")
@@ -50,7 +47,7 @@ class PartialSums(Value):
         coded: Coded | None = None,
         clip_parts: int = 1,
     ) -> PartialSums:
-        """Sums of `columns` columns that go to `totals` (None: nowhere); `coded` has the clip."""
+        """Of `columns` columns, to `totals` (None: nowhere); `coded` has the clip."""
         first, second, third = (*totals, None, None, None)[:3]
         return cls(
             parts=parts,
@@ -66,17 +63,15 @@ class PartialSums(Value):
 
     @classmethod
     def of_clips(cls, parts, clips: int, dclip: torch.Tensor | None) -> PartialSums:
-        """Gradients of the clips of a weight: columns where rows have clips, else one number."""
+        """Gradients of a weight's clips: columns where rows have clips, else one number."""
         return cls.of(parts, clips, (dclip,)) if clips > 1 else cls.of(parts, 0, (), dclip)
 
     @property
     def totals(self) -> tuple:
-        """Fields that receive the totals."""
         return self.first, self.second, self.third, self.clip
 
     @property
     def wanted(self) -> bool:
-        """Some field receives a total."""
         return any(total is not None for total in self.totals)
 
     def add_up(self) -> dict[str, torch.Tensor]:
@@ -100,7 +95,7 @@ class PartialSums(Value):
 
 
 class FinishSums(Operation):
-    """Adds up the parts that the operations before it have left: the last operation of a pass."""
+    """Adds up the parts of a pass: its last operation."""
 
     sums: Out[Array[PartialSums, 20]]  # As many as a layer of a decoder has.
 
@@ -111,18 +106,16 @@ class FinishSums(Operation):
 def finish_together(
     operations: Iterable[Operation], tensor: Callable[..., VirtualTensor]
 ) -> list[Operation]:
-    """Let all `operations` leave the sums that they can; what finishes them.
+    """Let virtual `operations` of a pass leave their sums; return what finishes them.
 
-    Args:
-        operations: virtual ones, of one pass.
-        tensor: makes a virtual tensor of a name, a shape and a dtype.
+    `tensor`: makes a virtual tensor of a name, a shape and a dtype.
     """
     left = [partial for operation in operations for partial in operation.leave_sums(tensor)]
     return _together(FinishSums, left)
 
 
 def _together(operation: type[Operation], values: list) -> list[Operation]:
-    """As many operations as the values need, whose one field is an array of them."""
+    """Operations whose one field is an array of so many values."""
     (field,) = operation.fields
     firsts = range(0, len(values), field.count)
     return [operation(**{field.name: values[first : first + field.count]}) for first in firsts]
@@ -169,7 +162,7 @@ class SummedGradient(Value):
 
 
 class StartScales(Operation):
-    """Writes the scales of the operations after it: the first operation of a pass."""
+    """Writes the scales of a pass: its first operation."""
 
     scales: Out[Array[StartedScale, 16]]  # A layer of a decoder has 10.
 
@@ -178,7 +171,7 @@ class StartScales(Operation):
 
 
 def start_together(operations: Iterable[Operation]) -> list[Operation]:
-    """Let all `operations` of a pass find their scales written; what writes them before."""
+    """Let all `operations` of a pass find their scales written; return what writes them."""
     every = (operation.rounding() for operation in operations)
     coded = [rounded for rounded in every if isinstance(rounded, Coded) and not rounded.by_row]
     for rounded in coded:

@@ -1,5 +1,6 @@
 """Launches of lsq.ops.sums, and parts of sums that other kernels leave."""
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -12,11 +13,10 @@ from lsq.program.cuda import Spec, launches
 from lsq.program.declare import Declared
 from lsq.program.values import Coded
 
-COLUMNS = 32
-"""Columns that a block of lsq_finish_sums adds up."""
+COLUMNS = 32  # Columns that a block of lsq_finish_sums adds up.
 PADDING = 4
-"""Columns beyond its sums that a row of parts has; the clip's stands in the first, and rows stay
-16-byte aligned."""
+"""Columns beyond its sums in a row of parts, which stay 16-byte aligned; the first is the
+clip's."""
 
 
 @launches.register(StartScales)
@@ -31,12 +31,10 @@ def launch_finish_sums(op: FinishSums):
 
 
 def _strips(partial: PartialSums) -> int:
-    """Blocks that add them up."""
     return max(1, -(-partial.sums * partial.columns // COLUMNS))
 
 
-def parts_of(rows: int, columns: int, sums: int = 1) -> Spec:
-    """(shape, dtype) of the parts that a kernel on M rows leaves of `sums` sums over them."""
+def parts_of(rows: int, columns: int, sums: int = 1) -> Spec:  # Of the parts.
     return (row_blocks(rows, columns), sums * columns + PADDING), torch.float32
 
 
@@ -44,14 +42,10 @@ def parts_of(rows: int, columns: int, sums: int = 1) -> Spec:
 class KernelSums:
     """Sums that a kernel leaves in parts: its own launch finishes them, or that of the pass."""
 
-    holder: Declared
-    """Its field `parts` is the memory that the pass gives; None: it finishes its own sums."""
-    spec: Spec
-    """(shape, dtype) of the parts."""
-    of: Callable[..., PartialSums]
-    """Makes the sums of parts."""
-    totals: tuple[str, ...] = ("sum", "clip")
-    """Fields of the holder that get them."""
+    holder: Declared  # Its field `parts` is memory of the pass, if any.
+    spec: Spec  # Of the parts.
+    of: Callable[..., PartialSums]  # Makes the sums of parts.
+    totals: tuple[str, ...] = ("sum", "clip")  # Fields of the holder.
 
     @property
     def scratch(self) -> list[Spec]:
@@ -61,7 +55,7 @@ class KernelSums:
         """The parts: the holder's, or the next of `scratch`.
 
         Raises:
-            ValueError: they were planned before other tuned files were named, which change kernels.
+            ValueError: they were planned before other tuned files were named.
         """
         parts = next(scratch) if self.holder.parts is None else self.holder.parts
         check(
@@ -71,14 +65,16 @@ class KernelSums:
         )
         return parts
 
-    def leave(self, name: str, tensor: Callable) -> list[PartialSums]:
+    def leave(self, tensor: Callable) -> list[PartialSums]:
         """See Operation.leave_sums."""
-        partial = self.of(tensor(name + ".parts", *self.spec))
-        if not partial.wanted:
+        wanted = [total for total in self.of(None).totals if total is not None]
+        if not wanted:
             return []
-        self.holder.parts = partial.parts
-        for total in self.totals:
-            setattr(self.holder, total, None)
+        self.holder.parts = tensor(wanted[0].name + ".parts", *self.spec)
+        partial = self.of(self.holder.parts)
+        for path in self.totals:
+            *values, name = path.split(".")
+            setattr(functools.reduce(getattr, values, self.holder), name, None)
         return [partial]
 
     def finish(self, parts: torch.Tensor) -> list[Launch]:
@@ -98,13 +94,6 @@ def finish(partial: PartialSums) -> list[Launch]:
 def gradient_sums(
     gradient: SummedGradient, rows: int, columns: int, coded: Coded | None
 ) -> KernelSums:
-    """Partial sums of one gradient [M, C]."""
     return KernelSums(
         gradient, parts_of(rows, columns), lambda parts: gradient.partial(parts, columns, coded)
     )
-
-
-def leave_gradient(gradient: SummedGradient, sums: KernelSums, tensor: Callable) -> list:
-    """See Operation.leave_sums."""
-    written = gradient.floats if gradient.rounded is None else gradient.rounded.codes
-    return sums.leave(written.name, tensor)

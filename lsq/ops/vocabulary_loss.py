@@ -53,23 +53,17 @@ from lsq.program.declare import (
 from lsq.program.operation import Operation, Spec
 from lsq.program.values import RoundedGradient, Rows, Weight
 
-BLOCK_ROWS = 256
-"""Rows of float logits that exist at a time."""
-BLOCK_COLUMNS = 256
-"""Words whose logits the CPU adds up apart, whatever the blocks of the product."""
+BLOCK_ROWS = 256  # Rows of float logits that exist at a time.
+BLOCK_COLUMNS = 256  # Words that the CPU adds up apart, whatever the product's blocks.
 
 
 class KeptWords(Value):
     """Two words of each row whose gradient is no code: the target and the likeliest other."""
 
     likeliest: Indices
-    """[M], the other word: that of the largest multiple of p by the scale of the weight; 0 where
-    the target is padding.
-    """
+    """[M], the other word, of the largest p times scale; 0 where the target is padding."""
     gradient: Floats
-    """[2, M], of the logits of the target and of that word, for a gradient of the loss of 1; 0
-    where the target is padding.
-    """
+    """[2, M], of the logits of both, for a loss gradient of 1; 0 where it is padding."""
 
     def words(self, given: Prediction) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Reference: (words [M], their gradients [M]), of the targets, then of the others."""
@@ -96,12 +90,11 @@ class Prediction(Value):
 
     @factor
     def each(self) -> float:
-        """The weight of every word's term, as fairseq's label_smoothed_nll_loss has it."""
+        """Weight of every word's term, as in fairseq's label_smoothed_nll_loss."""
         return self.smoothing / (self.vocabulary - 1)
 
     @factor
     def target_weight(self) -> float:
-        """The weight of the target's term."""
         return 1.0 - self.smoothing - self.each
 
     def bare(self) -> Prediction:
@@ -131,10 +124,8 @@ class Prediction(Value):
     def kept(
         self, logits: torch.Tensor, normaliser: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Reference: of each row the other word with the largest multiple of p by the weight's
-        scale, [M], and the gradients of the logits of target and this word, [2, M]; 0 for a word
-        that is the target.
-        """
+        """Reference: the other word [M] with the largest p times scale, and the gradients [2, M] of
+        the logits of target and word; 0 for a word that is the target."""
         rows = torch.arange(self.rows)
         likeliest = self._of_others(logits, normaliser).argmax(dim=1)
         likeliest = torch.where(self.target == self.padding, 0, likeliest)
@@ -143,20 +134,17 @@ class Prediction(Value):
         return likeliest, torch.stack([gradient[rows, self.target], other])
 
     def bound(self, logits: torch.Tensor, normaliser: torch.Tensor, kept: bool) -> torch.Tensor:
-        """Reference: of the magnitudes in each row of gradient(..) times the scales of the weight,
-        [M].
+        """Reference: bound [M] of magnitudes of gradient(..) times the scales of the weight.
 
-        The target's magnitude does not count, nor does that of the other kept word if words are
-        kept.
+        The target does not count, nor does the other word if words are kept.
         """
         multiples = self._of_others(logits, normaliser)
         if kept:
             multiples.scatter_(1, multiples.argmax(dim=1, keepdim=True), 0.0)
         total = self.target_weight + self.each * self.vocabulary
         least = self.each * self.weight.scale[: self.vocabulary].amax()
-        return torch.where(
-            self.target == self.padding, 0.0, (multiples.amax(dim=1) * total).maximum(least)
-        )
+        bound = (multiples.amax(dim=1) * total).maximum(least)
+        return torch.where(self.target == self.padding, 0.0, bound)
 
     def _of_others(self, logits: torch.Tensor, normaliser: torch.Tensor) -> torch.Tensor:
         """p times the scales of the weight [M, V], 0 for targets."""
@@ -166,7 +154,6 @@ class Prediction(Value):
 
     @property
     def column_blocks(self) -> int:
-        """Blocks of columns whose logits the CPU adds up apart."""
         return -(-self.columns // BLOCK_COLUMNS)
 
     def cpu_memory(self, product: str) -> Spec:
@@ -178,8 +165,7 @@ class Prediction(Value):
     def multiply(
         self, product: str, operation: Operation, memory: torch.Tensor, *arguments: torch.Tensor
     ) -> None:
-        """Make the logits on the CPU, and let the loops of an operation read them; see
-        lsq.gemm.multiply.
+        """Make the logits on the CPU, and let loops of an operation read them (lsq.gemm.multiply).
 
         Of floats, `memory` holds a block of rows at a time, which `lsq_end_<product>` reads.
         """
@@ -214,8 +200,7 @@ class KeptInputGradient(Operation):
     def reference(self):
         weight = self.prediction.weight
         parts = [
-            (gradient * self.dloss)[:, None]
-            * (weight.codes[word].float() * weight.scale[word, None])
+            (gradient * self.dloss)[:, None] * (weight.codes[word] * weight.scale[word, None])
             for word, gradient in self.kept.words(self.prediction)
         ]
         return {"dx": parts[0] + parts[1]}
@@ -241,7 +226,7 @@ class KeptWeightGradient(Operation):
 
     @size
     def rows(self) -> int:
-        """Two for each row of x: the targets of all, then their likeliest other words."""
+        """The targets of all rows of x, then their likeliest other words."""
         return 2 * self.prediction.rows
 
     @size
@@ -262,7 +247,7 @@ class KeptWeightGradient(Operation):
 
 
 PRODUCT, GRADIENT_PRODUCT = "vocabulary_loss", "vocabulary_loss_gradient"
-"""Names of the products of codes in lsq.gemm."""
+"""Names in lsq.gemm."""
 
 
 class VocabularyLoss(Operation):
@@ -273,9 +258,8 @@ class VocabularyLoss(Operation):
     nll: Out[Floats]  # [1], without smoothing: for the log, it has no gradient.
     normaliser: Out[Floats] | None  # [M], log of the sum of exp of the logits.
     bound: Out[Floats] | None
-    """[M], of the magnitudes of the gradient of the logits times the scales of the weight, for a
-    gradient of the loss of 1, without those of kept words; 0 where the target is padding.
-    """
+    """[M], bound of |gradient of the logits| * scale, for a loss gradient of 1, without kept words;
+    0 where the target is padding."""
     kept: Out[KeptWords] | None
 
     def limits(self):
@@ -299,8 +283,8 @@ class VocabularyLoss(Operation):
         return results | {"bound": bound, "kept": {"likeliest": likeliest, "gradient": gradient}}
 
     def cpu_scratch(self):
-        """Sums of blocks of columns, six numbers of each row; the logits of the targets; memory of
-        the product."""
+        """Six sums of blocks of columns of each row; logits of the targets; the product's
+        memory."""
         given = self.prediction
         parts = (6, given.column_blocks, given.rows), torch.float32
         return [parts, ((given.rows,), torch.float32), given.cpu_memory(PRODUCT)]
@@ -310,9 +294,8 @@ class VocabularyLoss(Operation):
         loader.call("lsq_finish_vocabulary_loss", self, parts, chosen)
 
     def gradient(self, builder) -> None:
-        given = dataclasses.replace(
-            self.prediction, weight=unpacked(builder, self.prediction.weight)
-        )
+        weight = unpacked(builder, self.prediction.weight)
+        given = dataclasses.replace(self.prediction, weight=weight)
         size = given.rows, given.columns
         dlogits = rounded = None
         if self.bound is None:
@@ -361,8 +344,7 @@ class VocabularyLossGradient(Operation):
     kept: In[KeptWords] | None  # Of VocabularyLoss: the codes of these words are 0.
     dloss: In[Floats]  # [1]
     dlogits: Out[Activations] | None  # [M, P], 0 beyond V and where the target is padding.
-    rounded: Out[RoundedGradient] | None
-    """[M, P], in place of it; its weight_scale is that of the weight."""
+    rounded: Out[RoundedGradient] | None  # [M, P]; its weight_scale is that of the weight.
 
     def __post_init__(self):
         check(

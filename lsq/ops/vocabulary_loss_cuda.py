@@ -22,16 +22,12 @@ from lsq.ops.vocabulary_loss import (
 from lsq.program.cuda import launches, scratch_of
 from lsq.program.operation import Operation, Spec
 
-CUDA_BLOCK_ROWS = 256
-"""Rows of float logits that exist at a time on CUDA: of 32,768 words 34 MB, which the L2 cache of
-an A100 holds."""
+CUDA_BLOCK_ROWS = 256  # Rows of float logits at a time: 34 MB for 32,768 words.
 
 
 @scratch_of.register(VocabularyLoss)
 def scratch_of_vocabulary_loss(op: VocabularyLoss):
-    """Both losses of each row; of codes, what tiles leave of the rows and the logits of the
-    targets; of floats, what `_blocks_scratch` says.
-    """
+    """Both losses of each row; of codes, what tiles leave of the rows and the logits of targets."""
     given = op.prediction
     row = (given.rows,), torch.float32
     if given.x.coded is None:
@@ -64,23 +60,17 @@ def launch_vocabulary_loss_gradient(op: VocabularyLossGradient, *scratch):
     )
 
 
-SUMS = 8
-"""Numbers that a tile leaves of a row, in two halves."""
-TOGETHER = 32
-"""Rows that a block joins."""
+SUMS = 8  # Numbers that a tile leaves of a row, in two halves.
+TOGETHER = 32  # Rows that a block joins.
 
 
 def _tile_sums(tile: TileConfiguration | None, given: Prediction) -> Spec:
-    """(shape, dtype) of what tiles leave of the rows; nothing if there are none."""
     across = 0 if tile is None else tile.blocks(given.rows, given.columns)[0]
     return (2, across, given.rows, SUMS // 2), torch.float32
 
 
 def _loss_of_tiles(op: VocabularyLoss, parts, chosen, losses, nlls) -> list[Launch]:
-    """The launches that make both losses of each row, its normaliser and its bound.
-
-    `parts`: see `_tile_sums`; the others are float32 [M], `chosen` for the logits of the targets.
-    """
+    """The launches that make both losses of each row, its normaliser and its bound."""
     tile, shape = _tile(op.prediction, PRODUCT), _shape(op.prediction)
     if tile is None:
         return []
@@ -92,14 +82,12 @@ def _loss_of_tiles(op: VocabularyLoss, parts, chosen, losses, nlls) -> list[Laun
 
 
 def _gradient_of_tiles(op: VocabularyLossGradient) -> list[Launch]:
-    """The launch that makes the gradient of the logits, as floats or rounded."""
     tile, shape = _tile(op.prediction, GRADIENT_PRODUCT), _shape(op.prediction)
     if tile is None:
         return []
     source, name = "vocabulary_loss_gradient_product.cu", "lsq_vocabulary_loss_gradient_product"
-    defines = (
-        {"ROUNDED": 1} if op.rounded is not None else float_define(op.dlogits) | {"ROUNDED": 0}
-    )
+    rounds = op.rounded is not None
+    defines = {"ROUNDED": int(rounds)} | ({} if rounds else float_define(op.dlogits))
     return [tiled(source, name, tile, shape, op, shape[2], **defines)]
 
 
@@ -114,8 +102,7 @@ def _tile(given: Prediction, product: str) -> TileConfiguration | None:
 
 
 def _blocks_scratch(given: Prediction) -> list[Spec]:
-    """Scratch memory in float mode: a block of logits, and the weight in the dtype of x where it
-    has another."""
+    """In float mode: a block of logits, and the weight in the dtype of x if it has another."""
     columns = -(-given.columns // VECTOR) * VECTOR  # rows begin at multiples of 16 bytes
     block = (min(given.rows, CUDA_BLOCK_ROWS), columns), torch.float32
     return [block, *converted_scratch(given.weight.matrix, given.x.tensor.dtype)]
@@ -129,13 +116,9 @@ def _blocks(
     *arguments,
     **defines: int,
 ) -> list[Launch | Product]:
-    """In float mode, the product that makes the logits of each block of rows, and a launch of
-    `kernel` that reads them.
+    """In float mode, for each block of rows the product and a launch of `kernel` on its logits.
 
-    Args:
-        scratch: as `_blocks_scratch` says.
-        kernel: of vocabulary_loss.cu; takes op, logits, their stride, the first row and
-            `arguments`.
+    `kernel`: takes op, logits, their stride, the first row and `arguments`.
     """
     memory, *narrow = scratch
     entries, weight = converted(given.weight.matrix, None, given.x.tensor.dtype, iter(narrow))

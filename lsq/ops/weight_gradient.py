@@ -2,11 +2,10 @@
 
     dweight[n, k] = x_scale * (1 / weight_scale[n]) * sum_m codes[m, n] * (scale[m] * x[m, k])
 
-The row scale of the gradient, and that of x where each row has one, is folded into x, which is
-rounded again, at random, with a scale for each column. So one int8 gradient, which carries the
-weight's scales, serves both backward products (see RoundedGradient). The mask of the
-straight-through gradient is |weight| <= clip. M rows, N outputs of the weight, padded to P in its
-codes, K columns.
+Row scales are folded into x, which is rounded again, at random, with a scale for each column. So
+one int8 gradient, which carries the weight's scales, serves both backward products (see
+RoundedGradient). The straight-through mask is |weight| <= clip. M rows, N outputs of the weight,
+padded to P in its codes, K columns.
 """
 
 from __future__ import annotations
@@ -34,12 +33,11 @@ from lsq.program.tensor import VirtualTensor
 from lsq.program.values import RoundedGradient, Rows, Weight
 from lsq.quant import arithmetic
 
-GEMM = "project_weight_gradient"
-"""Name of the product of codes in lsq.gemm."""
+GEMM = "project_weight_gradient"  # Name of the product of codes in lsq.gemm.
 
 
 class ProjectWeightGradient(Operation):
-    """The gradient of the weight [N, K] of a Project, before its rounding, and that of its clip."""
+    """The gradient of the weight [N, K] of a Project, before its rounding, and of its clip."""
 
     gradient: In[RoundedGradient] | None  # [M, P], under backward="int8".
     floats: In[Activations] | None  # [M, P], otherwise; [M, N] in float mode.
@@ -48,8 +46,7 @@ class ProjectWeightGradient(Operation):
     key: In[Indices] | None  # [1]; with `subsequence`, of the random numbers under backward="int8".
     subsequence: int = 0
     learned_step: bool = False  # The clip learns by LSQ (learned step size), not PACT.
-    dweight: Out[Parameters]
-    """[N, K], or [K, N] where the weight is by inputs; of the dtype of its values."""
+    dweight: Out[Parameters]  # [N, K], or [K, N] as the weight; of its dtype.
     dclip: Out[Floats] | None  # [N] or [1], like the clip.
     parts: Out[Floats] | None  # Parts of `dclip`, in its place; see lsq.ops.sums.
 
@@ -70,9 +67,8 @@ class ProjectWeightGradient(Operation):
     def clip_factor(self) -> float:
         if not self.learned_step:
             return 1.0
-        return arithmetic.lsq_factor(
-            self.weight_rows * self.columns // self.clips, self.weight.format.bits
-        )
+        count = self.weight_rows * self.columns // self.clips
+        return arithmetic.lsq_factor(count, self.weight.format.bits)
 
     @property
     def upstream(self) -> torch.Tensor:
@@ -108,11 +104,10 @@ class ProjectWeightGradient(Operation):
         }
 
     def _as_held(self, dweight: torch.Tensor) -> torch.Tensor:
-        """[N, K] as the weight is, or the other way round."""
         return dweight.t() if self.weight.in_out else dweight
 
     def _straight_through(self, product: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The product [N, K] masked by |weight| <= clip, and what belongs to the clip."""
+        """The product [N, K] masked by |weight| <= clip, and the gradient of the clip."""
         weight, clip = self.weight.values_by_rows, self.weight.clip
         limit = clip.reshape(-1, 1)
         outside = (weight.abs() > limit) & (not self.weight.absmax)
@@ -120,13 +115,10 @@ class ProjectWeightGradient(Operation):
         if self.learned_step:
             rows = slice(self.weight_rows)
             decoded = self.weight.codes[rows].to(torch.float32) * self.weight.scale[rows, None]
-            contribution = (
-                torch.where(outside, contribution, product * (decoded - weight) / limit)
-                * self.clip_factor
-            )
-        return torch.where(outside, 0.0, product), contribution.reshape(clip.shape[0], -1).sum(
-            dim=1
-        )
+            inside = product * (decoded - weight) / limit
+            contribution = torch.where(outside, contribution, inside) * self.clip_factor
+        dclip = contribution.reshape(clip.shape[0], -1).sum(dim=1)
+        return torch.where(outside, 0.0, product), dclip
 
     def cpu_scratch(self):
         if self.float_mode:
@@ -173,15 +165,13 @@ class ProjectWeightGradient(Operation):
 def append_gradients(
     builder, product, weight: Weight, upstream: tuple, *, undoes: bool = True, **end
 ) -> VirtualTensor | None:
-    """Append both to a lsq.program.builder.Builder; where the gradient of the weight goes, if it or
-    its clip has one.
+    """Append both to a Builder; where the gradient of the weight goes, if it or its clip has one.
 
     Args:
-        builder: where to.
         product: has Rows x [M, K]: a Project or a Prediction.
         weight: [N, K], as products read it.
-        upstream: its gradient as floats or as a RoundedGradient [M, P]; the other one is None.
-        undoes: whether the rounding of x is undone; otherwise another product of x does that.
+        upstream: its gradient [M, P] as floats or as a RoundedGradient; the other one is None.
+        undoes: whether the rounding of x is undone here, not by another product of x.
         end: fields of ProjectInputGradient: where its result goes, and what is done to it.
     """
     x, (floats, rounded) = product.x.coded, upstream

@@ -16,27 +16,22 @@ from lsq.ops.launches import (
     int8_products,
     sums_scratch,
     tiled,
-    transposed_scratch,
     zero,
 )
 from lsq.ops.sums import PartialSums
 from lsq.ops.sums_cuda import KernelSums
 from lsq.ops.weight_gradient import GEMM, ProjectWeightGradient
-from lsq.program.cuda import launches, leave_sums, scratch_of
-from lsq.program.operation import Spec
+from lsq.program.cuda import kernel_sums, launches, scratch_of
 
-PARTS = 16
-"""Most runs of rows whose largest magnitudes per column are found apart."""
+PARTS = 16  # Most runs of rows whose largest magnitudes are found apart.
 
 
 def _product_dtype(op: ProjectWeightGradient) -> torch.dtype:
-    """dtype of the operands of a product of floats."""
     return op.x.floats.dtype if op.x.coded is None else torch.float32
 
 
 def _tile(op: ProjectWeightGradient) -> TileConfiguration | None:
-    """Tiles of the one kernel for product and epilogue; None: a library multiplies, and a
-    kernel applies the epilogue."""
+    """Tiles of the one kernel for product and epilogue; None: a library multiplies."""
     if op.gradient is None or op.weight.in_out:
         return None
     rows, inner = op.gradient.codes.shape
@@ -44,8 +39,7 @@ def _tile(op: ProjectWeightGradient) -> TileConfiguration | None:
 
 
 def _sums(op: ProjectWeightGradient) -> KernelSums | None:
-    """Partial sums for gradients of clips; None: each row has its clip, and the kernel on rows
-    makes the gradient.
+    """Parts of gradients of clips; None: the kernel on rows makes these itself.
 
     Tiles leave a row of each column of warps where rows have clips, else a number of each warp.
     """
@@ -67,10 +61,10 @@ def _sums(op: ProjectWeightGradient) -> KernelSums | None:
     return KernelSums(op, (shape, torch.float32), of, ("dclip",))
 
 
-@leave_sums.register(ProjectWeightGradient)
-def leave_sums_of_project_weight_gradient(op: ProjectWeightGradient, tensor):
-    sums = None if op.dclip is None else _sums(op)
-    return [] if sums is None else sums.leave(op.dclip.name, tensor)
+@kernel_sums.register(ProjectWeightGradient)
+def sums_of_project_weight_gradient(op: ProjectWeightGradient) -> list[KernelSums]:
+    sums = None if op.float_mode or op.dclip is None else _sums(op)
+    return [] if sums is None else [sums]
 
 
 @scratch_of.register(ProjectWeightGradient)
@@ -82,25 +76,16 @@ def scratch_of_project_weight_gradient(op: ProjectWeightGradient):
     product = (columns, inner) if op.weight.in_out else (inner, columns)
     if op.gradient is not None:
         parts = max(1, min(PARTS, -(-rows // TILE)))
-        made = _split_scratch(tile, op) if tile else sums_scratch(*product, padded(rows))
-        return [
-            *clips,
-            transposed_scratch(rows, inner),
-            transposed_scratch(rows, columns),
-            ((parts, columns), torch.float32),
-            ((columns,), torch.float32),
-            *made,
-        ]
+        operands = [((width, padded(rows)), torch.int8) for width in (inner, columns)]
+        scales = [((parts, columns), torch.float32), ((columns,), torch.float32)]
+        made = [] if tile else sums_scratch(*product, padded(rows))
+        if tile is not None and tile.split > 1:  # sums of blocks that share a tile
+            tiles_of = math.prod(tile.blocks(op.weight_rows, op.columns))
+            made = [((tiles_of, tile.split, tile.rows * tile.columns), torch.int32)]
+        return [*clips, *operands, *scales, *made]
     dtype = _product_dtype(op)
     operands = [*converted_scratch(op.x.tensor, dtype), *converted_scratch(op.floats, dtype)]
     return [*clips, (product, torch.float32), *operands]
-
-
-def _split_scratch(tile: TileConfiguration, op: ProjectWeightGradient) -> list[Spec]:
-    """Scratch memory for the sums of blocks that share a tile."""
-    count = math.prod(tile.blocks(op.weight_rows, op.columns))
-    shape = count, tile.split, tile.rows * tile.columns
-    return [(shape, torch.int32)] if tile.split > 1 else []
 
 
 @launches.register(ProjectWeightGradient)
@@ -120,8 +105,7 @@ def _floats(op: ProjectWeightGradient, gradient, x, out) -> Product:
 
 
 def _int8_entries(op: ProjectWeightGradient, clips, scratch):
-    """Both operands transposed, x rounded once more with a scale for each column, their product
-    and its end."""
+    """Both operands transposed, x rounded once more, their product and its end."""
     gradient, x, largest, scale, *made = scratch
     inner, columns, tile = op.upstream.shape[1], op.columns, _tile(op)
     check_columns(
@@ -130,24 +114,11 @@ def _int8_entries(op: ProjectWeightGradient, clips, scratch):
     parts, width = len(largest), x.shape[1]
     (down, along), (_, strips) = tiles(width, inner), tiles(width, columns)
     begin = op, gradient, largest, parts, inner, width
+    rounded = op, largest, scale, x, parts, width
+    blocks = parts * strips + down * along
     operands = [
-        launch(
-            "transpose.cu",
-            "lsq_begin_weight_gradient",
-            *begin,
-            grid=parts * strips + down * along,
-        ),
-        launch(
-            "transpose.cu",
-            "lsq_round_transposed",
-            op,
-            largest,
-            scale,
-            x,
-            parts,
-            width,
-            grid=(down, strips),
-        ),
+        launch("transpose.cu", "lsq_begin_weight_gradient", *begin, grid=blocks),
+        launch("transpose.cu", "lsq_round_transposed", *rounded, grid=(down, strips)),
     ]
     if tile is not None:
         shared = made[0] if made else None
@@ -165,11 +136,7 @@ def _float_entries(op: ProjectWeightGradient, clips, scratch):
 
 
 def _epilogue(op: ProjectWeightGradient, product, column_scale, clips) -> Launch:
-    """Launch that ends a product, int32 with the scales [K] of its columns or float32.
-
-    Raises:
-        ValueError: the product [K, P] of a weight in_out has more columns than outputs.
-    """
+    """The launch that ends a product, int32 with the scales [K] of its columns or float32."""
     outputs, in_out = op.weight_rows, op.weight.in_out
     check(
         not in_out or product.shape[1] == outputs,
@@ -193,10 +160,10 @@ def _epilogue(op: ProjectWeightGradient, product, column_scale, clips) -> Launch
 
 
 def _product(op: ProjectWeightGradient, tile: TileConfiguration, operands, clips, parts) -> Launch:
-    """The launch that makes the gradient of its operands, but for finishing the sums of clips.
+    """The launch that makes the gradient, but for finishing the sums of clips.
 
-    `operands`: int8 [at least N, P], the gradient's codes transposed; int8 [K, P], those of x times
-    the gradient's scales, rounded once more; float32 [K], the scales of that.
+    `operands`: int8 [at least N, P], codes of the gradient transposed; int8 [K, P], those of x
+    times the scales of the gradient; float32 [K], scales of these.
     """
     columns, inner = operands[1].shape
     source, name = "weight_gradient_product.cu", "lsq_weight_gradient_product"

@@ -45,10 +45,11 @@ def launches(operation, *scratch: torch.Tensor) -> Launch | list[Launch | Produc
 
 
 @_from_file_beside
-def scratch_of(operation) -> Sequence[Spec]:
+def kernel_sums(operation) -> Sequence:
+    """Sums over rows that its kernels leave in parts (lsq.ops.sums_cuda.KernelSums)."""
     return ()
 
 
 @_from_file_beside
-def leave_sums(operation, tensor: Callable) -> Sequence:
-    return ()
+def scratch_of(operation) -> Sequence[Spec]:
+    return tuple(spec for sums in kernel_sums(operation) for spec in sums.scratch)

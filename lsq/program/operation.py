@@ -63,7 +63,7 @@ class Operation(Declared):
 
     def leave_sums(self, tensor: Callable[..., VirtualTensor]) -> Sequence[Value]:
         """Leave sums over rows in parts, in a program for a GPU: the PartialSums to add up."""
-        return cuda.leave_sums(self, tensor)
+        return tuple(left for sums in cuda.kernel_sums(self) for left in sums.leave(tensor))
 
     def unrounded(self, run: Callable[["Operation"], None]) -> torch.Tensor:
         """The float values that this operation rounds under a clip, for calibration; here, of

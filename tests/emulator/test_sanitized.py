@@ -21,7 +21,7 @@ EVERY_KERNEL = (
     f"{STEPS}[emulator-tiles of 64 x 64 by wgmma, 3 stages-4]",
     "tests/ops/test_gradient_messages.py::test_blocks[emulator-256]",
     "tests/ops/test_gradient_messages.py::test_blocks[emulator-1024]",
-    "tests/ops/test_product_kernels_cuda.py::test_any_inner_width[emulator-80]",
+    "tests/ops/test_next_words.py::test_any_inner_width_on_cuda[emulator-80]",
     "tests/ops/test_cached_attention.py::test_blocks_share_long_lists_on_cuda[emulator-lengths0-True]",
 )
 """Together these launch every kernel: whole programs, and the operations that no program has."""

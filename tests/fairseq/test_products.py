@@ -20,7 +20,7 @@ from lsq.fairseq.products import (
     token_counts,
     training_programs,
 )
-from lsq.gemm import lookup
+from lsq.gemm import cuda, lookup
 from lsq.gemm.configuration_file import SearchedFile
 from lsq.gemm.cublaslt import Products
 from lsq.gemm.lookup import Table
@@ -147,7 +147,7 @@ def test_coverage():
 
 
 def test_products_that_ran_are_reported(monkeypatch, tmp_path, caplog):
-    monkeypatch.setattr(lookup, "_table", table(8, 16, tuned=[16]))
+    monkeypatch.setattr(cuda.files, "table", table(8, 16, tuned=[16]))
     with caplog.at_level(logging.INFO):
         of_training.report_tuned(str(tmp_path / "missed.csv"))
     assert "products on Example GPU" in caplog.text
@@ -156,7 +156,7 @@ def test_products_that_ran_are_reported(monkeypatch, tmp_path, caplog):
 
 @pytest.mark.parametrize("made", [None, table()])
 def test_nothing_is_listed_where_no_gpu_ran(monkeypatch, tmp_path, caplog, made):
-    monkeypatch.setattr(lookup, "_table", made)
+    monkeypatch.setattr(cuda.files, "table", made)
     with caplog.at_level(logging.INFO):
         of_training.report_tuned(str(tmp_path / "missed.csv"))
     assert product_list.read(tmp_path / "missed.csv") == [] and not caplog.text

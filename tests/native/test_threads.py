@@ -9,7 +9,7 @@ from tests.ops.compare import on_cpu, written
 from tests.ops.test_calibration import measured
 from tests.ops.test_embedding import embed, embed_gradient
 from tests.ops.test_gated import gated, gated_gradient
-from tests.ops.test_packed_project import next_words
+from tests.ops.test_next_words import next_words
 from tests.ops.test_project import rounded_project
 from tests.ops.test_residual_norm import norm, norm_gradient
 from tests.ops.test_vocabulary_loss import gradient_of, of_codes, rounded_of

@@ -1,5 +1,4 @@
-"""Attentions of a few sentences and their gradients, and padded dense attention to compare them
-with."""
+"""Attentions of a few sentences, their gradients, and dense attention to compare with."""
 
 import math
 
@@ -26,11 +25,9 @@ def offsets(lengths) -> torch.Tensor:
 
 def values(rows: int, columns: int, coded: bool) -> Rows:
     """Codes or floats of about unit size; floats that bfloat16 has, too."""
-    return (
-        Rows(coded=codes_of(rows, columns))
-        if coded
-        else Rows(floats=torch.randn(rows, columns).bfloat16().float())
-    )
+    if coded:
+        return Rows(coded=codes_of(rows, columns))
+    return Rows(floats=torch.randn(rows, columns).bfloat16().float())
 
 
 def bias_of(heads: int) -> PositionBias:
@@ -55,11 +52,8 @@ def attention(
     behind=0,
     to=None,
 ):
-    """Self-attention, or cross-attention to the keys of `others`; `to`: a Coded for the context,
-    else floats.
-
-    So many rows of queries and of keys stand `behind` all sentences.
-    """
+    """Self-attention, or cross-attention to keys of `others`; `to`: a Coded for the context;
+    `behind`: rows of queries and of keys behind all sentences."""
     hidden, of_keys, rows = heads * width, heads * width // group, sum(lengths) + behind
     if others is None:
         q = k = values(rows, hidden + 2 * of_keys, coded)
@@ -90,8 +84,7 @@ def attention(
 
 
 def gradient_of(forward: Attention, *, to_rounded=False) -> AttentionGradient:
-    """Its gradient, as floats or rounded, with all sums; `forward` is run by the reference for its
-    log_sum."""
+    """Its gradient, as floats or rounded, with all sums; the reference runs `forward`."""
     heads, asked = forward.heads, []
     for one in (heads.q, heads.k)[: 1 + (heads.q.rows.tensor is not heads.k.rows.tensor)]:
         shape = one.rows.tensor.shape
@@ -108,8 +101,7 @@ def gradient_of(forward: Attention, *, to_rounded=False) -> AttentionGradient:
 
 
 def dense(operation, dtype):
-    """Padded [B, N, T, S] attention on the decoded values: leaves (of q, of k, of biases),
-    context."""
+    """Padded [B, N, T, S] attention on decoded values: leaves (of q, k, biases), context."""
     heads = operation.heads
     leaves = [
         (one.rows.tensor.to(dtype) * float(one.rows.scale)).requires_grad_()
@@ -128,36 +120,24 @@ def dense(operation, dtype):
         return whole.unflatten(2, (-1, width)).transpose(1, 2)
 
     q = padded(leaves[0], of_q, heads.q.column, heads.count)
-    k, v = (
-        padded(leaves[1], of_k, one.column, heads.count // heads.group)
-        for one in (heads.k, heads.v)
-    )
-    shared = torch.arange(heads.count) // heads.group
+    count, shared = heads.count // heads.group, torch.arange(heads.count) // heads.group
+    k, v = (padded(leaves[1], of_k, one.column, count) for one in (heads.k, heads.v))
     k, v = k[:, shared], v[:, shared]
     scores = q @ k.transpose(2, 3) * (heads.softmax_scale or width**-0.5)
     query, key = torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])
+    ahead = torch.tensor([keys - queries for queries, keys in zip(of_q, of_k, strict=True)])
+    distance = key - query - ahead[:, None, None]
     if heads.bias is not None:
-        distances = [
-            key - query - (keys - queries) for queries, keys in zip(of_q, of_k, strict=True)
-        ]
-        places = (torch.stack(distances) + 9).clamp(0, 18)
+        places = (distance + 9).clamp(0, 18)
         scores = scores + leaves[-1][heads.bias.bucket[places]].permute(0, 3, 1, 2)
-    seen = torch.stack(
-        [
-            (key < keys)
-            & ((key <= query + (keys - queries)) | torch.tensor(not heads.causal))
-            & (key > query + (keys - queries) - (heads.window or 10**6))
-            for queries, keys in zip(of_q, of_k, strict=True)
-        ]
-    )[:, None]
+    seen = (key < torch.tensor(of_k)[:, None, None]) & (distance > -(heads.window or 10**6))
+    seen = (seen & (distance <= 0) if heads.causal else seen)[:, None]
     scores = scores.masked_fill(~seen, -math.inf)
     blind = ~seen.any(dim=3, keepdim=True)
     probabilities = scores.masked_fill(blind, 0.0).softmax(dim=3) * ~blind
     if heads.dropout is not None:
-        row = (
-            torch.arange(sum(of_q))[:, None, None] * heads.count
-            + torch.arange(heads.count)[:, None]
-        )
+        row = torch.arange(sum(of_q))[:, None, None] * heads.count
+        row = row + torch.arange(heads.count)[:, None]
         element = row * 2**31 + torch.arange(k.shape[2])
         dropout, ones = heads.dropout, torch.ones(element.shape)
         mask = random.dropout(ones, dropout.probability, KEY, dropout.subsequence, element)

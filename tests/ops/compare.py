@@ -1,7 +1,7 @@
 """Runs one operation on a backend and compares it with its reference on equal inputs.
 
-Tests declare an operation with real tensors where it reads and `empty` ones where it writes; what
-comes back is the same operation with real tensors everywhere.
+Tests declare operations with real tensors where they read and `empty` ones where they write; what
+comes back has real tensors everywhere.
 """
 
 import dataclasses
@@ -49,10 +49,7 @@ def to_round(
     clipped: bool = True,
     seen: float = 0.25,
 ) -> Coded:
-    """Codes [M, N] that the operation is to write, under a clip.
-
-    `seen`: largest magnitude so far.
-    """
+    """Codes [M, N] to write under a clip; `seen`: largest magnitude so far."""
     packed = -(-rows * columns // 8)
     return Coded(
         format=format_of(bits),
@@ -84,11 +81,8 @@ def rounded(
 def by_row(coded: Coded) -> Coded:
     """The same codes, to read or to write, with a scale for each row in place of a clip."""
     rows = coded.codes.shape[0]
-    scale = (
-        empty(rows)
-        if isinstance(coded.scale, VirtualTensor)
-        else coded.scale * (0.5 + torch.rand(rows))
-    )
+    written = isinstance(coded.scale, VirtualTensor)
+    scale = empty(rows) if written else coded.scale * (0.5 + torch.rand(rows))
     form = dataclasses.replace(coded.format, grain=Grain.ROW)
     return dataclasses.replace(coded, format=form, scale=scale, clipped=None, error=None)
 
@@ -107,15 +101,13 @@ def gradient_to_round(rows: int, columns: int) -> RoundedGradient:
 
 def dropout_of(probability: float, subsequence: int = 2) -> Dropout | None:
     """A mask; None for no dropout at all."""
-    return (
-        Dropout(key=KEY, subsequence=subsequence, probability=probability) if probability else None
-    )
+    if not probability:
+        return None
+    return Dropout(key=KEY, subsequence=subsequence, probability=probability)
 
 
 def allocated(operation: Operation, make) -> Operation:
-    """`operation` with make(shape, dtype) in the place of every tensor that it is to write, and
-    with copies of the largest magnitudes so far, which it changes.
-    """
+    """`operation` with make(shape, dtype) for tensors to write, and copies of `seen`."""
     seen = {id(leaf.of(operation)) for leaf in operation.leaves() if leaf.path[-1] == "seen"}
 
     def placed(one):
@@ -139,8 +131,7 @@ def on_reference(operation: Operation) -> Operation:
 
 
 def on_cpu(operation: Operation) -> Operation:
-    """Run the CPU's implementation; scratch memory holds NaN, or 85 in every element of
-    integers."""
+    """Run the CPU's implementation; scratch memory holds `scratch_rubbish`."""
     found = allocated(operation, rubbish)
     place = backend("cpu")
     scratch = [
@@ -155,10 +146,10 @@ def scratch_rubbish(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.fill_(float("nan") if tensor.dtype.is_floating_point else 85)
 
 
-def compare(operation: Operation) -> Operation:
-    """Run an operation on the CPU and by its reference, and compare; what the CPU made."""
+def compare(operation: Operation, exact: bool = False) -> Operation:
+    """Compare CPU and reference, integers and scales bit by bit if `exact`; what the CPU made."""
     found = on_cpu(operation)
-    assert_same(found, on_reference(operation), operation.name)
+    assert_same(found, on_reference(operation), operation.name, exact)
     return found
 
 
@@ -174,9 +165,9 @@ def assert_holds(value: Value, fields: dict[str, torch.Tensor | None]) -> None:
         assert tensor is None or wanted is None or torch.equal(tensor, wanted), name
 
 
-def assert_same(found: Operation, expected: Operation, where: str) -> None:
+def assert_same(found: Operation, expected: Operation, where: str, exact: bool = False) -> None:
     """Floats to TOLERANCE, NaN and infinity in the same places; sums exactly; codes and bits up to
-    one in a thousand.
+    one in a thousand, unless `exact`.
 
     Codes may differ by 1 where float sums before the rounding differ in their last bits; so may the
     error of that rounding, which is an output of the same shape.
@@ -188,20 +179,18 @@ def assert_same(found: Operation, expected: Operation, where: str) -> None:
             continue
         wanted, what = wanted_of[name], f"{where}: {name}"
         assert wanted is not None and output.shape == wanted.shape, what
-        if wanted.dtype.is_floating_point:
+        if exact and (name.endswith("scale") or not wanted.dtype.is_floating_point):
+            assert torch.equal(output.nan_to_num(-1), wanted.nan_to_num(-1)), what
+        elif wanted.dtype.is_floating_point:
             assert_close(output, wanted, moved if moved.shape == wanted.shape else None, what)
         elif wanted.dtype == torch.int32:
             assert torch.equal(output, wanted), f"{what}: sums differ"
         elif wanted.numel():
-            differs = output != wanted
-            assert differs.sum() <= max(1, output.numel() // 1000), (
-                f"{what}: {differs.sum()} differ"
-            )
+            differs, most = output != wanted, max(1, output.numel() // 1000)
+            assert differs.sum() <= most, f"{what}: {differs.sum()} differ"
             if wanted.dtype == torch.int8:
                 moved = differs
-                assert (output.int() - wanted.int()).abs().max() <= 1, (
-                    f"{what}: codes differ by more than 1"
-                )
+                assert (output.int() - wanted.int()).abs().max() <= 1, f"{what}: by more than 1"
 
 
 def assert_close(output, wanted, moved, what: str) -> None:
@@ -216,13 +205,18 @@ def assert_close(output, wanted, moved, what: str) -> None:
 
 
 def assert_accurate(found, exact, single, what: str = "") -> None:
-    """Error against float64 at most twice that of the float32 PyTorch operation, plus 1e-6 of the
-    magnitude."""
+    """Error at most twice that of PyTorch in float32, plus 1e-6 of the magnitude."""
     error = (found.double() - exact).abs().max().item()
     allowed = 2 * (single.double() - exact).abs().max().item() + 1e-6 * max(
         1.0, exact.abs().max().item()
     )
     assert error <= allowed, f"{what}: error {error:.2e}, allowed {allowed:.2e}"
+
+
+def assert_as_accurate(found, oracle) -> None:
+    """`assert_accurate` of several results; oracle(dtype) has them in float64 and float32."""
+    for values in zip(found, oracle(torch.float64), oracle(torch.float32), strict=True):
+        assert_accurate(*values)
 
 
 def refused(message: str):

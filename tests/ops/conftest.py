@@ -17,13 +17,20 @@ def where(request, monkeypatch) -> str:
 
 @pytest.fixture
 def compared(where):
-    """Compare an operation with its reference there; see `compare`, `compare_cuda`, and, for
-    products, `compare_ways`."""
+    """Compare with the reference: `compare`, `compare_cuda`, for products `compare_ways`."""
     if where == "cpu":
         return lambda operation, dtype=torch.float32, exact=False: compare(operation)
     return lambda operation, *options, **more: (
         compare_ways if operation.name in WAYS else cuda.compare_cuda
     )(operation, *options, **more)
+
+
+@pytest.fixture
+def same_codes(where, compared):
+    """`compared`, and integers must be those of the reference on the CPU, of the CPU on CUDA."""
+    if where == "cpu":
+        return lambda operation, dtype=torch.float32: compare(operation, exact=True)
+    return lambda operation, dtype=torch.float32: compared(operation, dtype, exact=True)
 
 
 @pytest.fixture

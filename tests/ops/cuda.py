@@ -28,8 +28,7 @@ place = "emulator"
 SANITIZE = os.environ.get("TEST_SANITIZE") == "1"
 DTYPES = (torch.float32, torch.bfloat16)
 EPSILON = {torch.float32: 0.0, torch.bfloat16: 2.0**-8}
-"""Largest relative error of rounding to a dtype, with room for a value that rounds the other way.
-"""
+"""Largest relative error of rounding to a dtype, with room for other roundings."""
 ORDERS = (1,) if SANITIZE else (0, 1)
 FENCE = 0 if SANITIZE else 2**15
 """Bytes before and after a tensor that its kernel may not write; AddressSanitizer has its own."""
@@ -41,10 +40,7 @@ def current_device():
 
 
 def lost_gpu() -> str | None:
-    """Why a GPU takes no more work of this process: a fault of a kernel stays.
-
-    None: it does, or there is none.
-    """
+    """Why a GPU takes no more work of this process (a fault of a kernel stays), or None."""
     try:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
@@ -82,11 +78,8 @@ def compare_cuda(
 ) -> Operation:
     """Compare one operation; what the CUDA implementation made, on the CPU.
 
-    Args:
-        operation: with activations in float32, and `empty` tensors where it writes.
-        dtype: of the activations on the device; the reference takes them as they are after that
-            rounding.
-        exact: integers must equal those of the CPU implementation bit by bit (float32 only).
+    The reference takes activations as they are after rounding to `dtype`. `exact`: integers must
+    equal those of the CPU implementation bit by bit (float32 only).
     """
     narrow = in_dtype(operation, dtype)
     results = [run(narrow, order=order) for order in ORDERS]
@@ -97,8 +90,7 @@ def compare_cuda(
 def check_results(
     results: list[Operation], wide: Operation, dtype: torch.dtype, exact: bool
 ) -> None:
-    """Raise AssertionError unless all results are alike, and as the reference has them; see
-    `compare_cuda`."""
+    """All results are alike, and as the reference has them; see `compare_cuda`."""
     first, second = (written(results[0]), written(results[-1]))
     for name, tensor in first.items():
         same = tensor is None or same_bits(tensor, second[name])
@@ -113,10 +105,7 @@ def check_results(
 
 
 def run(operation: Operation, *, order: int = 0) -> Operation:
-    """Run the CUDA implementation; the operation with everything on the CPU.
-
-    Memory that it does not write holds rubbish.
-    """
+    """Run the CUDA implementation, on rubbish; the operation with everything on the CPU."""
     target = current_device()
     set_order(order)
     fences = Fences(operation.name, target.torch_device)
@@ -142,11 +131,9 @@ def run(operation: Operation, *, order: int = 0) -> Operation:
 
 
 class Fences:
-    """Memory for tensors of an operation on a device, where kernels that write beyond a tensor are
-    found out.
+    """Memory for tensors on a device that shows when kernels write or read beyond a tensor.
 
-    What lies beyond inputs is NaN as floats and -1 as integers, so that reading it shows as well,
-    and beyond what kernels write it is something else, so that copying it shows, too.
+    Beyond inputs lie NaN as floats and -1 as integers; beyond what kernels write other bytes.
     """
 
     READ, WRITTEN = 255, 85

@@ -1,5 +1,4 @@
-"""Gradients, operations on their messages and what compares these bit by bit, for the tests of
-every implementation."""
+"""Gradients, operations on their messages, and comparisons of these bit by bit."""
 
 import torch
 

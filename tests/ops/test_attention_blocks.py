@@ -1,5 +1,4 @@
-"""Attention on the CPU where a sentence has many blocks of queries and keys, and in every library
-that runs here."""
+"""Attention on the CPU with many blocks of queries and keys, and in every library."""
 
 import math
 import resource
@@ -10,14 +9,11 @@ import torch
 from lsq.native import loader, tiles
 from tests.native.levels import LEVELS, library_of
 from tests.ops.attentions import attention, gradient_of
-from tests.ops.compare import compare, on_cpu
+from tests.ops.compare import compare, empty, on_cpu
 from tests.sampling import in_turn
 
 LONG, MEMORY = (530, 3), (3, 1100)
-"""Two blocks of keys; three, of which the queries of the first sentence see none.
-
-Going backward, 530 keys are one.
-"""
+"""Two blocks of keys; three, of which queries of the first sentence see none."""
 CASES = [
     {},
     {"causal": True, "dropout": 0.2},
@@ -45,8 +41,7 @@ WAYS = [
 
 @pytest.fixture(params=WAYS, ids="-".join)
 def level(request):
-    """Runs the loops of one library after the other, by one kind of instructions after the
-    other."""
+    """Runs the loops of each library, by each kind of instructions."""
     name, kind = request.param
     with library_of(name):
         loader.call("lsq_limit_attention", tiles.INSTRUCTIONS[kind])
@@ -71,14 +66,11 @@ def test_short_sentences(options, level):
 
 
 def test_products_of_codes_are_exact(level):
-    """With one key, the logarithm of the sum is the score; the sum of 128 squares of 127 takes 21
-    bits."""
+    """With one key, the log_sum is the score; the sum of 128 squares of 127 takes 21 bits."""
     forward = attention((1,) * 40, width=128, heads=2)
     heads = forward.heads
-    q, k = (
-        one.rows.tensor[:, one.column : one.column + 256].view(40, 2, 128).double()
-        for one in (heads.q, heads.k)
-    )
+    columns = (slice(one.column, one.column + 256) for one in (heads.q, heads.k))
+    q, k = (heads.q.rows.tensor[:, one].view(40, 2, 128).double() for one in columns)
     q[:3], k[:3] = 127, 127
     heads.q.rows.tensor[:3, :512] = 127
     factor = heads.q.rows.scale * heads.k.rows.scale * torch.tensor(128**-0.5)
@@ -86,10 +78,7 @@ def test_products_of_codes_are_exact(level):
 
 
 def test_many_small_probabilities_count(level):
-    """2,047 keys of 1 % of the probability, and values that make them 40 % of the context.
-
-    Each probability is off by up to 2^-24 of the largest, and here all by the same.
-    """
+    """2,047 keys of 1 % of the probability, with values that make 40 % of the context."""
     forward = attention((2048,), width=16, heads=1)
     heads = forward.heads
     codes = heads.q.rows.coded.codes
@@ -99,9 +88,8 @@ def test_many_small_probabilities_count(level):
     heads.q.rows.coded.scale.fill_(scale)
     share = 2047 * math.exp(-12.2)
     wanted = torch.full((2048, 16), (2 + 127 * share) / (1 + share) * scale)
-    torch.testing.assert_close(
-        on_cpu(forward).out, wanted, atol=2048 * 2**-24 * 127 * scale, rtol=0.0
-    )
+    allowed = 2048 * 2**-24 * 127 * scale
+    torch.testing.assert_close(on_cpu(forward).out, wanted, atol=allowed, rtol=0.0)
 
 
 def test_a_value_that_is_seen_alone_is_the_context(level):
@@ -119,18 +107,18 @@ def test_a_larger_score_in_a_later_block():
     assert compare(forward).log_sum.max() > 100
 
 
-def test_gradients_of_long_sentences_take_little_memory():
+def test_long_sentences_take_little_memory():
     """4,096 tokens: a matrix of queries times keys would take 64 MiB, and a gradient needs more
     than one."""
     forward = attention((4096,), width=8, heads=1, causal=True)
     backward = gradient_of(attention((8,), width=8, heads=1))
     on_cpu(attention((64,), width=8, heads=1))
     on_cpu(backward)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     forward = on_cpu(forward)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 32 * 1024
     backward.heads, backward.log_sum = forward.heads, forward.log_sum
-    backward.dcontext = torch.randn(4096, 8)
-    one = backward.dq
-    one.floats = one.floats.__class__(name="output", shape=(4096, 24), dtype=torch.float32)
+    backward.dcontext, backward.dq.floats = torch.randn(4096, 8), empty(4096, 24)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     on_cpu(backward)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 32 * 1024

@@ -1,5 +1,4 @@
-"""What crosses the border of a program as it is: bfloat16 on the CPU, and weights [inputs, outputs]
-on the CPU and on CUDA."""
+"""What crosses a program's border: bfloat16 on the CPU, and weights [inputs, outputs]."""
 
 import dataclasses
 import math
@@ -7,18 +6,16 @@ import math
 import pytest
 import torch
 
-from lsq.native import geometry
 from lsq.ops.input_gradient import ProjectInputGradient
 from lsq.ops.nonlinearity import Activation
 from lsq.ops.project import Project
-from lsq.ops.rounding import Round, RoundGradient, RoundWeight
-from lsq.program.values import Weight
-from lsq.quant import WEIGHT_FORMATS, Grain
+from lsq.ops.rounding import Round, RoundGradient
 from tests.ops.compare import by_row, compare, empty, gradient_to_round, on_cpu, refused, to_round
 from tests.ops.cuda import DTYPES, compare_cuda
 from tests.ops.test_input_gradient import MODES, coded, upstream, weight_of
 from tests.ops.test_input_gradient import case as input_case
 from tests.ops.test_project import float_project, operands
+from tests.ops.test_rounding import weight_of as rounded_weight
 from tests.ops.test_weight_gradient import case
 from tests.ops.tiles import launches, names
 
@@ -91,20 +88,10 @@ def in_out(operation):
     return dataclasses.replace(operation, weight=weight, **changed)
 
 
-def rounding(values, clip, rows=None, *, bits=8, transposed=True, in_out=True) -> RoundWeight:
-    """Of values [K, N], or [N, K], to codes [P, K]."""
-    inputs, outputs = values.shape if in_out else values.shape[::-1]
-    rows = rows or outputs
-    weight = Weight(
-        format=WEIGHT_FORMATS["int8"](bits, Grain.ROW if len(clip) > 1 else Grain.TENSOR),
-        values=values,
-        clip=clip,
-        in_out=in_out,
-        scale=empty(rows),
-        codes=empty(rows, inputs, dtype=torch.int8),
-        transposed=empty(inputs, rows, dtype=torch.int8) if transposed else None,
-    )
-    return RoundWeight(weight=weight)
+def rounding(values, clip, rows=None, *, transposed=True, **options):
+    """Of values [K, N] to codes [P, K]."""
+    rows = rows or values.shape[1]
+    return rounded_weight(values, clip, rows, in_out=True, transposed=transposed, **options)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -114,14 +101,14 @@ def rounding(values, clip, rows=None, *, bits=8, transposed=True, in_out=True) -
 def test_codes_are_those_of_the_transpose_and_of_float32(inputs, outputs, padded, clips, dtype):
     values, clip = torch.randn(outputs, inputs).to(dtype), 0.8 + torch.rand(clips)
     values[outputs // 2, 3] = math.nan
-    turned = values.t().contiguous()
-    expected = compare(
-        rounding(values.float(), clip, padded, transposed=False, in_out=False)
-    ).weight
-    for given, way in ((values, False), (turned, True)):
-        found = compare(rounding(given, clip, padded, transposed=False, in_out=way)).weight
-        assert torch.equal(found.codes, expected.codes)
-        assert torch.equal(found.scale.nan_to_num(9), expected.scale.nan_to_num(9))
+    plain = compare(rounded_weight(values.float(), clip, padded)).weight
+    for operation in (
+        rounded_weight(values, clip, padded),
+        rounding(values.t().contiguous(), clip, padded, transposed=False),
+    ):
+        found = compare(operation).weight
+        assert torch.equal(found.codes, plain.codes)
+        assert torch.equal(found.scale.nan_to_num(9), plain.scale.nan_to_num(9))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -177,8 +164,7 @@ def test_codes_in_both_layouts_on_cuda(inputs, outputs, rows, per_output, bits):
 def test_columns_under_their_largest_magnitudes_on_cuda(inputs, outputs, rows, transposed):
     values, clip = torch.randn(inputs, outputs), 0.5 + torch.rand(outputs)
     values[:, 2] = 0.0
-    operation = rounding(values, clip, rows, transposed=transposed)
-    operation.new_clip = empty(outputs)
+    operation = rounding(values, clip, rows, transposed=transposed, absmax=True)
     compare_cuda(operation, exact=not transposed)
 
 
@@ -192,21 +178,22 @@ def test_nan_poisons_what_shares_its_clip_on_cuda(clips):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
-    "rows, learned_step, clips",
-    [(0, True, None), (1, False, None), (41, True, 1), (341, True, None)],
+    "rows, options",
+    [
+        (0, {"learned_step": True}),
+        (1, {}),
+        (41, {"learned_step": True, "clips": 1}),
+        (341, {"learned_step": True}),
+        (41, {"form": by_row}),
+    ],
 )
-def test_gradients_on_cuda(mode, rows, learned_step, clips):
-    operation = gradient(rows, mode, learned_step=learned_step, clips=clips)
+def test_gradients_on_cuda(mode, rows, options):
+    operation = gradient(rows, mode, **options)
     found = compare_cuda(operation)
     if mode == "int8":
         assert torch.equal(found.dweight, on_cpu(operation).dweight)
         operation.weight.transposed = operation.weight.codes.t().contiguous()
         assert torch.equal(compare_cuda(operation).dclip, found.dclip)
-
-
-def test_a_scale_for_each_row_on_cuda():
-    operation = gradient(41, form=by_row)
-    assert torch.equal(compare_cuda(operation).dweight, on_cpu(operation).dweight)
 
 
 @pytest.mark.parametrize("mode", ["int8", "float"])
@@ -216,19 +203,12 @@ def test_a_weight_that_is_nan_on_cuda(mode):
     assert compare_cuda(operation).dclip.isnan().nonzero().tolist() == [[3]]
 
 
-def test_three_turns_on_cuda(monkeypatch):
-    monkeypatch.setattr(geometry, "strided", lambda turns, most: max(1, min(2, turns)))
-    turns()
-
-
 def turns():
     """Three turns of each loop where two blocks stride; a NaN under a single clip."""
     values = torch.randn(48, 144)
     values[3, 5] = math.nan
     compare_cuda(rounding(values, torch.ones(1)))
-    operation = rounding(torch.randn(48, 144), torch.ones(144))
-    operation.new_clip = empty(144)
-    compare_cuda(operation)
+    compare_cuda(rounding(torch.randn(48, 144), torch.ones(144), absmax=True))
     for columns, outputs in ((80, 48), (16, 1040)):
         sizes = {"columns": columns, "outputs": outputs}
         compare_cuda(gradient(41, learned_step=True, **sizes))

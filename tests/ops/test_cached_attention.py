@@ -1,5 +1,4 @@
-"""CachedAttention on the CPU and on CUDA: lists in any order, shared and empty ones, and keys that
-a row brings along."""
+"""CachedAttention: lists in any order, shared and empty ones, and keys that a row brings."""
 
 import math
 

@@ -1,5 +1,4 @@
-"""Decoded values against the format's own encode and decode, bit by bit, and their gradients, on
-the CPU and on CUDA."""
+"""Decoded values against the format's own encode and decode, and their gradients."""
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ from lsq.quant import pack_bits
 from lsq.quant.numbers import scaled_format
 from tests.ops.compare import KEY, dropout_of, empty, on_cpu, on_reference, refused
 from tests.ops.cuda import DTYPES, ORDERS, compare_cuda, in_dtype, run
+from tests.ops.gradient_checks import assert_same_tensor
 
 FORMATS = (
     "int8/tensor",
@@ -37,8 +37,7 @@ SHAPES = ((7, 37), (64, 96), (1, 1), (33, 48), (5, 8))
 
 
 def values(shape: tuple[int, int], special: bool) -> torch.Tensor:
-    """With zeros, a row of zeros, and, if special, a NaN, an infinity and a column of tiny
-    values."""
+    """With a row of zeros; `special`: NaN, infinity and a column of tiny values."""
     generator = torch.Generator().manual_seed(shape[0])
     x = torch.randn(shape, generator=generator) * 3
     x[torch.rand(shape, generator=generator) < 0.05] = 0.0
@@ -47,15 +46,6 @@ def values(shape: tuple[int, int], special: bool) -> torch.Tensor:
         x[:, :1] *= 1e-30
         x[0, 0], x[-1, -1] = torch.nan, torch.inf
     return x
-
-
-def same_bits(found: torch.Tensor, wanted: torch.Tensor) -> bool:
-    missing = found.isnan()
-    both = (
-        tensor.masked_fill(missing, 0.0).contiguous().view(torch.int32)
-        for tensor in (found, wanted)
-    )
-    return torch.equal(missing, wanted.isnan()) and torch.equal(*both)
 
 
 def fake(x, clip, name: str, *, bits: bool = False, coded=None) -> FakeQuantize:
@@ -73,7 +63,8 @@ def compare_bits(runs, operation: FakeQuantize, dtype: torch.dtype = torch.float
     narrow = in_dtype(operation, dtype)
     results = in_dtype(narrow, torch.float32).reference()
     for found in runs(narrow):
-        assert same_bits(found.out.float(), results["out"].to(dtype).float()), operation.form.name
+        wanted = results["out"].to(dtype).float()
+        assert_same_tensor(found.out.float(), wanted, operation.form.name)
         assert operation.clipped is None or torch.equal(found.clipped, results["clipped"])
 
 
@@ -114,9 +105,9 @@ def test_codes_with_scales_of_groups_are_the_values(name, special):
             coded = GroupedCodes(codes=codes, scale=scale, group=form.grain.columns or 128)
             operation = fake(x, clip, name, coded=coded)
             found, wanted = on_cpu(operation), on_reference(operation)
-            assert same_bits(found.coded.scale, wanted.coded.scale)
+            assert_same_tensor(found.coded.scale, wanted.coded.scale)
             again = found.coded.decode()
-            assert same_bits(again, wanted.coded.decode())
+            assert_same_tensor(again, wanted.coded.decode())
             missing = again.isnan()  # what shares a scale with NaN, too
             assert torch.equal(again[~missing], found.out[~missing])
             assert missing[found.out.isnan()].all()
@@ -202,7 +193,7 @@ def test_gradients_are_rounded_at_random(shape, dtype, where, runs):
     wanted = in_dtype(operation, torch.float32).reference()["out"].to(operation.x.dtype).float()
     for made in runs(operation):
         found = made.out.float()
-        assert same_bits(found + 0.0, wanted + 0.0)
+        assert_same_tensor(found + 0.0, wanted + 0.0)
         assert not found[:1].any() and found[1:2].isnan().all()
 
 

@@ -11,7 +11,6 @@ from lsq.ops.gated import Gated, GatedGradient
 from lsq.ops.nonlinearity import Activation
 from lsq.ops.sums import SummedGradient
 from lsq.program.values import Rows, dropped
-from lsq.quant import arithmetic
 from tests.ops.compare import (
     by_row,
     compare,
@@ -87,23 +86,11 @@ every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 @every_kind
-@pytest.mark.parametrize("rows, columns", [(0, 16), (1, 16), (7, 48), (341, 88)])
+@pytest.mark.parametrize("rows, columns", [(0, 16), (1, 16), (7, 48), (341, 88), (3, 4104)])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_codes(kind, rows, columns, dropout, compared):
     found = compared(gated(rows, columns, kind, dropout, error=rows == 7), exact=True)
-    y = dropped(PLAIN[kind](values_of(found.gate)) * values_of(found.up), dropout_of(dropout))
-    codes, scale, clipped, _ = arithmetic.round_activation(
-        y, torch.tensor([0.7]), bits=8, error=False
-    )
-    assert (found.rounded.codes != codes).sum() <= codes.numel() / 1000
-    assert torch.equal(found.rounded.scale, scale)
-    assert (found.rounded.clipped != clipped).sum() <= 1 and (rows < 7 or clipped.any())
-
-
-@every_kind
-@pytest.mark.parametrize("rows, columns", [(0, 16), (1, 16), (7, 48), (341, 88), (3, 4104)])
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_codes_by_row(kind, rows, columns, dropout, compared):
+    assert rows < 7 or found.rounded.clipped.any()
     found = compared(gated_by_row(rows, columns, kind, dropout), exact=True).rounded
     assert rows or found.seen == 0.25
     each = zip(found.codes, found.scale, strict=True)
@@ -133,17 +120,11 @@ def test_floats(kind, rows, columns):
 @every_kind
 @pytest.mark.parametrize("coded, to_codes", [(True, True), (True, False), (False, False)])
 @pytest.mark.parametrize(
-    "rows, columns, dropout, learned_step",
-    [
-        (0, 16, 0.0, False),
-        (1, 16, 0.0, False),
-        (41, 48, 0.3, True),
-        (341, 88, 0.1, False),
-        (7, 1040, 0.1, False),
-    ],
+    "rows, columns, dropout",
+    [(0, 16, 0.0), (1, 16, 0.0), (41, 48, 0.3), (341, 88, 0), (7, 1040, 0.1)],
 )
-def test_gradients(kind, coded, to_codes, rows, columns, dropout, learned_step, compared):
-    options = {"coded": coded, "to_codes": to_codes, "learned_step": learned_step}
+def test_gradients(kind, coded, to_codes, rows, columns, dropout, compared):
+    options = {"coded": coded, "to_codes": to_codes, "learned_step": rows == 41}
     compared(gated_gradient(rows, columns, kind, dropout, **options), exact=to_codes)
 
 

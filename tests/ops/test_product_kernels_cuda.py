@@ -1,5 +1,4 @@
-"""Kernels that multiply codes and apply the epilogue of an operation in one: exact against the CPU
-by every tile, and what they take of a GPU's memory, banks and registers."""
+"""Kernels for product and epilogue: exact by every tile; traffic, banks and registers."""
 
 import math
 import shutil
@@ -10,9 +9,7 @@ import torch
 from lsq import gemm
 from lsq.native.launch import TICKETS, Launch
 from lsq.ops.input_gradient_cuda import input_gradient_product
-from lsq.ops.next_words import NextWords
 from lsq.ops.nonlinearity import Activation
-from lsq.ops.packed_project import PackedWeight
 from lsq.ops.project import Project
 from lsq.ops.project_cuda import packed_tile, project_product
 from lsq.ops.sums import FinishSums
@@ -23,14 +20,12 @@ from tests.ops.compare import (
     by_row,
     empty,
     on_cpu,
-    on_reference,
     refused,
     weight_format_of,
 )
-from tests.ops.compare import rounded as rounded_codes
 from tests.ops.cuda import DTYPES, ORDERS, current_device, in_dtype, run
-from tests.ops.test_input_gradient import ENDS
 from tests.ops.test_input_gradient import case as input_case
+from tests.ops.test_next_words import plain_words
 from tests.ops.test_project import operands, operands_by_row, rounded_project
 from tests.ops.test_vocabulary_loss import gradient_of, of_codes, rounded_of
 from tests.ops.test_weight_gradient import case as weight_case
@@ -51,7 +46,7 @@ from tests.ops.tiles import (
     traffic,
     with_tiles,
 )
-from tests.sampling import first, in_turn
+from tests.sampling import first
 
 ALL = (*TILES, *WARPGROUPS)
 objdump = pytest.mark.skipif(
@@ -88,9 +83,10 @@ def test_codes_of_a_project_are_exact(tile, rows, inner, outputs):
     assert rows < 7 or found.rounded.clipped.any()
 
 
-@pytest.mark.parametrize("tile", [SMALL, WARPGROUPS[-1]], ids=str)
-def test_a_project_with_a_scale_for_each_row(tile):
-    in_one(rounded_project(41, 80, **operands_by_row(41, 48, 80)), tile)
+def test_a_scale_for_each_row_by_warpgroups():
+    in_one(rounded_project(41, 80, **operands_by_row(41, 48, 80)), WARPGROUPS[-1])
+    sizes = {"columns": 144, "outputs": 70, "padded": 80}
+    compare_weight(41, WARPGROUPS[-1], form=by_row, **sizes)
 
 
 @pytest.mark.parametrize("steps", range(7))
@@ -114,10 +110,8 @@ def int4_and_int8(inner, outputs) -> tuple[Weight, Weight]:
     """A weight as int4 stores it, and its codes."""
     stored, scale = INT4.encode(torch.randn(outputs, inner), 1.0 + torch.rand(outputs))
     codes = INT4.unpack(stored, inner).contiguous()
-    return (
-        Weight(format=INT4, codes=stored, scale=0.05 * scale),
-        Weight(format=weight_format_of(), codes=codes, scale=0.05 * scale),
-    )
+    plain = Weight(format=weight_format_of(), codes=codes, scale=0.05 * scale)
+    return Weight(format=INT4, codes=stored, scale=0.05 * scale), plain
 
 
 @pytest.mark.parametrize(
@@ -127,10 +121,8 @@ def int4_and_int8(inner, outputs) -> tuple[Weight, Weight]:
 @pytest.mark.parametrize("activation", [Activation.none, Activation.gelu])
 def test_codes_of_stored_int4_are_those_of_int8(rows, inner, outputs, activation):
     given, (stored, plain) = operands(rows, inner, outputs), int4_and_int8(inner, outputs)
-    wanted, operation = (
-        rounded_project(rows, outputs, activation, **given | {"weight": weight})
-        for weight in (plain, stored)
-    )
+    each = ({"weight": weight} for weight in (plain, stored))
+    wanted, operation = (rounded_project(rows, outputs, activation, **given | one) for one in each)
     wanted = on_cpu(wanted).rounded
     for order in ORDERS:
         found = run(operation, order=order).rounded
@@ -155,8 +147,7 @@ def test_every_code_of_int4_under_every_multiplier():
 
 
 def test_int4_is_read_as_it_is_stored():
-    """16 bytes and a multiplier for 32 values, and what of a row's last word belongs to the next
-    step."""
+    """16 bytes and a multiplier for 32 values; a row's last word belongs to two steps."""
     rows, inner, outputs = 16, 512, 128
     stored, _ = int4_and_int8(inner, outputs)
     operation = rounded(rows, inner, outputs, weight=stored)
@@ -191,19 +182,6 @@ def test_gradients_of_inputs_are_exact(tile, rows, columns, padded):
     assert rows == 1 or (found.sum.any() and found.dclip.any())
 
 
-@pytest.mark.parametrize("end", ENDS)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_every_end_of_an_input_gradient(end, dtype):
-    in_one(input_case(41, **end)[0], SMALL, dtype)
-
-
-@pytest.mark.parametrize("row", [0, 69])
-def test_a_row_that_is_not_finite_stays_alone(row):
-    operation, _ = input_case(70, kind=Activation.relu, dropout=0.2)
-    operation.gradient.scale[row] = math.nan
-    assert in_one(operation, SMALL).dx.isnan().any(1).nonzero().tolist() == [[row]]
-
-
 # ProjectWeightGradient
 
 
@@ -229,11 +207,6 @@ def test_gradients_of_weights_are_exact(tile, split, rows, columns, outputs):
     compare_weight(rows, in_parts(tile, split), learned_step=True, **sizes)
 
 
-@pytest.mark.parametrize("tile", [SMALL, WARPGROUPS[-1]], ids=str)
-def test_a_weight_gradient_of_a_scale_for_each_row(tile):
-    compare_weight(41, tile, columns=144, outputs=70, padded=80, form=by_row)
-
-
 @pytest.mark.parametrize("split", range(1, 7))
 @pytest.mark.parametrize("rows", [7, 130, 300])
 def test_more_parts_than_steps_and_fewer(split, rows):
@@ -242,34 +215,19 @@ def test_more_parts_than_steps_and_fewer(split, rows):
 
 @pytest.mark.parametrize("learned_step", [False, True])
 @pytest.mark.parametrize("clips", [None, 1])
-@pytest.mark.parametrize("split", [1, 2])
-def test_every_end_of_a_weight_gradient(learned_step, clips, split):
-    sizes = {"columns": 80, "outputs": 93, "padded": 96}
+def test_every_end_of_a_weight_gradient_in_parts(learned_step, clips):
     options = {"learned_step": learned_step, "clips": clips}
-    assert compare_weight(341, in_parts(SMALL, split), **options, **sizes).dclip.all()
+    sizes = {"columns": 80, "outputs": 93, "padded": 96}
+    assert compare_weight(341, in_parts(SMALL, 2), **options, **sizes).dclip.all()
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-@pytest.mark.parametrize("split", [1, 2])
-def test_a_poisoned_row_poisons_the_whole_gradient(value, split):
+def test_a_poisoned_row_poisons_the_whole_gradient(value):
     operation = weight_case(141)
     operation.gradient.scale[40] = value
-    found = in_one(operation, in_parts(SMALL, split))
+    found = in_one(operation, in_parts(SMALL, 2))
     inside = operation.weight.values.abs() <= operation.weight.clip[:, None]
     assert found.dweight[inside].isnan().all()
-
-
-def test_a_weight_that_is_nan():
-    operation = weight_case(7, learned_step=True)
-    operation.weight.values[3, 5] = math.nan
-    assert in_one(operation, SMALL).dclip.isnan().nonzero().tolist() == [[3]]
-
-
-@pytest.mark.parametrize("clips", [None, 1])
-def test_a_weight_gradient_of_an_empty_batch(clips):
-    """There is nothing to multiply, and the kernel on rows writes zeros."""
-    found = in_one(weight_case(0, learned_step=True, clips=clips), SMALL)
-    assert not found.dweight.any() and not found.dclip.any()
 
 
 def test_tickets_are_left_at_zero():
@@ -281,8 +239,7 @@ def test_tickets_are_left_at_zero():
 # Sums of both gradients
 
 
-def test_results_that_nobody_wants():
-    compare_input(41, SMALL, rest=False)
+def test_a_gradient_of_clips_that_nobody_wants():
     operation = weight_case(41)
     operation.dclip = None
     in_one(operation, SMALL)
@@ -346,19 +303,14 @@ def loss_turns():
     "tile, rows, vocabulary, padded", with_tiles([(1, 2, 16), (41, 270, 272), (130, 129, 144)])
 )
 def test_every_tile_of_logits(tile, rows, vocabulary, padded):
-    """What the gradient is does not depend on the tile; sums of a row are added up in the order of
-    its tiles."""
+    """Gradients do not depend on tiles; sums of a row are added in the order of tiles."""
     operation = of_codes(rows, vocabulary, padded)
     operation.prediction.target[-1] = vocabulary - 1
     found, host = loss_by(tile, operation), on_cpu(operation)
     for name in ("loss", "nll", "normaliser", "bound"):
         torch.testing.assert_close(getattr(found, name), getattr(host, name), rtol=2e-6, atol=1e-6)
-    floats, codes = (
-        [loss_by(one, gradient) for one in (tile, SMALL)]
-        for gradient in (gradient_of(host), rounded_of(host))
-    )
-    assert torch.equal(*(one.dlogits for one in floats))
-    assert torch.equal(*(one.rounded.codes for one in codes))
+    assert torch.equal(*(loss_by(one, gradient_of(host)).dlogits for one in (tile, SMALL)))
+    assert torch.equal(*(loss_by(one, rounded_of(host)).rounded.codes for one in (tile, SMALL)))
 
 
 @pytest.mark.parametrize("inner", [16, 64, 336])
@@ -401,131 +353,19 @@ def test_a_row_of_logits_that_is_not_finite_has_no_codes():
     assert made.scale[2].isnan() and not made.codes[2].any() and made.codes[3].any()
 
 
-# NextWords
-
-
-def next_words(rows, words, best, asked, *, every=False, inner=64, spread=127):
-    """With few different codes, and scales that are all the same, where `spread` is small: many
-    logits are equal."""
-    torch.manual_seed(rows + words)
-    padded = -(-words // 16) * 16
-    codes = torch.randint(-spread, spread + 1, (padded, inner), dtype=torch.int8)
-    codes[words:] = 127  # what lies beyond the vocabulary counts for nothing
-    scale = 0.001 + 0.001 * torch.rand(padded) if spread > 9 else torch.full((padded,), 0.01)
-    x = rounded_codes(rows, inner).bare()
-    x.codes.clamp_(-spread, spread)
-    return NextWords(
-        x=x,
-        weight=Weight(format=weight_format_of(), codes=codes, scale=scale),
-        vocabulary=words,
-        wanted=torch.randint(0, words, (rows, asked)) if asked else None,
-        wanted_scores=empty(rows, asked) if asked else None,
-        words=empty(rows, best, dtype=torch.int64) if best else None,
-        scores=empty(rows, best) if best else None,
-        every=empty(rows, words) if every else None,
-    )
-
-
-def words_turns():
-    """Three steps along the inner dimension and more, all rows of a tile's quarter, many parts,
-    groups and words."""
-    for tile in ALL:
-        in_one(next_words(150, 290, 3, 1, inner=272), tile, exact=False)
-    in_one(next_words(3, 16440, 100, 20, every=True, inner=16), SMALL, exact=False)
-    in_one(next_words(3, 300, 3, 1, inner=1552), SMALL, exact=False)
-
-
-def words_by(tile, operation):
-    """By a tile; the words are exactly those of the reference."""
-    found = in_one(operation, tile, exact=False)
-    if operation.words is not None:
-        assert torch.equal(found.words, on_reference(operation).words)
-    return found
-
-
-@pytest.mark.parametrize(
-    "tile, rows, words, best, asked, every",
-    with_tiles(
-        [
-            (1, 60, 8, 1, False),
-            (41, 271, 5, 0, True),
-            (130, 1100, 16, 2, False),
-            (3, 2064, 0, 3, True),
-        ]
-    ),
-)
-def test_every_tile_of_next_words(tile, rows, words, best, asked, every):
-    words_by(tile, next_words(rows, words, best, asked, every=every))
-
-
-@pytest.mark.parametrize(
-    "words, best", [(60, 60), (61, 61), (700, 64), (700, 65), (1003, 500), (9, 1), (2, 2)]
-)
-def test_any_number_of_best_words(words, best):
-    words_by(SMALL, next_words(3, words, best, 1))
-
-
-@pytest.mark.parametrize("best, spread", in_turn([1, 7, 30, 150], [0, 1], 1))
-def test_of_equal_words_the_lower_number_comes_first(best, spread):
-    found = words_by(SMALL, next_words(5, 901, best, 0, spread=spread, inner=16))
-    assert spread or found.words.tolist() == [list(range(best))] * 5
-
-
-@pytest.mark.parametrize("inner", first([16, 80, 512, 1040], 2))
-def test_any_inner_width(inner):
-    words_by(SMALL, next_words(7, 333, 6, 2, every=True, inner=inner))
-
-
-@pytest.mark.parametrize("words", [335, 336])
-def test_the_log_probabilities_are_those_of_the_cpu(words):
-    operation = next_words(9, words, 12, 3, every=True)
-    found = run(operation)
-    weight, operation.weight = operation.weight, None
-    operation.packed_weight = PackedWeight.of(weight.codes, weight.scale)
-    host = on_cpu(operation)
-    assert torch.equal(found.words, host.words)
-    for name in ("scores", "wanted_scores", "every"):
-        torch.testing.assert_close(getattr(found, name), getattr(host, name), rtol=1e-6, atol=2e-6)
-    assert torch.equal(found.every.gather(1, found.words), found.scores)
-    assert torch.equal(found.every.gather(1, found.wanted), found.wanted_scores)
-
-
-def test_logits_far_from_zero():
-    operation = next_words(4, 300, 4, 1, every=True)
-    operation.x.scale.fill_(300.0)
-    words_by(SMALL, operation)
-
-
-def test_nan_reaches_the_scores():
-    operation = next_words(2, 300, 4, 1, every=True)
-    operation.x.scale.fill_(math.nan)
-    found = run(operation)
-    assert all(one.isnan().all() for one in (found.scores, found.wanted_scores, found.every))
-    assert found.words.ge(0).all() and found.words.lt(300).all()
-
-
-@pytest.mark.parametrize("word", [-1, 300, 303, 304, 10**12])
-def test_a_wanted_word_outside_the_vocabulary_is_nan(word):
-    operation = next_words(2, 300, 0, 2)
-    operation.wanted[1, 0] = word
-    assert run(operation).wanted_scores.isnan().tolist() == [[False, False], [True, False]]
-
-
-def test_one_word_of_nan():
-    """All scores of a row are NaN then, and its words those of the others."""
-    operation = next_words(2, 300, 300, 0)
-    operation.weight.scale[17] = math.nan
-    found = run(operation)
-    assert found.scores.isnan().all() and found.words[:, -1].eq(17).all()
-    assert torch.equal(found.words.sort(dim=1).values, torch.arange(300).expand(2, 300))
-
-
 # All of them
 
 
+def words_turns():
+    """Three steps along the inner dimension, a tile's quarter, many parts and groups."""
+    for tile in ALL:
+        in_one(plain_words(150, 290, 3, 1, inner=272), tile, exact=False)
+    in_one(plain_words(3, 16440, 100, 20, every=True, inner=16), SMALL, exact=False)
+    in_one(plain_words(3, 300, 3, 1, inner=1552), SMALL, exact=False)
+
+
 def test_launches():
-    """A weight that does not come transposed, products, sums; all rows and words at once; codes of
-    rows have a product by itself."""
+    """Nothing is launched that is not needed."""
     back, _ = input_case(41)
     product = "lsq_input_gradient_product"
     assert names(launches(back, SMALL)) == ["lsq_transpose_codes", product, "lsq_finish_own_sums"]
@@ -539,6 +379,8 @@ def test_launches():
     assert names(launches(of_weight, SMALL)) == [*operands, product, "lsq_finish_own_sums"]
     of_weight.dclip = None
     assert names(launches(of_weight, in_parts(SMALL, 3))) == [*operands, product]
+    apart = [*operands, "product", "lsq_project_weight_gradient"]
+    assert names(launches(weight_case(341), None)) == apart
     loss, none = of_codes(300, 33, 48), of_codes(0, 33, 48)
     kernels = ["lsq_vocabulary_loss_product", "lsq_vocabulary_losses", "lsq_sum_losses"]
     assert names(launches(loss, None)) == kernels and names(launches(none, None)) == kernels[2:]
@@ -546,9 +388,9 @@ def test_launches():
     assert names(launches(rounded_of(on_cpu(loss)), None)) == [product]
     assert not launches(gradient_of(none), None)
     for best, asked, every in ((8, 1, False), (0, 0, True), (0, 2, False)):
-        found = launches(next_words(5, 300, best, asked, every=every), None)
+        found = launches(plain_words(5, 300, best, asked, every=every), None)
         assert names(found) == ["lsq_next_words_product", "lsq_next_words"]
-    assert not launches(next_words(0, 300, 8, 0), None)
+    assert not launches(plain_words(0, 300, 8, 0), None)
 
 
 def test_what_the_kernels_do_not_take():
@@ -561,7 +403,7 @@ def test_what_the_kernels_do_not_take():
         (rounded(7, 48, 40), outer.format(40)),
         (of_codes(7, 33, 48, inner=40), inner),
         (of_codes(7, 33, 33), outer.format(33)),
-        (next_words(2, 300, 4, 0, inner=40), inner),
+        (plain_words(2, 300, 4, 0, inner=40), inner),
         (weight_case(7, columns=40), "width of a weight is 40.*multiple of 16"),
     ):
         with refused(message):
@@ -581,18 +423,6 @@ def test_what_the_kernels_do_not_take():
     wide = weight_case(7, columns=64 * 65, outputs=64 * 65, padded=64 * 65)
     with refused(f"4160 x 4160 has more than {TICKETS} of them"):
         launches(wide, in_parts(SMALL, 2))
-
-
-def test_weights_that_next_words_does_not_take():
-    operation = next_words(2, 300, 4, 0)
-    weight, operation.weight = operation.weight, None
-    with refused("no packed weights on CUDA"):
-        launches(operation, None)
-    operation.weight = weight
-    with refused("packed weights on the CPU"):
-        on_cpu(operation)
-    with refused("reads one weight"):
-        NextWords(x=operation.x, vocabulary=300)
 
 
 def project_traffic(tile):
@@ -626,23 +456,18 @@ def weight_traffic(tile):
 
 
 @objdump
-@pytest.mark.parametrize(
-    "counted, tile",
-    [
-        *(
-            (counted, tile)
-            for counted in (project_traffic, input_traffic)
-            for tile in (SMALL, WARPGROUPS[1])
-        ),
-        *((weight_traffic, tile) for tile in (SMALL, in_parts(SMALL, 2), WARPGROUPS[1])),
-        *(
-            pytest.param(counted, tile, marks=pytest.mark.thorough)
-            for counted in (project_traffic, input_traffic, weight_traffic)
-            for tile in (TILES[0], WARPGROUPS[-1])
-        ),
-    ],
-)
+@pytest.mark.parametrize("tile", first([SMALL, WARPGROUPS[1], TILES[0], WARPGROUPS[-1]], 2))
+@pytest.mark.parametrize("counted", [project_traffic, input_traffic, weight_traffic])
 def test_no_conflicts_whole_sectors_and_no_more_multiplications_than_needed(counted, tile):
+    assert_frugal(counted, tile)
+
+
+@objdump
+def test_a_product_in_parts_is_as_frugal():
+    assert_frugal(weight_traffic, in_parts(SMALL, 2))
+
+
+def assert_frugal(counted, tile):
     found, a, b = counted(tile)
     assert found.shared_passes == found.shared_least
     assert multiplications(found, tile) == 128**3
@@ -674,7 +499,7 @@ def test_no_conflicts_whole_sectors_and_no_logits_of_a_loss(tile):
 @objdump
 def test_no_conflicts_whole_sectors_and_no_logits_of_next_words():
     rows, words, inner, best, asked, tile = 128, 256, 64, 3, 2, TILES[0]
-    product, join = launches(next_words(rows, words, best, asked, inner=inner), tile)
+    product, join = launches(plain_words(rows, words, best, asked, inner=inner), tile)
     found, of = traffic(product)
     given, (_, _, groups, parts) = product.arguments[0], product.arguments
     left = 8 * rows * words // (tile.columns // 2)
@@ -698,7 +523,7 @@ def kernels_by(tile) -> list[Launch]:
     """Of each product."""
     loss = on_cpu(of_codes(7, 33, 48))
     every = [ended(), input_case(7)[0], weight_case(7), loss, rounded_of(loss), gradient_of(loss)]
-    entries = [one for each in (*every, next_words(7, 300, 4, 1)) for one in launches(each, tile)]
+    entries = [one for each in (*every, plain_words(7, 300, 4, 1)) for one in launches(each, tile)]
     return [one for one in entries if isinstance(one, Launch) and "product" in one.kernel.source]
 
 
@@ -707,28 +532,14 @@ def test_two_blocks_fit_and_nothing_spills(target):
     for tile in (largest_tile(target), SMALL):
         for entry in kernels_by(tile):
             assert_two_blocks_fit(entry, target)
-    assert_two_blocks_fit(launches(next_words(7, 300, 4, 1), SMALL)[1], target)
+    assert_two_blocks_fit(launches(plain_words(7, 300, 4, 1), SMALL)[1], target)
     for rows in (64, 65):
         operation = ended()
         operation.weight = int4_and_int8(48, 32)[0]
         assert_two_blocks_fit(project_product(operation, packed_tile(rows, 48)), target)
 
 
-@pytest.mark.parametrize(
-    "made",
-    [
-        lambda: input_case(7)[0],
-        lambda: next_words(7, 300, 4, 1),
-        pytest.param(lambda: ended(started=False), marks=pytest.mark.thorough),
-        pytest.param(ended, marks=pytest.mark.thorough),
-        pytest.param(lambda: weight_case(7), marks=pytest.mark.thorough),
-    ],
-)
-def test_wgmma_spills_nothing(made):
-    assert_nothing_spills(
-        lambda tile: next(
-            one
-            for one in launches(made(), tile)
-            if isinstance(one, Launch) and "product" in one.kernel.source
-        )
-    )
+@pytest.mark.parametrize("tile", first(WARPGROUPS, 1))
+def test_wgmma_spills_nothing(tile):
+    for entry in kernels_by(tile):
+        assert_nothing_spills(entry, "sm_90a")

@@ -1,5 +1,4 @@
-"""The product with a sparse weight: the integers of Project, every end, few rows and many; its
-weight when packed."""
+"""The product with a sparse weight: the integers of Project, every end; packing."""
 
 import math
 

@@ -1,5 +1,4 @@
-"""Sums over rows that operations leave in parts, and scales that are written before anything is
-rounded."""
+"""Sums over rows that operations leave in parts, and scales that are started first."""
 
 import math
 
@@ -18,7 +17,7 @@ from lsq.ops.sums import (
     finish_together,
     start_together,
 )
-from lsq.ops.sums_cuda import gradient_sums, leave_gradient
+from lsq.ops.sums_cuda import gradient_sums
 from lsq.program.tensor import Kind
 from lsq.program.values import Rows, StartedScale
 from lsq.run.backends import Reference
@@ -68,8 +67,7 @@ def test_totals():
 
 
 def test_many_kinds_at_once_on_cuda():
-    """Fewer and more rows and columns than a block takes, one sum to three, with a clip and
-    without."""
+    """Few and many rows and columns, one sum to three, with a clip and without."""
     given = [
         parts(1, 16, 1),
         parts(256, 104, 3),
@@ -90,20 +88,15 @@ def test_many_kinds_at_once_on_cuda():
     ],
 )
 def test_a_pass_is_finished_at_its_end(options):
-    """All gradients are what they are where each operation finishes its own sums, as on the
-    CPU."""
-    left, own = (
-        programs.decoder_layer(config_of(**options), SENTENCES, SOURCE, mode_on(where))
-        for where in (Leaving(), Reference())
-    )
+    """Gradients are those of operations that finish their own sums."""
+    given = config_of(**options), SENTENCES, SOURCE
+    left, own = (programs.decoder_layer(*given, mode_on(one)) for one in (Leaving(), Reference()))
     names, count = [operation.name for operation in left.operations], len(own.operations)
     assert names[:count] == [operation.name for operation in own.operations]
     assert set(names[count:]) == {"FinishSums"} and "FinishSums" not in names[:count]
     found, expected = run_program(left, Leaving()), run_program(own, Reference())
     for name, tensor in expected.items():
-        torch.testing.assert_close(
-            found[name], tensor, msg=lambda text, name=name: f"{name}: {text}"
-        )
+        torch.testing.assert_close(found[name], tensor)
 
 
 def test_so_many_at_once():
@@ -119,7 +112,7 @@ def test_what_nobody_wants_is_not_left():
     assert finish_together([operation], b.tensor) == [] and operation.parts is None
     gradient = SummedGradient(floats=b.tensor("floats", (ROWS, COLUMNS)))
     sums = gradient_sums(gradient, ROWS, COLUMNS, None)
-    assert leave_gradient(gradient, sums, b.tensor) == [] and gradient.parts is None
+    assert sums.leave(b.tensor) == [] and gradient.parts is None
 
 
 def test_a_gradient_is_asked_for_as_the_product_wants_it():
@@ -154,7 +147,7 @@ def test_sums_that_are_left_in_parts_come_to_the_same():
     shapes = {"floats": (ROWS, COLUMNS), "sum": (COLUMNS,), "clip": (1,)}
     wanted = {name: b.tensor(name, shape) for name, shape in shapes.items()}
     virtual = SummedGradient(**wanted)
-    (left,) = leave_gradient(virtual, gradient_sums(virtual, ROWS, COLUMNS, coded), b.tensor)
+    (left,) = gradient_sums(virtual, ROWS, COLUMNS, coded).leave(b.tensor)
     assert virtual.sum is virtual.clip is None and virtual.parts is left.parts
     assert (left.first, left.clip) == (wanted["sum"], wanted["clip"])
     fields = {"floats": empty(ROWS, COLUMNS)}
@@ -171,9 +164,8 @@ def test_sums_that_are_left_in_parts_come_to_the_same():
 def scales(clips) -> StartScales:
     """The operation that starts those of these clips, for 8 bits."""
     each = (torch.tensor([clip]) for clip in clips)
-    return StartScales(
-        scales=[StartedScale(clip=clip, scale=empty(1), largest=127.0) for clip in each]
-    )
+    scales = [StartedScale(clip=clip, scale=empty(1), largest=127.0) for clip in each]
+    return StartScales(scales=scales)
 
 
 def test_a_scale_is_the_clip_by_the_largest_code():
@@ -188,9 +180,8 @@ def test_all_scales_of_a_pass_on_cuda(count):
 
 def test_all_roundings_of_a_pass_are_started_together():
     """But for scales of rows, which are known later."""
-    rounding = [
-        Round(x=empty(3, 8), rounded=to_round(3, 8, 0.5 + number, bits=4)) for number in range(18)
-    ]
+    to = (to_round(3, 8, 0.5 + number, bits=4) for number in range(18))
+    rounding = [Round(x=empty(3, 8), rounded=one) for one in to]
     later = Round(x=empty(3, 8), rounded=by_row(to_round(3, 8, 0.5)))
     first, second = start_together([*rounding, later, Add(a=empty(3), b=empty(3), out=empty(3))])
     made = (*first.scales, *second.scales)

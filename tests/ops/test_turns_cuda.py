@@ -54,8 +54,7 @@ from tests.quant import test_int4
 
 BLOCKS, TURNS = 2, 3
 FEW, WIDE = (41, 48), (11, 1040)
-"""Rows and columns with three turns of two blocks, the last of them not full: of rows in a warp,
-and in four."""
+"""Rows and columns with three turns of two blocks: of rows in a warp, and in four."""
 
 
 def adam_steps():
@@ -63,9 +62,8 @@ def adam_steps():
     for clips in (1, 528):
         before = state(528, 272)
         before[1][[3, 20, 35, 36, 40, 527], [0, 127, 128, 131, 256, 271]] = math.nan
-        compare_cuda(
-            step(before, numbers(), codes_of(torch.ones(clips), (528, 272)), transposed=True)
-        )
+        codes = codes_of(torch.ones(clips), (528, 272))
+        compare_cuda(step(before, numbers(), codes, transposed=True))
     codes = codes_of(torch.ones(528), (528, 272))
     compare_cuda(step(state(528, 272), numbers(), codes, transposed=True, largest=True))
     test_updates_cuda.turns()
@@ -84,8 +82,7 @@ def messages():
 
 
 def nan_in_each_turn(x):
-    """Copies of x [M, N] with a NaN that the first turn of a block meets, the second, and the
-    last."""
+    """Copies of x [M, N] with a NaN in the first turn of a block, the second, the last."""
     for row in (0, x.shape[0] // 2, x.shape[0] - 1):
         poisoned = x.clone()
         poisoned[row, 5] = math.nan
@@ -98,12 +95,10 @@ def embeddings():
         patch.setattr(embedding_cuda, "SPLITS", 3)
         for rows, columns in (FEW, WIDE, (1821, 48)):
             forward = compare_cuda(embed(rows, columns, 0.1))
-            compare_cuda(
-                embed_gradient(torch.randn(rows, columns), forward.tokens, forward.positions, 0.1)
-            )
-            compare_cuda(
-                kept_weight_gradient(on_cpu(losses_of_others(rows, 33, 48, inner=columns)))
-            )
+            places = forward.tokens, forward.positions
+            compare_cuda(embed_gradient(torch.randn(rows, columns), *places, 0.1))
+            kept = on_cpu(losses_of_others(rows, 33, 48, inner=columns))
+            compare_cuda(kept_weight_gradient(kept))
 
 
 def targets():
@@ -113,17 +108,14 @@ def targets():
 
 def norms():
     for rows, columns in (FEW, WIDE, (5, 2064)):
-        z = torch.randn(rows, columns)
-        for given in (z, *nan_in_each_turn(z)):
-            compare_cuda(norm(given, rounds=True, error=True))
-        compare_cuda(norm(z, torch.randn(rows, columns), kind=None, dropout=0.1))
-        compare_gradients(torch.float32, rows, columns, rounds=True)
-    compare_cuda(norm_gradient(on_cpu(norm(torch.randn(WIDE)))))
-    for rows, columns in (FEW, WIDE, (5, 2064)):
         z, update = torch.randn(rows, columns), torch.randn(rows, columns)
         for given in (z, *nan_in_each_turn(z)):
+            compare_cuda(norm(given, rounds=True, error=True))
             compare_cuda(rms(given, rounds=True, error=True))
+        compare_cuda(norm(z, update, kind=None, dropout=0.1))
+        compare_gradients(torch.float32, rows, columns, rounds=True)
         compare_cuda(norm_gradient(on_cpu(rms(z, update, dropout=0.1)), rounds=True))
+    compare_cuda(norm_gradient(on_cpu(norm(torch.randn(WIDE)))))
 
 
 def losses():
@@ -146,8 +138,7 @@ def float_operands():
 
 
 def transposition():
-    """Runs of 114 rows, which 32 at a time are read; the largest magnitudes of 16 runs, 2 at a
-    time."""
+    """Runs of 114 rows, 32 at a time; largest magnitudes of 16 runs, 2 at a time."""
     for tile in (128, 16):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(weight_gradient_cuda, "TILE", tile)
@@ -159,16 +150,13 @@ def sums():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(geometry, "strided", lambda turns, most: min(most, turns))
         compare_gradients(torch.float32, 341, 48, rounds=True)
-    compare_cuda(
-        FinishSums(sums=[PartialSums.of(torch.randn(1000, 4), 0, (), empty(1), clip_parts=4)])
-    )
+    partial = PartialSums.of(torch.randn(1000, 4), 0, (), empty(1), clip_parts=4)
+    compare_cuda(FinishSums(sums=[partial]))
 
 
 def attentions():
-    """Tiles of one sentence in three turns, and sentences among which three steps of a search find
-    a tile's; three tiles of queries that all see one of keys, a few columns at a time; three heads
-    of queries that share keys.
-    """
+    """Three tiles of a sentence, three steps of the search for a tile's sentence, three tiles of
+    queries that see one of keys, three heads of queries that share keys."""
     for width, others in (
         (8, None),
         (64, (40, 0, 9, 140, 2)),
@@ -177,9 +165,8 @@ def attentions():
     ):
         lengths = (1, 0, 140, 2, 3)
         compare_both(lengths=lengths, others=others, width=width, heads=1, causal=True, dropout=0.1)
-    compare_both(
-        lengths=(1, 0, 40, 2, 3), others=(4, 0, 40, 2, 3), width=8, heads=3, group=3, causal=True
-    )
+    lengths, others = (1, 0, 40, 2, 3), (4, 0, 40, 2, 3)
+    compare_both(lengths=lengths, others=others, width=8, heads=3, group=3, causal=True)
     for width in (16, 344):  # of rows whose gradients are finished
         compare_both(lengths=(40, 1), width=8, heads=width // 8, to_rounded=True)
 
@@ -342,17 +329,11 @@ def test_three_turns(run, sources, counted, few_blocks, monkeypatch):
 
 def assert_three_turns(source, found, loops):
     """Every kernel ran, came to every loop, and took three turns of each."""
-    assert found.keys() == set(EXPORT.findall(build.KERNELS.joinpath(source).read_text())), (
-        "kernels without a case"
-    )
+    kernels = set(EXPORT.findall(build.KERNELS.joinpath(source).read_text()))
+    assert found.keys() == kernels, "kernels without a case"
     reached = {loop for of in found.values() for loop in of}
-    assert {loop for loop in loops if loop.startswith(f"{source}:")} <= reached, (
-        "loops without a case"
-    )
-    short = {
-        f"{kernel}: {loop}": turns
-        for kernel, of in found.items()
-        for loop, turns in of.items()
-        if turns < TURNS
-    }
+    own = {loop for loop in loops if loop.startswith(f"{source}:")}
+    assert own <= reached, "loops without a case"
+    each = ((kernel, *one) for kernel, of in found.items() for one in of.items())
+    short = [one for one in each if one[-1] < TURNS]
     assert not short, f"fewer than {TURNS} turns"

@@ -1,5 +1,4 @@
-"""ProjectWeightGradient against autograd through a straight-through composite in float64, on the
-CPU and on CUDA."""
+"""ProjectWeightGradient against autograd through a straight-through composite in float64."""
 
 import math
 

@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -49,9 +49,8 @@ TARGETS = [
 
 
 def with_tiles(sizes: Sequence[tuple[int, ...]]) -> list:
-    """Parameters (tile, *size): tiles that have every number of rows, columns and stages, each with
-    one of the sizes in turn; the rest in the thorough tests.
-    """
+    """Parameters (tile, *size): tiles of every rows, columns and stages, each with a size in turn;
+    the rest in the thorough tests."""
     found, turns = [], itertools.count()
     for tile in (*TILES, *WARPGROUPS):
         turn = None if tile in ALIKE else next(turns) % len(sizes)
@@ -113,30 +112,22 @@ def traffic(entry: Launch) -> tuple[profile.Profile, dict[int, Operand]]:
     return found, dict(zip(map(id, profile.operands_of(entry)), found.operands, strict=True))
 
 
+def assert_nothing_spills(entry: Launch, target: str):
+    """Of the kernel of a launch, compiled by NVRTC; what it takes."""
+    kernel = entry.kernel
+    compiled = compiler.compile_kernels(kernel.source, kernel.defines, target)
+    (taken,) = compiled.resources.values()
+    assert not taken.spill_bytes, kernel
+    return taken
+
+
 def assert_two_blocks_fit(entry: Launch, target: str) -> None:
-    """A multiprocessor holds two blocks of the kernel, and nothing spills; compiled by NVRTC."""
+    """A multiprocessor holds two blocks of the kernel, and nothing spills."""
     kilobytes = {"sm_80": 164, "sm_90a": 228, "sm_100": 228}.get(target, 100)
     limits = Limits(warps=48 if kilobytes == 100 else 64, blocks=16, shared=1024 * kilobytes)
-    (taken,) = compiler.compile_kernels(
-        entry.kernel.source, entry.kernel.defines, target
-    ).resources.values()
-    assert not taken.spill_bytes
-    assert (
-        fitting_blocks(
-            math.prod(entry.block), taken.registers, entry.shared + taken.shared_bytes, limits
-        )
-        >= 2
-    )
-
-
-def assert_nothing_spills(launch: Callable[[TileConfiguration], Launch]) -> None:
-    """Of a kernel that multiplies by warpgroups, with each of their tiles; compiled by NVRTC."""
-    for tile in WARPGROUPS:
-        kernel = launch(tile).kernel
-        (taken,) = compiler.compile_kernels(
-            kernel.source, kernel.defines, "sm_90a"
-        ).resources.values()
-        assert not taken.spill_bytes, kernel
+    taken, threads = assert_nothing_spills(entry, target), math.prod(entry.block)
+    shared = entry.shared + taken.shared_bytes
+    assert fitting_blocks(threads, taken.registers, shared, limits) >= 2
 
 
 def multiplications(found: profile.Profile, tile: TileConfiguration) -> int:

@@ -53,11 +53,7 @@ struct Turns {
 
 
 class CountedKernels:
-    """Copies of the kernels that count turns.
-
-    Args:
-        folder: where the copies go; empty.
-    """
+    """Copies of the kernels that count turns, in an empty `folder`."""
 
     def __init__(self, folder: Path):
         self._folder = folder
@@ -119,8 +115,7 @@ class CountingDevice(Device):
         return image
 
     def turns(self, source: str) -> dict[str, dict[str, int]]:
-        """For each kernel of a source that ran: the loops that it came to, and the most turns that
-        each took."""
+        """For each kernel of a source that ran: its loops, and the most turns of each."""
         found = {}
         for (file, name), specialisations in self._counts.items():
             most = [

@@ -1,5 +1,4 @@
-// Products of int8 codes whose scales belong to groups along K; lsq/ops/grouped_product.py is the
-// reference.
+// Products of int8 codes whose scales belong to groups along K (lsq/ops/grouped_product.py).
 //
 // b is packed by pairs of 16 columns and by groups: a block has the group's codes as tiles [group /
 // 4][16][4], -128 times the sum of each of its 32 columns, and their scales. Rows of a are copied,
@@ -235,18 +234,19 @@ struct Sizes {
     }
 };
 
-// Columns [32 * pair, + 32).
-void pack_pair(const GroupedProduct& op, const Sizes& sizes, int64_t pair, int8_t* to) {
-    const ScaleSteps steps = Sizes::steps(op.b);
-    const int64_t group = op.b.group, first = pair * kTilePair,
-                  count = std::min(kTilePair, op.columns - first);
+// Columns [32 * pair, + 32) of `columns`.
+void pack_pair(const GroupedCodes& b, int64_t columns, const Sizes& sizes, int64_t pair,
+               int8_t* to) {
+    const ScaleSteps steps = Sizes::steps(b);
+    const int64_t group = b.group, first = pair * kTilePair,
+                  count = std::min(kTilePair, columns - first);
     for (int64_t g = 0; g < sizes.groups; ++g, to += sizes.block) {
         int32_t* starts = reinterpret_cast<int32_t*>(to + kTilePair * group);
         float* scale = reinterpret_cast<float*>(starts + kTilePair);
-        const int64_t begin = g * group, there = std::min(group, op.inner - begin);
+        const int64_t begin = g * group, there = std::min(group, b.columns - begin);
         for (int64_t column = 0; column < kTilePair; ++column) {
             int8_t* out = to + column / kTileSide * group * kTileSide + column % kTileSide * 4;
-            const int8_t* codes = op.b.codes + (first + column) * op.inner + begin;
+            const int8_t* codes = b.codes + (first + column) * b.columns + begin;
             const int64_t whole = column < count ? there / 4 * 4 : 0;
             int32_t sum = 0;
             for (int64_t i = 0; i < whole; i += 4) {
@@ -260,7 +260,7 @@ void pack_pair(const GroupedProduct& op, const Sizes& sizes, int64_t pair, int8_
             }
             starts[column] = -128 * sum;
             scale[column] =
-                column < count ? op.b.scale[(first + column) * steps.row + g * steps.group] : 0.0f;
+                column < count ? b.scale[(first + column) * steps.row + g * steps.group] : 0.0f;
         }
     }
 }
@@ -325,17 +325,12 @@ void multiply(const Factors& op, int8_t* rows, int64_t instructions) {
 
 }  // namespace
 
-LSQ_EXPORT void lsq_pack_grouped(const GroupedProduct& op, int8_t* packed) {
-    const Sizes sizes(op.columns, op.inner, op.b.group);
+LSQ_EXPORT void lsq_pack_grouped(const GroupedCodes& b, int64_t columns, int8_t* packed) {
+    const Sizes sizes(columns, b.columns, b.group);
     const int64_t bytes = sizes.groups * sizes.block;
 #pragma omp parallel for schedule(static)
     for (int64_t pair = 0; pair < sizes.pairs; ++pair)
-        pack_pair(op, sizes, pair, packed + pair * bytes);
-}
-
-LSQ_EXPORT void lsq_multiply_grouped(const GroupedProduct& op, const int8_t* packed, int8_t* rows,
-                                     int64_t instructions) {
-    multiply({op.a, op.rows, op.columns, op.inner, packed, op.out}, rows, instructions);
+        pack_pair(b, columns, sizes, pair, packed + pair * bytes);
 }
 
 // A projection without its epilogue.
