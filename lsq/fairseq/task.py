@@ -168,7 +168,7 @@ class LSQTask(GradientTask):
                 interval=interval_of(self.cfg.log_interval),
                 folder=self.cfg.tensorboard_logdir or None,
                 step="update",
-                option="--lsq-clip-init {}",
+                option="--lsq-clips {}",
             )
             # fairseq tells no task that training is over: the summaries come when it drops the
             # task, or at exit

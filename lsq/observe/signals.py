@@ -27,21 +27,20 @@ def interval_of(log_interval: int) -> int:
     return log_interval * -(-LEAST_INTERVAL // log_interval)
 
 
-def complaint(
-    statistics: TensorStatistics, option: str = "QuantConfig(clip_init={!r})"
-) -> str | None:
+def complaint(statistics: TensorStatistics, option: str = "QuantConfig(clips={!r})") -> str | None:
     """Say what is wrong with a tensor, or None."""
     if statistics.clipped_share > LARGEST_CLIPPED_SHARE:
         return (
             f"{statistics.clipped_share:.1%} of its values are clipped (clip"
-            f" {statistics.clip:.4g}); the clip is too "
-            f"small: try {option.format('absmax')} or a lower learning rate"
+            f" {statistics.clip:.4g}), which is too small. If it learns, try a lower learning rate"
+            f" or {option.format('absmax')}; if it follows the values, they grew within a few steps"
         )
     if statistics.bits == 8 and statistics.largest_code <= SMALLEST_CODE:
         return (
             f"its largest code is {statistics.largest_code} of 127, fewer than 4 bits (clip"
-            f" {statistics.clip:.4g}); "
-            f"the clip is too large: try {option.format('mse')}"
+            f" {statistics.clip:.4g}), which is too large. If it follows the values, one of them is"
+            f" far beyond the others, and {option.format('learned')} clips it; if it learns, try a"
+            " higher learning rate"
         )
     return None
 
@@ -63,7 +62,7 @@ class Signals:
         interval: int,
         folder: str | None = None,
         step: str = "step",
-        option: str = "QuantConfig(clip_init={!r})",
+        option: str = "QuantConfig(clips={!r})",
     ):
         self.model, self.interval, self.folder = model, interval, folder
         self.clips = dict(quantized_tensors(model))

@@ -194,9 +194,9 @@ def write_costs(path: Path, costs: Costs) -> None:
     json_file.write(path, {"format": FORMAT, "version": VERSION, **fields}, "tensors", tensors)
 
 
-def read_costs(path: Path) -> Costs:
+def read_costs(path: str | Path) -> Costs:
     """Read a file of write_costs; ValueError if it is damaged, or another file or version."""
-    return json_file.read(path, _costs, REMEDY)
+    return json_file.read(Path(path), _costs, REMEDY)
 
 
 def _costs(content: Any) -> Costs:

@@ -41,8 +41,8 @@ def train(model: nn.Module, signals: Signals, *steps: int) -> list[int]:
         ),
         ({"largest_code": 8}, None),
         ({"largest_code": 7, "bits": 4}, None),
-        ({"clipped_share": 0.5}, "try QuantConfig(clip_init='absmax') or"),
-        ({"largest_code": 3, "kind": "weight"}, "try QuantConfig(clip_init='mse')"),
+        ({"clipped_share": 0.5}, "or QuantConfig(clips='absmax'); if it follows"),
+        ({"largest_code": 3, "kind": "weight"}, "QuantConfig(clips='learned') clips it"),
     ],
 )
 def test_complaint(changes, said):
@@ -91,7 +91,7 @@ def test_every_quantised_tensor_has_a_signal():
 
 def test_warned_once_for_each_tensor(caplog):
     model = converted(**FIXED, activation_clip=0.01)
-    signals = Signals(model, interval=1, step="update", option="--lsq-clip-init {}")
+    signals = Signals(model, interval=1, step="update", option="--lsq-clips {}")
     train(model, signals, 1, 2)
     warned = [record.message for record in caplog.records if record.name == "lsq.observe.signals"]
     activations = {name for name, one in signals.last.items() if one.kind == "activation"}
@@ -99,7 +99,7 @@ def test_warned_once_for_each_tensor(caplog):
     assert {message.split(",")[0] for message in warned} == activations
     assert all(", update 1: " in message for message in warned)
     narrow = [message for message in warned if "down" not in message]  # whose values are tiny here
-    assert all("try --lsq-clip-init absmax" in message for message in narrow)
+    assert all("or --lsq-clips absmax" in message for message in narrow)
     said = f"{len(activations)} of {len(signals.clips)} tensors were warned of"
     assert signals.summary().endswith(said)
     model = converted(**FIXED, activation_clip=1000.0)
