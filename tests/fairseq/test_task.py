@@ -151,4 +151,4 @@ def test_warnings_of_signals_name_options_of_fairseq(train, tmp_path, caplog, mo
     records = [record for record in caplog.records if record.name == "lsq.observe.signals"]
     warned = [record.getMessage() for record in records if record.levelno == logging.WARNING]
     assert warned and all("update 1: " in message for message in warned)
-    assert any("try --lsq-clip-init absmax" in message for message in warned)
+    assert any("or --lsq-clips absmax" in message for message in warned)
