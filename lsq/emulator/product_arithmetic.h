@@ -6,7 +6,6 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <limits>
 #include <vector>
 
 #pragma GCC optimize( \
@@ -16,17 +15,16 @@ namespace emulator {
 
 enum Type { kFloat32 = 0, kInt8 = 3, kInt32 = 10, kBfloat16 = 14 };
 enum Compute { kCompute32F = 68, kCompute32I = 72 };
-enum PointerMode { kHost = 0, kAlphaDeviceVectorBetaHost = 4 };
 
 struct Desc {
-    int32_t compute, scale, pointer_mode, transpose_a, transpose_b;
+    int32_t compute, scale, transpose_a, transpose_b;
 };
 struct Layout {
     int32_t type;
     uint64_t rows, columns;
     int64_t leading;
 };
-// A product as its descriptors describe it: D[m,n] = alpha * op(A)[m,k] * op(B)[k,n].
+// A product as its descriptors describe it: D[m,n] = op(A)[m,k] * op(B)[k,n].
 struct Problem {
     Desc desc;
     Layout a, b, d;
@@ -61,8 +59,6 @@ struct Job {
     Problem problem;
     const char *a, *b;
     char* d;
-    const float* alpha;  // of every row of D, or null
-    float scalar;
     void* workspace;
     size_t workspace_bytes;
 };
@@ -94,18 +90,7 @@ inline void multiply_integers(const Job& job, const int8_t* a, const int8_t* b, 
     for (int64_t column = 0; column < p.n; ++column) {
         for (int64_t row = 0; row < p.m; ++row) {
             const int32_t sum = dot(a + row * p.a.leading, b + column * p.b.leading, p.k);
-            const int64_t at = column * p.d.leading + row;
-            if (p.d.type == kInt32) {
-                reinterpret_cast<int32_t*>(d)[at] = sum * static_cast<int32_t>(job.scalar);
-            } else {
-                const float scaled =
-                    static_cast<float>(sum) * (job.alpha ? job.alpha[row] : job.scalar);
-                constexpr float kLow = std::numeric_limits<int8_t>::min(),
-                                kHigh = std::numeric_limits<int8_t>::max();
-                const float code =
-                    std::isnan(scaled) ? 0 : std::clamp(std::nearbyint(scaled), kLow, kHigh);
-                reinterpret_cast<int8_t*>(d)[at] = static_cast<int8_t>(code);
-            }
+            reinterpret_cast<int32_t*>(d)[column * p.d.leading + row] = sum;
         }
     }
 }
@@ -130,7 +115,7 @@ inline void multiply_floats(const Job& job, const char* a, const char* b, char* 
     const std::vector<double> right = lines(b, p.b, p.n, p.k, !p.desc.transpose_b);
     for (int64_t column = 0; column < p.n; ++column) {
         for (int64_t row = 0; row < p.m; ++row) {
-            const double sum = dot(&left[row * p.k], &right[column * p.k], p.k) * job.scalar;
+            const double sum = dot(&left[row * p.k], &right[column * p.k], p.k);
             const int64_t at = column * p.d.leading + row;
             if (p.d.type == kFloat32) {
                 reinterpret_cast<float*>(d)[at] = static_cast<float>(sum);

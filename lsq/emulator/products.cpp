@@ -79,8 +79,7 @@ const Variant* variant(const Algorithm* algorithm) {
 
 bool types_supported(int32_t compute, int32_t scale, int32_t a, int32_t b, int32_t c, int32_t d) {
     if (a != b || c != d) return false;
-    const bool exact = scale == kInt32 && d == kInt32, scaled = scale == kFloat32 && d == kInt8;
-    if (compute == kCompute32I) return a == kInt8 && (exact || scaled);
+    if (compute == kCompute32I) return a == kInt8 && scale == kInt32 && d == kInt32;
     const bool floats = a == kFloat32 || a == kBfloat16;
     return compute == kCompute32F && scale == kFloat32 && floats && (d == a || d == kFloat32);
 }
@@ -102,10 +101,7 @@ int describe(const Desc* desc, const Layout* a, const Layout* b, const Layout* c
     if (!fits || !spaced) return kInvalidValue;
     if (!types_supported(desc->compute, desc->scale, a->type, b->type, c->type, d->type))
         return kNotSupported;
-    const bool integers = a->type == kInt8,
-               vector = desc->pointer_mode == kAlphaDeviceVectorBetaHost;
-    if (desc->pointer_mode != kHost && !(vector && integers && desc->scale == kFloat32))
-        return kNotSupported;
+    const bool integers = a->type == kInt8;
     const bool even = (m | k | a->leading | b->leading | d->leading) % 4 == 0;
     return integers && !(desc->transpose_a == 1 && desc->transpose_b == 0 && even) ? kNotSupported
                                                                                    : kSuccess;
@@ -193,7 +189,6 @@ const char* run_product(const void* data) {
     const Problem& problem = job.problem;
     const char* fault = touch(problem.a, job.a, false);
     if (!fault) fault = touch(problem.b, job.b, false);
-    if (!fault && job.alpha) fault = emulator_use(job.alpha, 4 * problem.m, false);
     if (!fault) fault = emulator_use(job.workspace, job.workspace_bytes, true);
     if (!fault) fault = touch(problem.d, job.d, true);
     if (!fault) multiply(job);
@@ -214,14 +209,13 @@ LSQ_EXPORT int cublasLtDestroy(Handle* handle) {
 }
 
 LSQ_EXPORT int cublasLtMatmulDescCreate(Desc** desc, int32_t compute, int32_t scale) {
-    *desc = new Desc{compute, scale, kHost, 0, 0};
+    *desc = new Desc{compute, scale, 0, 0};
     return called("cublasLtMatmulDescCreate");
 }
 
 LSQ_EXPORT int cublasLtMatmulDescSetAttribute(Desc* desc, int32_t attribute, const void* value,
                                               size_t bytes) {
     switch (attribute) {
-        case 2: return take(desc->pointer_mode, value, bytes);
         case 3: return take(desc->transpose_a, value, bytes);
         case 4: return take(desc->transpose_b, value, bytes);
     }
@@ -332,18 +326,14 @@ LSQ_EXPORT int cublasLtMatmul(Handle* handle, const Desc* desc, const void* alph
         misaligned(b, alignment) || misaligned(d, alignment) || misaligned(workspace, 256) ||
         workspace_bytes < result.workspace || (result.workspace && !workspace))
         return kInvalidValue;
-    const bool integers = desc->scale == kInt32,
-               vector = desc->pointer_mode == kAlphaDeviceVectorBetaHost;
-    const auto number = [integers](const void* at) {
+    const auto number = [integers = desc->scale == kInt32](const void* at) {
         return integers ? static_cast<float>(*static_cast<const int32_t*>(at))
                         : *static_cast<const float*>(at);
     };
-    if (number(beta) != 0) return kNotSupported;
+    if (number(alpha) != 1 || number(beta) != 0) return kNotSupported;
     job.a = static_cast<const char*>(a);
     job.b = static_cast<const char*>(b);
     job.d = static_cast<char*>(d);
-    job.alpha = vector ? static_cast<const float*>(alpha) : nullptr;
-    job.scalar = vector ? 0 : number(alpha);
     job.workspace = workspace;
     job.workspace_bytes = result.workspace;
     static_assert(std::is_trivially_copyable_v<Job>, "a capture keeps copies");

@@ -154,8 +154,7 @@ class LaunchList:
             self._list,
             what.encode(),
             ctypes.c_void_p(prepared.native.address),
-            *map(ctypes.c_void_p, (*words, None)),  # None, 1.0: of no product the result is scaled
-            ctypes.c_float(1.0),
+            *map(ctypes.c_void_p, words),
         )
 
 

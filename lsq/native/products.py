@@ -37,7 +37,7 @@ class _Spec(ctypes.Structure):
     _fields_ = [
         (name, ctypes.c_int64)
         for name in (
-            "m n k dtype out_dtype alpha transpose_a transpose_b leading_a leading_b leading_out"
+            "m n k dtype out_dtype transpose_a transpose_b leading_a leading_b leading_out"
         ).split()
     ]
 
@@ -153,7 +153,7 @@ class Matmul:
         """
         pointers = [ctypes.c_void_p(address) for address in operands]
         addresses = ctypes.c_void_p(workspace), workspace_bytes, ctypes.c_void_p(stream)
-        _call("run", self._handle, *pointers, None, *addresses)
+        _call("run", self._handle, *pointers, *addresses)
 
     def close(self) -> None:
         """Free it; nothing may run it any more."""

@@ -11,7 +11,7 @@ namespace {
 
 enum ComputeType : int32_t { kCompute32F = 68, kCompute32I = 72 };
 enum Transposition : int32_t { kPlain = 0, kTransposed = 1 };
-enum DescAttribute : int32_t { kDescPointerMode = 2, kDescTransposeA = 3, kDescTransposeB = 4 };
+enum DescAttribute : int32_t { kDescTransposeA = 3, kDescTransposeB = 4 };
 enum PreferenceAttribute : int32_t {
     kPreferenceWorkspace = 1,
     kPreferenceReductionSchemes = 3,
@@ -133,13 +133,9 @@ MatrixProduct::MatrixProduct(std::shared_ptr<CublasLt> library, const ProductSpe
     expect(library_->desc_create(&desc, integers ? kCompute32I : kCompute32F, scale_type_),
            "cublasLtMatmulDescCreate");
     desc_.reset(desc);
-    const auto mode = spec.alpha == static_cast<int64_t>(Alpha::kVector)
-                          ? PointerMode::kAlphaDeviceVectorBetaHost
-                          : PointerMode::kHost;
     const auto attribute = [&](DescAttribute which, int32_t value) {
         expect(set(library_->desc_set, desc, which, value), "cublasLtMatmulDescSetAttribute");
     };
-    attribute(kDescPointerMode, static_cast<int32_t>(mode));
     // Row-major [N,K] is column-major [K,N]: transposed, it is op(A)[N,K]. Our a [M,K] is
     // op(B)[K,M] as it lies.
     attribute(kDescTransposeA, spec.transpose_b ? kPlain : kTransposed);
@@ -214,7 +210,7 @@ void MatrixProduct::choose(const Algorithm& algorithm) {
     handle_ = library_->handle();
 }
 
-int MatrixProduct::run(const void* a, const void* b, void* out, const void* alpha, void* workspace,
+int MatrixProduct::run(const void* a, const void* b, void* out, void* workspace,
                        size_t workspace_bytes, void* stream) const noexcept {
     if (!handle_) return kNotInitialized;
     if (!a || !b || !out || !aligned(a, kOperandAlignment) || !aligned(b, kOperandAlignment) ||
@@ -226,9 +222,7 @@ int MatrixProduct::run(const void* a, const void* b, void* out, const void* alph
     const bool integers = scale_type_ == static_cast<int32_t>(DataType::kInt32);
     const void* one = integers ? static_cast<const void*>(&kOneInt) : &kOneFloat;
     const void* zero = integers ? static_cast<const void*>(&kZeroInt) : &kZeroFloat;
-    if (spec_.alpha == static_cast<int64_t>(Alpha::kOne)) alpha = one;
-    if (!alpha) return kInvalidValue;
-    return library_->matmul(handle_, desc_.get(), alpha, b, b_.get(), a, a_.get(), zero, out,
+    return library_->matmul(handle_, desc_.get(), one, b, b_.get(), a, a_.get(), zero, out,
                             out_.get(), out, out_.get(), &chosen_.algorithm, workspace,
                             workspace_bytes, stream);
 }

@@ -1,9 +1,8 @@
 // Matrix products of cuBLASLt, opened at run time without CUDA headers: enums carry the values of
 // cublasLt.h.
 //
-// out[M,N] = alpha * a[M,K] * b[N,K]^T, row-major. cuBLASLt is column-major: out is its D[N,M], b
-// its A, a its B. This form ("TN") is its only one for int8. Its vector alpha has one number per
-// column of out.
+// out[M,N] = a[M,K] * b[N,K]^T, row-major. cuBLASLt is column-major: out is its D[N,M], b its A, a
+// its B. This form ("TN") is its only one for int8.
 #pragma once
 
 #include <cstddef>
@@ -17,8 +16,6 @@
 namespace lsq {
 
 enum class DataType : int32_t { kFloat32 = 0, kInt8 = 3, kInt32 = 10, kBfloat16 = 14 };
-enum class Alpha : int64_t { kOne = 0, kScalar = 1, kVector = 2 };
-enum class PointerMode : int32_t { kHost = 0, kAlphaDeviceVectorBetaHost = 4 };
 
 enum Status : int {
     kSuccess = 0,
@@ -48,7 +45,6 @@ static_assert(sizeof(Algorithm) == 64 && sizeof(Candidate) == 96, "the layout of
 struct ProductSpec {
     int64_t m, n, k;
     int64_t type, out_type;  // DataType
-    int64_t alpha;           // Alpha
     int64_t transpose_a;     // 1: a lies as [K,M]
     int64_t transpose_b;     // 1: b lies as [K,N]
     int64_t leading_a, leading_b, leading_out;
@@ -118,11 +114,9 @@ public:
     void choose(const Algorithm& algorithm);
     size_t workspace_bytes() const { return chosen_.workspace_bytes; }
 
-    // Returns a Status. Addresses are multiples of 16 bytes, that of the workspace of 256. `alpha`
-    // is ignored for Alpha::kOne, points to a float of the host for kScalar (read at once) and to N
-    // floats of the device for kVector.
-    int run(const void* a, const void* b, void* out, const void* alpha, void* workspace,
-            size_t workspace_bytes, void* stream) const noexcept;
+    // Returns a Status. Addresses are multiples of 16 bytes, that of the workspace of 256.
+    int run(const void* a, const void* b, void* out, void* workspace, size_t workspace_bytes,
+            void* stream) const noexcept;
 
     std::string describe() const;           // "int8 [41,64] x [48,64]^T -> int32 [41,48]"
     std::string explain(int status) const;  // what a status of `run` means, and what to do

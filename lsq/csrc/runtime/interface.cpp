@@ -26,8 +26,6 @@ struct Launch {
 struct ProductCall {
     const MatrixProduct* product;
     void *const *a, *const *b, *const *out;
-    void* const* alphas;  // floats on the device, or null: `alpha` is the only one
-    float alpha;
 };
 
 struct Workspace {
@@ -86,9 +84,8 @@ void LaunchList::add(const std::string& what, const ProductCall& call) {
 int LaunchList::start(const Entry& entry, void* stream, const Workspace& workspace) {
     if (entry.is_product) {
         const ProductCall& call = products_[entry.index];
-        const void* alpha = call.alphas ? *call.alphas : &call.alpha;
-        return call.product->run(*call.a, *call.b, *call.out, alpha, workspace.memory,
-                                 workspace.bytes, stream);
+        return call.product->run(*call.a, *call.b, *call.out, workspace.memory, workspace.bytes,
+                                 stream);
     }
     Launch& l = launches_[entry.index];
     return driver_.launch(l.function, l.grid[0], l.grid[1], l.grid[2], l.block[0], l.block[1],
@@ -241,11 +238,10 @@ LSQ_EXPORT void lsq_list_add_launch(void* list, const char* what, void* function
     static_cast<LaunchList*>(list)->add(what, launch);
 }
 
-// a, b, out, alphas: of words, see ProductCall.
+// a, b, out: of words, see ProductCall.
 LSQ_EXPORT void lsq_list_add_product(void* list, const char* what, const void* product,
-                                     void* const* a, void* const* b, void* const* out,
-                                     void* const* alphas, float alpha) {
-    const ProductCall call{static_cast<const MatrixProduct*>(product), a, b, out, alphas, alpha};
+                                     void* const* a, void* const* b, void* const* out) {
+    const ProductCall call{static_cast<const MatrixProduct*>(product), a, b, out};
     static_cast<LaunchList*>(list)->add(what, call);
 }
 

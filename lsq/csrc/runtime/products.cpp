@@ -95,11 +95,10 @@ LSQ_EXPORT int64_t lsq_product_choose(lsq::MatrixProduct* product, const void* a
 }
 
 LSQ_EXPORT int64_t lsq_product_run(const lsq::MatrixProduct* product, const void* a, const void* b,
-                                   void* out, const void* alpha, void* workspace,
-                                   int64_t workspace_bytes, void* stream, char* text,
-                                   int64_t bytes) {
+                                   void* out, void* workspace, int64_t workspace_bytes,
+                                   void* stream, char* text, int64_t bytes) {
     const int status =
-        product->run(a, b, out, alpha, workspace, static_cast<size_t>(workspace_bytes), stream);
+        product->run(a, b, out, workspace, static_cast<size_t>(workspace_bytes), stream);
     if (status != lsq::kSuccess) Message{text, bytes}.write(product->explain(status));
     return status;
 }
