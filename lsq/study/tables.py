@@ -7,7 +7,7 @@ from lsq import extras
 
 UNLIMITED = 10**6
 STEPS = ((None, None), (None, 10), (20, 10), (12, 10))
-"""(text, titles): widths of cells, of which the first pair that fits is used. Numbers never wrap."""
+"""(text, titles): largest widths of cells; the first pair that fits counts. Numbers never wrap."""
 
 
 def fitted(
