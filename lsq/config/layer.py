@@ -197,12 +197,10 @@ class LayerConfig:
 
     @property
     def of_keys(self) -> int:
-        """Heads of keys."""
         return self.heads if self.kv_heads is None else self.kv_heads
 
     @property
     def head_columns(self) -> int:
-        """Columns of a head."""
         return self.hidden // self.heads if self.head_width is None else self.head_width
 
     @property

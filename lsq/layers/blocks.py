@@ -102,10 +102,7 @@ def bias_of(config: LayerConfig, name: str) -> str | None:
 def project_heads(
     builder: LayerBuilder, config: LayerConfig, x: Rows, name: str, parts: int
 ) -> Rows:
-    """Project x to queries (1 part), keys and values (2), or all three (3).
-
-    With 3 parts, `config.rotary` rotates queries and keys.
-    """
+    """Project x to queries (parts=1), keys and values (2), or all three, rotated if asked (3)."""
     hidden, rotates = config.hidden, parts == 3 and config.rotary is not None
     columns = parts % 2 * config.query_columns + parts // 2 * 2 * config.key_columns
     heads = builder.project(
@@ -188,10 +185,7 @@ def self_attention(
     causal: bool,
     qkv: Rows | None = None,
 ) -> VirtualTensor:
-    """Attend within sentences: floats [M, H]. `qkv`: the projected heads, if they exist already.
-
-    Raises ValueError for a window without `causal`.
-    """
+    """Attend within sentences, from x or `qkv`; ValueError for a window without `causal`."""
     if config.window is not None and not causal:
         raise ValueError(
             f"window is {config.window}, but only causal self-attention has one: leave it out"
@@ -298,10 +292,7 @@ def norm(
     clip: str | None,
     keep_float: bool,
 ) -> Residual:
-    """Normalise residual + dropout(update).
-
-    Returns the norm's rows, with its floats if `keep_float`, else with the sum.
-    """
+    """Normalise residual + dropout(update): rows, and floats if `keep_float`, else the sum."""
     rows, columns = shape = residual.shape
     # under pre-norm the next sum reads z, and so does a gradient that reads no codes
     kept = config.pre_norm or builder.backward and not builder.keeps_codes

@@ -32,7 +32,6 @@ OUTDATED_COUNTS = ("calibrated", "passes")
 
 
 def save(destination: dict[str, torch.Tensor], prefix: str, quantization: QuantConfig) -> None:
-    """Put the format into a state dict."""
     text = json.dumps(fields_of(quantization))
     destination[prefix + NAME] = torch.tensor(
         list(text.encode()), dtype=torch.float32, device="cpu"

@@ -37,7 +37,7 @@ class FollowedClips:
 
     def __init__(self):
         self._seen: torch.Tensor | None = None
-        """[2, clips, APART], only the first of APART used: training passes since a step, others."""
+        """[2, clips, APART]: of training passes since a step, of other passes; APART is padding."""
         self._rows: dict[str, int] = {}
         self._step = steps.count
 
@@ -70,10 +70,7 @@ class FollowedClips:
     def memory(
         self, wanted: Iterable[tuple[str, str]], clips: Mapping[str, torch.Tensor], *, counts: bool
     ) -> dict[str, torch.Tensor]:
-        """Return float32 [1] to record into, by name, for each (name, clip) of `wanted`.
-
-        `counts`: the clips will follow what is recorded there.
-        """
+        """Return float32 [1] to record in, for each (name, clip) of `wanted`, by name."""
         if self._seen is None:
             self._rows = {name: row for row, name in enumerate(clips)}
             device = next((clip.device for clip in clips.values()), None)
@@ -210,7 +207,6 @@ class ClippedModule(nn.Module):
     # Clips
 
     def clips(self, kinds: Collection[Kind] = CLIPS) -> dict[str, nn.Parameter]:
-        """Return the clips of these kinds by name."""
         return {
             name: self.own_parameter(name)
             for name, declared in self.declared.items()
@@ -218,7 +214,6 @@ class ClippedModule(nn.Module):
         }
 
     def activation_clips(self) -> dict[str, nn.Parameter]:
-        """Return the clips of activations by name."""
         return self.clips((Kind.ACTIVATION_CLIP,))
 
     @property
@@ -332,10 +327,7 @@ class ClippedModule(nn.Module):
         return made
 
     def _fit_clips(self, program: Program, parameters: dict[str, torch.Tensor]) -> list[str]:
-        """Resize clips where weights were resized, and return the names of these weights.
-
-        Raises ValueError if another parameter has another shape.
-        """
+        """Resize clips to resized weights, and name these; ValueError for other parameters."""
         resized = []
         for virtual in program.parameters:
             name, declared, found = virtual.name, virtual.declared, parameters[virtual.name]

@@ -121,7 +121,7 @@ class ReadOnly(torch.Tensor):
         own = getattr(self, "codes", None)
         if own is None or getattr(value, "codes", None) is not own:
             raise RuntimeError(f".data cannot be set: {ADVICE}")
-        torch.Tensor.data.__set__(self, value)  # nn.Module.to changes the dtype so
+        torch.Tensor.data.__set__(self, value)  # as nn.Module.to does for another dtype
 
     @property
     def requires_grad(self) -> bool:

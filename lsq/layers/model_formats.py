@@ -69,7 +69,7 @@ def check_patterns(model: nn.Module, quant: QuantConfig) -> None:
 
 
 def decoded_summary(model: nn.Module) -> str | None:
-    """Return a line that counts tensors multiplied as decoded values, by format; None: none are."""
+    """Return a line that counts tensors multiplied as decoded values, by format, or None."""
     found: dict[str, Counter[str]] = {}
     for module in model.modules():
         if isinstance(module, ClippedModule) and module.quant.quantized and not module.quant.coded:

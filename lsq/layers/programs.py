@@ -59,10 +59,7 @@ def encoder_layer(
     causal: bool = False,
     heads: bool = False,
 ) -> Program:
-    """An encoder layer: x [M, H] -> [M, H].
-
-    `heads`: output queries, keys and values [M, ...] as well, and the scale of their codes.
-    """
+    """An encoder layer: x [M, H] -> [M, H]; `heads`: also queries, keys, values and their scale."""
     b = _layer_builder("encoder_layer", config, mode)
     x, cu_seqlens = packed(b, sentences, config)
     residual = blocks.enter(b, config, x, "self_attn_layer_norm", "self_attn.input_clip")

@@ -135,7 +135,6 @@ class Schedule:
         self._uncounted = not trained
 
     def save(self, destination: dict[str, torch.Tensor], prefix: str) -> None:
-        """Put the state into a state dict."""
         for name in self.NAMES:
             value = float(getattr(self, name))
             destination[prefix + name] = torch.tensor(value, dtype=torch.float64, device="cpu")

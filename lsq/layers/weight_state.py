@@ -80,11 +80,9 @@ class WeightState:
         return {name: tensor for codes in every for name, tensor in codes.tensors.items()}
 
     def clear(self) -> None:
-        """Drop all codes."""
         self._weights = {}
 
     def forget(self, name: str) -> None:
-        """Drop the codes of one weight."""
         self._weights = {other: one for other, one in self._weights.items() if other != name}
 
     def changed(self, name: str, values: Tensor) -> bool:

@@ -96,16 +96,13 @@ def _remembered_packing(
 def rotation_of(
     cosine: torch.Tensor, sine: torch.Tensor, packing: Packing
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (table float32 [P, D], positions int64 [R]) for cosine and sine [B or 1, T, D].
-
-    P is a power of two, so that few programs are built.
-    """
+    """Return (table float32 [P, D], positions int64 [R]) of cosine and sine [B or 1, T, D]."""
 
     def make() -> tuple[torch.Tensor, torch.Tensor]:
         (batch, time), half = packing.shape, cosine.shape[2] // 2
         table = torch.cat([cosine[..., :half], sine[..., :half]], dim=2).flatten(0, 1).float()
         positions = torch.arange(len(table), device=table.device).view(len(cosine), time)
-        filled = 2 ** (len(table) - 1).bit_length()
+        filled = 2 ** (len(table) - 1).bit_length()  # so that few programs are built
         table = functional.pad(table, (0, 0, 0, filled - len(table)))
         return table, packing.pack(positions.expand(batch, time))
 

@@ -128,10 +128,7 @@ def own_methods(module: nn.Module, kind: type[nn.Module]) -> str | None:
 
 
 def hooked_everywhere() -> str | None:
-    """Describe a hook of all modules (register_module_forward_hook), or return None.
-
-    Hooks of a rehearsal do not count: they only look.
-    """
+    """Describe a hook of all modules, or return None; hooks of a rehearsal only look."""
     for name in GLOBAL_HOOKS:
         if any(_home(hook) != REHEARSAL for hook in vars(torch_module)[name].values()):
             return f"a hook of all modules ({name})"

@@ -452,7 +452,7 @@ class FusedLayer(InPlace):
             )
         if self._fills(cache):
             return True
-        # some passes are run for that alone
+        # a pass may run without gradients to measure clips
         measures = self.training and self.calibration_due()
         program = self.training and torch.is_grad_enabled() or measures
         if program:

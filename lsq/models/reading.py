@@ -31,10 +31,7 @@ LABELS = {
 def sources(
     modules: Modules, *, bias: bool = True, norm_bias: bool = True
 ) -> dict[str, tuple[str, ...]]:
-    """Map the program's parameters in `modules` to paths of the layer's parameters.
-
-    `bias`, `norm_bias`: whether linear layers and norms may have biases.
-    """
+    """Map the program's parameters in `modules` to paths of the layer's, biases if allowed."""
     parameters = {}
     for name, paths in modules.items():
         norm = name.endswith("norm")

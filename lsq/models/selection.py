@@ -49,7 +49,6 @@ class Layer:
 
     @property
     def weights(self) -> int:
-        """Number of its weights."""
         return self.inputs * self.outputs
 
     def row(self) -> tuple[str, str, str]:
@@ -266,7 +265,7 @@ def _within(linear: Conversion, wholes: list[str]) -> Conversion:
 
 
 def stacks_of(model: nn.Module, minimum_width: int) -> tuple[Stack, ...]:
-    """Return parameters [layers, ..., ...] outside of torch.nn's modules that may be weights."""
+    """Return parameters [layers, N, K], outside of torch.nn's modules, that may be weights."""
     return tuple(
         Stack(name=f"{prefix}.{name}" if prefix else name, shape=tuple(parameter.shape))
         for prefix, module in model.named_modules()
@@ -353,10 +352,7 @@ def _adapters(names: Mapping[str, nn.Module]) -> set[int]:
 
 
 def _heads(names: Mapping[str, nn.Module]) -> set[int]:
-    """Return ids of linear layers without a bias that project onto a vocabulary.
-
-    Models name them (get_output_embeddings); else their width decides.
-    """
+    """Return ids of projections onto a vocabulary without a bias: as models say, or by width."""
     models = [module for module in names.values() if hasattr(module, "get_output_embeddings")]
     heads = [module.get_output_embeddings() for module in models] or [
         module

@@ -66,7 +66,7 @@ class Bounds:
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """A program of m rows and its tensors; copies of those that change before gradients come."""
+    """A program of m rows, and its tensors: copied if they may change before gradients come."""
 
     program: Program
     backend: Backend

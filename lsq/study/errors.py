@@ -45,10 +45,7 @@ def gaussian(bits: float) -> float:
 
 
 def laplacian(bits: float) -> float:
-    """Return the SNR in dB of Shannon's bound for a Laplacian, distortion e / pi 2^(-2 bits).
-
-    Below 1 or 2 bits it is higher than what can be reached.
-    """
+    """Return Shannon's bound for a Laplacian, e / pi 2^(-2 bits), in dB: too high below 2 bits."""
     return DECIBELS_PER_BIT * bits + 10 * math.log10(math.pi / math.e)
 
 

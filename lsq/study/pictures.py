@@ -28,10 +28,7 @@ DECADES = 4
 
 
 def draw(errors: Errors, path: Path, title: str = "") -> None:
-    """Draw medians of formats beside limits into a .png, .svg or .pdf.
-
-    Raises ValueError for another kind of file, or if nothing was measured.
-    """
+    """Draw medians of formats beside limits; ValueError unless into a .png, .svg or .pdf."""
     if not errors.kinds:
         raise ValueError("nothing was measured, so there is nothing to draw")
     if path.suffix not in (".png", ".svg", ".pdf"):

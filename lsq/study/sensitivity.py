@@ -362,7 +362,7 @@ def _resumed(costs: Costs, wanted: Collection[tuple[str, str]], path: Path) -> C
 
 @contextlib.contextmanager
 def _still(model: nn.Module, weights: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Put a model into eval mode in this context; only weights have gradients, clips have none."""
+    """Put a model into eval mode in this context; let weights have gradients, and clips none."""
     before = [(module, module.training) for module in model.modules()]
     wanted = {weight: True for weight in weights}
     for module, _ in before:

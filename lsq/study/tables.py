@@ -19,11 +19,7 @@ def fitted(
     keys: int = 1,
     width: int | None = None,
 ) -> str:
-    """Format a table at most as wide as `width`, or the terminal.
-
-    Text wraps; if that is not enough, the right half of the columns follows below, after the first
-    `keys` columns.
-    """
+    """Format a table as wide as `width` or the terminal: text wraps, last columns go on below."""
     extras.require("a table", "study")
     from tabulate import tabulate
 

@@ -79,10 +79,7 @@ def weights_of(
 
 
 def chosen_by(patterns: Iterable[str], names: Iterable[str]) -> set[str]:
-    """Return names that a pattern with * and ? fits; all without patterns.
-
-    Raises ValueError for a pattern that fits no name.
-    """
+    """Return names that a pattern fits, all without patterns; ValueError if a pattern fits none."""
     names, patterns = list(names), list(patterns)
     chosen = set() if patterns else set(names)
     for pattern in patterns:
