@@ -118,8 +118,7 @@ class LayerConfig:
     rotary: Rotary | None = None
     """Rotary embeddings of queries and keys in self-attention; None: no rotation."""
     qk_norm: float | None = None
-    """Epsilon of an RMSNorm of each query and key head before rotation, as in Qwen3; None: no
-    such norm."""
+    """Epsilon of an RMSNorm of query and key heads before rotation, as in Qwen3; None: no norm."""
     relative_bias: RelativeBias | None = None
     """Biases of self-attention scores by the distance of key and query; None: no biases."""
     feed_forward: int
@@ -205,7 +204,6 @@ class LayerConfig:
 
     @property
     def query_columns(self) -> int:
-        """Columns of all heads of queries."""
         return self.heads * self.head_columns
 
     @property

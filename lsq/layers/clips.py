@@ -201,7 +201,6 @@ class ClippedModule(nn.Module):
             self.weight_masks.add(self, name)
 
     def mask_names(self) -> list[str]:
-        """Return the names of masks in this module's state dict."""
         return [] if self.weight_masks is None else self.weight_masks.state_names(self)
 
     # Clips
@@ -298,8 +297,7 @@ class ClippedModule(nn.Module):
         widens: bool = False,
         **options,
     ) -> None:
-        """Measure the clip of x; `into`: the tensor that the pass reads; `widens`: only grow, and
-        ignore values that are not finite."""
+        """Measure the clip of x; `into`: as the pass reads it; `widens`: only grow, ignore NaN."""
         parameter, how = self.own_parameter(clip), self.quant.clip_init
         kept = parameter.data
         target = kept.float() if into is None else into

@@ -173,7 +173,6 @@ class ProgramModule(ClippedModule):
         return run
 
     def _tensors_of(self, run: Pass, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Gather all tensors that the program reads, by name."""
         key = self._random_key(run.program, inputs, run.backend)
         codes = self.weight_state.codes(self, run.program, run.parameters, run.backend)
         tensors = {**run.parameters, **inputs, "random_key": key, **codes}
@@ -234,8 +233,7 @@ class ProgramModule(ClippedModule):
         self._drop_codes()
 
     def reached(self, nothing: Tensor, *inputs: Tensor) -> Tensor:
-        """Return the empty result `nothing`, linked to all parameters: DDP waits for a gradient
-        of each, here zeros."""
+        """Return an empty result, linked to all parameters: DDP awaits a gradient of each."""
         return nothing + sum(one.sum() for one in (*self.parameters(), *inputs)).to(nothing.dtype)
 
     def calibration_due(self) -> bool:
@@ -354,8 +352,7 @@ def _records(program: Program) -> tuple[tuple[str, str], ...]:
 
 
 def rows_of(x: Tensor, width: int) -> Tensor:
-    """Return x [..., width] as rows [M, width]; raises ValueError if x is empty or has another
-    width."""
+    """Return x [..., width] as rows [M, width]; ValueError if it is empty or of another width."""
     if x.dim() == 0 or x.shape[-1] != width or x.numel() == 0:
         raise ValueError(f"the input is {tuple(x.shape)}; it must be [..., {width}] and not empty")
     # x itself if possible, so that planned memory recognises it

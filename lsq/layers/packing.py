@@ -1,7 +1,6 @@
 """Packing: tokens of padded sentences as rows, one sentence after another, and back.
 
-B sentences, T time, M tokens without padding, H hidden size, R rows. R is at least M; rows from M
-on are padding.
+B sentences, T time, M tokens, H hidden size, R rows: at least M, those from M on are padding.
 """
 
 import torch

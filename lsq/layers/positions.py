@@ -102,8 +102,7 @@ def _buckets(relative: RelativeBias, causal: bool, device: torch.device) -> torc
 
 
 def bucket_of_distances(relative: RelativeBias, causal: bool) -> torch.Tensor:
-    """Return T5's bucket of each key, from L = `farthest` before a query to L behind it: int64
-    [2L + 1]."""
+    """Return T5's buckets of keys, from L = `farthest` before a query to L behind: [2L + 1]."""
     distance = torch.arange(-relative.farthest, relative.farthest + 1)
     buckets = relative.buckets if causal else relative.buckets // 2
     behind = torch.zeros_like(distance) if causal else torch.where(distance > 0, buckets, 0)

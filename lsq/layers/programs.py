@@ -121,8 +121,7 @@ def vocabulary_loss(
     padding: int,
     smoothing: float,
 ) -> Program:
-    """Losses: x [M, H], target int64 [M] -> (loss [1], nll_loss [1]), summed over targets other
-    than `padding`."""
+    """Losses: x [M, H], target int64 [M] -> (loss [1], nll_loss [1]), sums without `padding`."""
     b = mode.builder("vocabulary_loss", quant)
     x = b.round(b.input("x", (rows, hidden)), "input_clip")
     target = b.input("target", (rows,), torch.int64)

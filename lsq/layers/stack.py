@@ -32,9 +32,9 @@ class Stack:
         return self._normalised(x)
 
     def step(self, tokens: torch.Tensor, states: dict[str, State], *memory) -> list[torch.Tensor]:
-        """Do what `rows` does for the last words of tokens int64 [B, T] alone: [B, H] each.
+        """Do what `rows` does for the last of tokens int64 [B, T] alone: [B, H] each.
 
-        `states`, empty at first, hold the words before. Raises ValueError unless these are T - 1.
+        `states`, empty at first, hold earlier words. Raises ValueError unless these are T - 1.
         """
         kept = states.get(_key(0), {}).get("history")
         past = 0 if kept is None else kept.shape[1]

@@ -314,11 +314,8 @@ class FusedLayer(InPlace):
         positions: int | None = None,
         heads: bool = False,
     ) -> Program:
-        """Build the layer's program.
-
-        `source`: sizes of encoder output. `positions`: rows of the rotary table. `heads`: output
-        queries, keys and values as well.
-        """
+        """Build the layer's program; `source`: sizes of encoder output; `positions`: rows of the
+        rotary table; `heads`: output queries, keys and values as well."""
         if source is not None:
             return programs.decoder_layer(self.config, sentences, source, mode)
         config = _with_positions(self.config, positions)
@@ -563,12 +560,9 @@ class FusedLayer(InPlace):
         heads: torch.Tensor,
         scale: torch.Tensor | None = None,
     ) -> None:
-        """Put keys and values of `heads` [M, ...] (queries, keys, values) into a cache.
-
-        They have no gradient: a backward pass through them raises an error.
-        """
+        """Put keys and values of `heads` [M, ...] (queries, keys, values) into a cache."""
         values = (heads if scale is None else heads * scale).to(dtype)
-        if y.requires_grad:
+        if y.requires_grad:  # a backward pass through the cache raises an error
             values = torch._C._functions.DelayedError(UNDIFFERENTIATED, 1)(values.requires_grad_())
         columns = [self.config.query_columns, self.config.key_columns, self.config.key_columns]
         _, *both = packing.unpack(values).split(columns, dim=2)

@@ -278,8 +278,7 @@ def stacks_of(model: nn.Module, minimum_width: int) -> tuple[Stack, ...]:
 def skipping(skip: Skip, names: Iterable[str]) -> Callable[[nn.Module, str], bool]:
     """Return a function of (module, name) that says whether to leave the module.
 
-    `names`: of all modules. Raises TypeError for another type of `skip`, and ValueError for a
-    pattern that fits no name.
+    Raises TypeError for another type of `skip`, and ValueError for a pattern that fits no name.
     """
     if callable(skip):
         return skip

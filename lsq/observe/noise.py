@@ -198,7 +198,6 @@ def decibels(*pairs: tuple[Tensor, Tensor, int]) -> float | None:
 
 
 def _slices(exact: Tensor, rounded: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """Return signal and noise of each slice that counts."""
     exact, rounded = exact.float(), rounded.float()
     if exact.dim() < 2:
         exact, rounded, dim = exact.reshape(1, -1), rounded.reshape(1, -1), 1

@@ -152,8 +152,7 @@ class _Statistics:
         form: Format | ScaledFormat | None,
         outside: int,
     ) -> None:
-        """Note statistics; `codes`: values for a ScaledFormat; `form`: None if scales are not of
-        the clip."""
+        """`codes`: values for a ScaledFormat. `form`: None if scales do not come from the clip."""
         bits = None if form is None else integer_bits(form)
         if isinstance(form, ScaledFormat) and bits is not None:
             codes = (codes / clip.view(-1, 1) * form.number.largest).round().nan_to_num()

@@ -48,10 +48,7 @@ def draw(errors: Errors, path: Path, title: str = "") -> None:
 
 
 def draw_costs(costs: Costs, path: Path) -> None:
-    """Draw measured costs over tensors, a colour for each format, into a .png, .svg or .pdf.
-
-    The title of a panel counts costs that are not finite.
-    """
+    """Draw measured costs over tensors into a .png, .svg or .pdf; titles count infinite costs."""
     names = list(dict.fromkeys(tensor.name for tensor in costs.tensors))
     shown = names if len(names) <= MOST_NAMES else []
     kinds = [kind for kind in KINDS if costs.of(kind)] or list(KINDS)

@@ -150,8 +150,7 @@ def _table_of(biases: torch.Tensor, relative: RelativeBias, causal: bool) -> tor
 def _pair_of_buckets(
     relative: RelativeBias, time: int, causal: bool, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return for each bucket a query and a key, int64 [buckets], and whether they exist, bool
-    [buckets, 1]."""
+    """Return a query and a key of each bucket, [buckets], and whether they exist, [buckets, 1]."""
     bucket, nearest = bucket_of_distances(relative, causal).tolist(), {}
     for distance in sorted(range(-relative.farthest, relative.farthest + 1), key=abs):
         nearest.setdefault(bucket[distance + relative.farthest], distance)
