@@ -37,7 +37,7 @@ class FollowedClips:
 
     def __init__(self):
         self._seen: torch.Tensor | None = None
-        """[2, clips, APART]: of training passes since a step, of other passes; APART is padding."""
+        """[2, clips, APART], of which one is used: of training passes since a step, of others."""
         self._rows: dict[str, int] = {}
         self._step = steps.count
 

@@ -142,7 +142,7 @@ class Schedule:
     def load(self, state_dict: dict[str, torch.Tensor], prefix: str) -> list[str]:
         """Take the state, or a mean of several, out of a state dict; return the missing names.
 
-        If only some of the averaged modules had measured clips, all are measured anew. Raises
+        If only some of the averaged states had measured clips, all clips are measured anew. Raises
         ValueError for a number out of range.
         """
         fallen = state_dict.pop(prefix + FALLEN, None)

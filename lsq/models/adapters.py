@@ -1,5 +1,4 @@
-"""LoRA adapters of PEFT in a fused layer (Hu et al. 2022): its program adds them to int8
-products."""
+"""LoRA adapters (Hu et al. 2022) of PEFT in a fused layer, whose program adds them to products."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

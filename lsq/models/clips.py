@@ -131,9 +131,9 @@ def load_clip_state(
 ) -> None:
     """Load a `clip_state` into the converted layers of `model`.
 
-    `other_format`: allow clips of another number format, see `load_other_format`. Raises
-    ValueError, before anything is loaded, if the model is not converted, the state has other
-    layers, shapes or (without `other_format`) formats, or a clip cannot be used.
+    `other_format`: allow clips of another number format, see `load_other_format`. Raises ValueError
+    if the model is not converted, the state has other layers, shapes or (without `other_format`)
+    formats, or a clip cannot be used; then nothing is loaded.
     """
     own, state = model.state_dict(), renamed(state)
     names = _names(model, "no clips can be loaded")
@@ -200,8 +200,8 @@ def load_other_format(
 
     Clips of weights are measured anew. Clips of activations are kept, or measured in the next pass
     if their format differs. `wanted`: names that the state must hold; clips of weights and formats
-    may be missing. Raises ValueError, before anything is loaded, if names or shapes do not fit, a
-    kept clip cannot be used, or clip_init="fixed" forbids to measure a clip.
+    may be missing. Raises ValueError if names or shapes do not fit, a kept clip cannot be used, or
+    clip_init="fixed" forbids to measure a clip; then nothing is loaded.
     """
     own, kept, optional = model.state_dict(), dict(state), set()
     activations_due, measured = False, set()

@@ -1,4 +1,4 @@
-"""Conversion of a model's linear layers, and known whole layers, to int8 in place, and back."""
+"""Conversion of a model's linear layers and known whole layers to int8 in place, and back."""
 
 import copy
 from collections.abc import Iterator
@@ -53,8 +53,8 @@ def convert(
         minimum_width: leave layers with fewer inputs or outputs, which would gain nothing.
         tied: also convert layers that share an embedding's weight.
         fused: convert whole layers; False: linear layers alone.
-        check: compare each fused layer, in its first pass, with the code of its class, on a few
-            tokens in floats.
+        check: in its first pass, compare each fused layer with the code of its class, in floats
+            on a few tokens.
 
     Returns:
         The report of converted layers, and of reasons to leave others; print it.

@@ -91,9 +91,9 @@ class FusedLayer(InPlace):
     """A layer of another model that runs as one program of lsq.
 
     Inner modules hold its parameters and are not called; clips are parameters of the layer itself.
-    Parameters that are one in the program, such as queries, keys and values, are joined. The
-    layer's own code runs instead, on rounded weights, if a pass needs more than the program gives
-    (decoding with a cache), or while patches or hooks change what the layer computes.
+    Parameters that are one in the program are joined, such as queries, keys and values. The layer's
+    own code runs on rounded weights if a pass needs more than the program gives (decoding with a
+    cache). It also runs while patches or hooks change what the layer computes.
     """
 
     STATE = (
@@ -314,8 +314,11 @@ class FusedLayer(InPlace):
         positions: int | None = None,
         heads: bool = False,
     ) -> Program:
-        """Build the layer's program; `source`: sizes of encoder output; `positions`: rows of the
-        rotary table; `heads`: output queries, keys and values as well."""
+        """Build the layer's program.
+
+        `source`: sizes of encoder output. `positions`: rows of the rotary table. `heads`: output
+        queries, keys and values, too.
+        """
         if source is not None:
             return programs.decoder_layer(self.config, sentences, source, mode)
         config = _with_positions(self.config, positions)

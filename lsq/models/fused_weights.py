@@ -20,7 +20,7 @@ def lie_together(parts: Sequence[nn.Parameter]) -> torch.Tensor | None:
     """Move parameters of equal width, such as queries, keys and values, into one block of memory.
 
     Each gets a storage of its own for its part: safetensors sees nothing shared. Returns the block,
-    which the caller keeps as long as it is used. Returns None, and moves nothing, if a parameter
+    which the caller keeps as long as it is used. Returns None if nothing was moved: a parameter
     shares its memory, is no plain tensor or has no memory yet.
     """
     kinds = {(type(part), part.dtype, part.device, part.shape[1:]) for part in parts}

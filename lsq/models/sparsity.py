@@ -240,8 +240,10 @@ class Sparsity:
 
     @property
     def changed(self) -> float:
-        """Share of values whose masks the last choice changed, 0 to 1: the flip rate, by which
-        Hu et al. 2024 (arXiv:2404.01847) judge whether `decay` is large enough."""
+        """Share of values, 0 to 1, whose masks the last choice changed.
+
+        By this flip rate Hu et al. 2024 (arXiv:2404.01847) judge if `decay` is large enough.
+        """
         return torch.stack(self._changed).mean().item() if self._changed else 0.0
 
     def finish(self) -> None:

@@ -22,8 +22,10 @@ CU_SEQLENS = {"sentences": "cu_seqlens", "source": "memory_cu_seqlens"}
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """Signal-to-noise of a module in one pass, in dB: the least of its outputs, the least of its
-    inputs' gradients, and that of all weights' gradients together."""
+    """Signal-to-noise of a module in one pass, in dB.
+
+    Of outputs and of inputs' gradients it is the least, of weights' gradients that of all together.
+    """
 
     output: float | None = None
     input_gradient: float | None = None
@@ -179,8 +181,8 @@ def _part(tensor: Tensor, virtual: VirtualTensor, index: Tensor | None) -> Tenso
 def decibels(*pairs: tuple[Tensor, Tensor, int]) -> float | None:
     """Return signal-to-noise of tensors together, 10 log10(signal / noise); None without signal.
 
-    noise / signal is the larger of two ratios: all noise over all signal, which a few large values
-    decide, and the mean of this ratio over slices, which many small slices decide. Slices without a
+    noise / signal is the larger of two ratios. A few large values decide the first, all noise over
+    all signal. Many small slices decide the second, the mean ratio of slices. Slices without a
     finite signal do not count.
 
     Args:

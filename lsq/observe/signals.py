@@ -1,5 +1,4 @@
-"""Signals of a training, every few steps: for each rounded tensor its clip, the shares of clipped
-values and of zero codes, and the gradient of the clip."""
+"""Signals of a training: each rounded tensor's clip, its gradient, clipped and zero shares."""
 
 import logging
 import os
