@@ -114,10 +114,8 @@ class QuantConfig:
     """"int8" quantises every projection; "float" quantises nothing and equals fairseq's own layers.
     """
     bits: int = 8
-    """Bits of integer codes, 2 to 8; for weights only if weight_format is "int8".
-
-    Every code is stored in an int8.
-    """
+    """Bits of integer codes, 2 to 8; for weights only if weight_format is "int8". An int8 stores
+    every code."""
     clips: str = "auto"
     """Where clips come from. "absmax": a weight's clips are the largest magnitudes of its rows at
     every update; an activation's clip follows the largest magnitude of earlier passes. "learned":
@@ -130,11 +128,8 @@ class QuantConfig:
     begin with 1 for weights and 16 for activations.
     """
     weight_granularity: str = "channel"
-    """One clip per output channel ("channel") or one per weight ("tensor").
-
-    Activations have one clip per tensor. Only the gated product of a feed-forward block has a scale
-    for each row, unless clips learn.
-    """
+    """One clip per output channel ("channel") or per weight ("tensor"). An activation has one clip;
+    the gated product of a feed-forward block has a scale per row instead, unless clips learn."""
     weight_format: str = "int8"
     """Format of weights. "int8" (integers of `bits` bits) and "int4" have fast products. Other
     formats of docs/numbers.md, such as "nvfp4" or "int6/row", are multiplied as decoded values.
@@ -142,10 +137,8 @@ class QuantConfig:
     "int8,*fc2*=nvfp4,encoder.layers.0.*=float32".
     """
     activation_format: str = "int8"
-    """Format of activations, written as for weights; only "int8" has fast products.
-
-    A pattern may also fit the name of a weight that reads the activation.
-    """
+    """Format of activations, written as for weights; only "int8" has fast products. A pattern may
+    also fit the name of a weight that reads the activation."""
     gradient_format: str = "int8"
     """Format of the gradients of products: "int8" rounds at random, others to the nearest."""
     clip_gradient: str = "pact"
@@ -161,11 +154,9 @@ class QuantConfig:
 
     calibration_passes: ClassVar[int] = CONSTANT["calibration_passes"]
     """The last training pass that measures learned clips again, while tensors still grow fast.
-
     Clips of activations are measured at passes 2, 4, 8, ... and the seven or more after each; the
     largest counts, so that every kind of batch has a say. Clips of weights are measured eight times
-    as often, each time the number of passes has grown by 9 %.
-    """
+    as often, each time the number of passes has grown by 9 %."""
     clip_step: ClassVar[float] = CONSTANT["clip_step"]
     """Largest relative change of a clip in one update. A step of Adam is about as long as its
     learning rate, which may be several percent of a small clip."""

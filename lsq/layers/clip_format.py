@@ -46,7 +46,6 @@ def load(state_dict: dict[str, torch.Tensor], prefix: str, quantization: QuantCo
 
 
 def fields_of(quantization: QuantConfig) -> dict[str, Any]:
-    """Return FIELDS with their values."""
     return {name: getattr(quantization, name) for name in FIELDS}
 
 

@@ -86,7 +86,6 @@ class ReadOnly(torch.Tensor):
         return made
 
     def decode(self) -> torch.Tensor:
-        """Return a plain tensor of its values."""
         return self.values
 
     @classmethod
@@ -140,7 +139,6 @@ class ReadOnly(torch.Tensor):
         raise RuntimeError(f"no value can be set: {ADVICE}")
 
     def contiguous(self, **_) -> torch.Tensor:
-        """Return the values in contiguous memory."""
         return self.decode().contiguous()
 
     def data_ptr(self, **_):

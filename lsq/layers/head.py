@@ -60,8 +60,7 @@ class Head(InPlace):
     ) -> torch.Tensor:
         """Return PyTorch's cross-entropy of rows [M, H] and target int64 [M], in float32.
 
-        Raises ValueError for a target that is neither a word nor `ignore`; on a GPU the loss is NaN
-        instead.
+        Raises ValueError for a target that is no word and not `ignore`; on a GPU the loss is NaN.
         """
         words, counted = len(self.weight), target != ignore
         count = counted.sum()

@@ -81,11 +81,7 @@ class Packing:
 
 @beside_the_graph
 def packing_options(model: nn.Module) -> dict:
-    """Return options of Packing for the modules in `model`.
-
-    Sizes are exact in evaluation, and in passes that measure clips or are observed: padding must
-    not count there.
-    """
+    """Return options of Packing for `model`; sizes are exact where padding must not count."""
     modules = [module for module in model.modules() if isinstance(module, ProgramModule)]
     target = modules[0].target
     looked_at = any(module._observer is not None or module.calibration_due() for module in modules)

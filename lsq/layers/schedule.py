@@ -121,7 +121,6 @@ class Schedule:
         self.calibrated, self._window, self._measured_at = True, self._window_start, self.passes
 
     def measured_weights(self) -> None:
-        """Note that a pass has measured the clips of weights."""
         self.passes = max(self.passes, 0)
         self._weights_at = self.passes
 

@@ -106,8 +106,7 @@ class TransformerEncoderLayer(ProgramModule):
     ) -> torch.Tensor:
         """Run on x float32 [T, B, H] -> [T, B, H], zero in padding.
 
-        `key_padding_mask`: bool [B, T], True is padding. Raises ValueError for other shapes and
-        empty batches.
+        `key_padding_mask`: bool [B, T], True is padding. Other shapes are a ValueError.
         """
         rows, packing = pack_time_major(
             x, key_padding_mask, self.config.hidden, **packing_options(self)

@@ -35,9 +35,9 @@ def bytes_of(stored: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def without_masks(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return an equal state dict without masks, for a dense model: zeros are written into weights.
+    """Return a state dict with zeros in weights in place of their masks, for a dense model.
 
-    Masks whose weights are absent stay. Raises ValueError for a mask of another size.
+    Masks without a weight stay. Raises ValueError for a mask of another size.
     """
     found = dict(state)
     for name in state:
@@ -64,7 +64,6 @@ class WeightMasks:
         self._unpacked: dict[str, tuple[torch.Tensor, int, torch.Tensor]] = {}
 
     def state_names(self, module: nn.Module) -> list[str]:
-        """Return the names of the masks in the state dict of their module."""
         return [module.state_name(name) + SUFFIX for name in self.names]
 
     def __getstate__(self):

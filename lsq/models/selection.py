@@ -61,7 +61,7 @@ class Layer:
 
 @dataclass(frozen=True, kw_only=True)
 class Whole:
-    """A layer of a model for which there is a program."""
+    """A layer of a model for which a program exists."""
 
     name: str
     """As in named_modules; "" is the model itself."""
@@ -170,10 +170,7 @@ def conversions(
     tied: bool = False,
     fused: bool = True,
 ) -> list[Conversion]:
-    """List the whole layers of `model` for which there is a program, and all linear layers.
-
-    See lsq.convert for the arguments and errors.
-    """
+    """List whole layers with a program, and all linear layers; see lsq.convert for arguments."""
     names = dict(model.named_modules())
     skips = skipping(skip, names)
     embeddings = {

@@ -240,9 +240,9 @@ class Sparsity:
 
     @property
     def changed(self) -> float:
-        """Share of values, 0 to 1, whose masks the last choice changed.
+        """Share of mask values that the last choice changed: the flip rate.
 
-        By this flip rate Hu et al. 2024 (arXiv:2404.01847) judge if `decay` is large enough.
+        Hu et al. 2024 (arXiv:2404.01847) judge by it whether `decay` is large enough.
         """
         return torch.stack(self._changed).mean().item() if self._changed else 0.0
 
