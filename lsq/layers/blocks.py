@@ -102,7 +102,7 @@ def bias_of(config: LayerConfig, name: str) -> str | None:
 def project_heads(
     builder: LayerBuilder, config: LayerConfig, x: Rows, name: str, parts: int
 ) -> Rows:
-    """Project x to queries (parts=1), keys and values (2), or all three, rotated if asked (3)."""
+    """Project x to queries (1 part), keys and values (2), or all three (3), which may rotate."""
     hidden, rotates = config.hidden, parts == 3 and config.rotary is not None
     columns = parts % 2 * config.query_columns + parts // 2 * 2 * config.key_columns
     heads = builder.project(

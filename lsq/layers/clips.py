@@ -37,7 +37,7 @@ class FollowedClips:
 
     def __init__(self):
         self._seen: torch.Tensor | None = None
-        """[2, clips, APART], of which one is used: of training passes since a step, of others."""
+        """[2, clips, APART], row 0 of training passes since a step, row 1 of all other passes."""
         self._rows: dict[str, int] = {}
         self._step = steps.count
 
@@ -70,7 +70,7 @@ class FollowedClips:
     def memory(
         self, wanted: Iterable[tuple[str, str]], clips: Mapping[str, torch.Tensor], *, counts: bool
     ) -> dict[str, torch.Tensor]:
-        """Return float32 [1] to record in, for each (name, clip) of `wanted`, by name."""
+        """Return float32 [1] to record a magnitude in, by name, for each (name, clip)."""
         if self._seen is None:
             self._rows = {name: row for row, name in enumerate(clips)}
             device = next((clip.device for clip in clips.values()), None)
@@ -325,7 +325,7 @@ class ClippedModule(nn.Module):
         return made
 
     def _fit_clips(self, program: Program, parameters: dict[str, torch.Tensor]) -> list[str]:
-        """Resize clips to resized weights, and name these; ValueError for other parameters."""
+        """Resize clips to resized weights, return their names; ValueError for other parameters."""
         resized = []
         for virtual in program.parameters:
             name, declared, found = virtual.name, virtual.declared, parameters[virtual.name]

@@ -342,7 +342,7 @@ class ProgramModule(ClippedModule):
 
 
 def _records(program: Program) -> tuple[tuple[str, str], ...]:
-    """Return (input to record a magnitude in, its clip) pairs of a program, looked up once."""
+    """Return (input that records a magnitude, its clip) pairs of a program, looked up once."""
     found = program.prepared.get("records")
     if found is None:
         names = [one.name for one in program.inputs if one.name.endswith(SEEN)]

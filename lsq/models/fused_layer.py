@@ -377,7 +377,7 @@ class FusedLayer(InPlace):
         self.config = dataclasses.replace(self.config, adapters=adapters.adapters)
 
     def _read_adapters(self) -> None:
-        """Take the adapters of now, if they have changed; after an error the former ones stay."""
+        """Read adapters again if they have changed; after an error the former ones stay."""
         now, before = adapted(self, self.SOURCES), self.adapted
         if now == before:
             return

@@ -28,7 +28,7 @@ DECADES = 4
 
 
 def draw(errors: Errors, path: Path, title: str = "") -> None:
-    """Draw medians of formats beside limits; ValueError unless into a .png, .svg or .pdf."""
+    """Draw medians of formats beside limits into a .png, .svg or .pdf, or raise ValueError."""
     if not errors.kinds:
         raise ValueError("nothing was measured, so there is nothing to draw")
     if path.suffix not in (".png", ".svg", ".pdf"):
