@@ -2,19 +2,21 @@
 
 `Int8Linear` is the algorithm in plain PyTorch, slow and without lsq's kernels. Layers agree with it
 bit by bit, in training and in evaluation, for the default QuantConfig and for clips="learned".
-Three sums of floats are the exception: the gradients of the bias and, where clips learn, of both
-clips. The CPU's loops add these up in another order than PyTorch, so they agree within the rounding
-of a float32 sum; the backend "reference" adds them up as here. Left out are NaN and infinity, which
-the layer carries on in its scales, bfloat16 inputs, and sums of so many products (133,000) that
-int32 could overflow, which the layer splits.
+Three sums of floats are the exception: the gradients of the bias and, if clips learn, of both
+clips. The CPU's loops add them in another order than PyTorch, so they agree within the rounding of
+a float32 sum; the backend "reference" adds them as here.
 
-Some definitions come from lsq.quant, because their code would distract:
+Three things are left out: NaN and infinity, which the layer passes on through its scales; bfloat16
+inputs; and sums of more than 133,000 products, which could overflow int32, and which the layer
+splits.
+
+Some definitions are in lsq.quant, because their code would distract:
 
 * `largest_clips` gives the largest magnitude of each row;
-* `gradient_scale` gives largest / 127 and its reciprocal, or 0 and 0 for nothing but zeros (1e-35);
+* `gradient_scale` gives largest / 127 and its reciprocal, or 0 and 0 if all are zero (< 1e-35);
 * `uniform_rows` gives random numbers in [0, 1) for a key, a subsequence and a shape (Philox, Salmon
-  et al. 2011): the same ones whoever asks, so that every device rounds alike;
-* `draw_key` draws a key from PyTorch's generator, `key_of` makes one of the bits of tensors.
+  et al. 2011), the same on every device, so that all devices round alike;
+* `draw_key` draws a key from PyTorch's generator, `key_of` computes one from the bits of tensors.
 """
 
 import torch
@@ -65,17 +67,17 @@ class Int8Linear(torch.autograd.Function):
 
 
 def multiply(a, b):
-    """The product of codes (rows, inner) and (inner, columns), exact in int32, as float32."""
+    """Multiply codes (rows, inner) and (inner, columns), exactly in int32; return float32."""
     return (a.to(torch.int32) @ b.to(torch.int32)).to(torch.float32)
 
 
 def round_to_nearest(steps):
-    """Codes of values in steps of their scale: clipped to -127 ... 127, half to even."""
+    """Round values, divided by their scale, to codes -127 ... 127: half to even, clipped."""
     return steps.clamp(-127, 127).round().to(torch.int8)
 
 
 def round_at_random(values, dim, key, subsequence):
-    """Stochastic rounding (Gupta et al. 2015): the mean of floor(v + u), u uniform in [0, 1), is v.
+    """Round stochastically (Gupta et al. 2015): the mean of floor(v + u), u in [0, 1), is v.
 
     Returns codes and scales: the largest magnitude along `dim` becomes 127, so nothing is clipped.
     """
@@ -85,10 +87,10 @@ def round_at_random(values, dim, key, subsequence):
 
 
 def pact(gradient, values, clip):
-    """The straight-through gradient of rounded `values` (PACT, Choi et al. 2018, equation 3).
+    """Return straight-through gradients of `values` and clips (PACT, Choi et al. 2018, equation 3).
 
-    Within the clip it is the values'. Beyond, a value is rounded to sign(value) * clip, so they get
-    0, and each clip, (1,) or (rows,), the sum of gradient * sign(value).
+    Within the clip a value gets the gradient of its rounded value. A value beyond is rounded to
+    sign(value) * clip: it gets 0, and the clip, (1,) or (rows,), the sum of gradient * sign(value).
     """
     outside = values.abs() > clip[:, None]
     of_clip = torch.where(outside, gradient * values.sign(), 0.0)
@@ -96,11 +98,11 @@ def pact(gradient, values, clip):
 
 
 def reference_linear(x, weight, bias, input_clip, weight_clip, *, learned=False, training=True):
-    """Do what the layer with these parameters does: x (..., in_features) -> (..., out_features).
+    """Compute what a layer with these parameters does: x (..., in_features) -> (..., out_features).
 
-    By default a weight's clips are the largest magnitude of each row, and no clip has a gradient;
+    By default a weight's clips are the largest magnitude of each row, and no clip has a gradient.
     `learned`: clips are parameters that train by PACT. In training the key of the random numbers is
-    drawn from PyTorch's generator; in evaluation equal inputs and weights have equal gradients.
+    drawn from PyTorch's generator. In evaluation equal inputs and weights have equal gradients.
     """
     rows = x.reshape(-1, x.shape[-1])  # (tokens, in_features)
     if not learned:

@@ -1,6 +1,6 @@
-"""Configuration: frozen, keyword-only dataclasses that are checked when they are made.
+"""Configuration: frozen, keyword-only dataclasses that check their fields when they are made.
 
-Every error is a ValueError that names the value that was given and the values that are allowed.
+An error is a ValueError that names the given value and the allowed ones.
 """
 
 from lsq.config.checks import (

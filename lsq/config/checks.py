@@ -1,4 +1,4 @@
-"""Checks of fields, their docstrings, and fields of version 0.1."""
+"""Checks of fields, docstrings of fields, and fields of version 0.1."""
 
 import ast
 import inspect
@@ -41,7 +41,7 @@ def require_model(model: object) -> None:
     if isinstance(model, nn.Module):
         return
     kind = type(model).__name__
-    # as of a Trainer or a pipeline of transformers
+    # such as a Trainer or a pipeline of transformers
     if isinstance(getattr(model, "model", None), nn.Module):
         raise TypeError(
             f"model is a {kind}; give the model in it, its .model, before the {kind} is made"
@@ -53,7 +53,7 @@ def require_model(model: object) -> None:
 
 
 def documentation(declared: type) -> dict[str, str]:
-    """Read the docstrings under the fields of a class: field name -> text, "" without one."""
+    """Map the fields of a class to the docstrings under them; "" without one."""
     (body,) = ast.parse(textwrap.dedent(inspect.getsource(declared))).body
     texts = {}
     for statement, following in zip(body.body, [*body.body[1:], None], strict=True):
@@ -65,7 +65,7 @@ def documentation(declared: type) -> dict[str, str]:
 
 
 def check_dimension(name: str, value: int) -> None:
-    """Raise a ValueError unless a width is a multiple of DIMENSION_MULTIPLE; names the next one."""
+    """Raise a ValueError with the next multiple unless DIMENSION_MULTIPLE divides a width."""
     if value % DIMENSION_MULTIPLE:
         larger = -(-value // DIMENSION_MULTIPLE) * DIMENSION_MULTIPLE
         raise ValueError(
@@ -75,7 +75,7 @@ def check_dimension(name: str, value: int) -> None:
 
 
 def accept(convert: Callable[[Mapping[str, Any]], dict[str, Any]]) -> Callable[[type], type]:
-    """Let a dataclass be made with what `convert` makes of the fields that are given."""
+    """Decorate a dataclass: `convert` turns the fields that are given into those of the class."""
 
     def decorate(config: type) -> type:
         init = config.__init__
@@ -91,7 +91,7 @@ def accept(convert: Callable[[Mapping[str, Any]], dict[str, Any]]) -> Callable[[
 
 
 def without_constants(given: Mapping[str, Any], constants: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop fields that are constant now, with a warning; raises ValueError for another value."""
+    """Drop fields that are constant now, with a warning; ValueError if the value is another."""
     for name in constants.keys() & given.keys():
         if given[name] != constants[name]:
             raise ValueError(
@@ -102,7 +102,7 @@ def without_constants(given: Mapping[str, Any], constants: Mapping[str, Any]) ->
 
 
 def under_new_names(given: Mapping[str, Any], renamed: Mapping[str, str]) -> dict[str, Any]:
-    """Return the fields by the names that they have now; ValueError if one is given by both."""
+    """Return the fields under their new names; ValueError if old and new name are given."""
     fields = dict(given)
     for name in renamed.keys() & given.keys():
         now = renamed[name]

@@ -23,20 +23,20 @@ RENAMED = {
     "head_norm": "qk_norm",
     "by_inputs": "in_out",
 }
-"""Fields of LayerConfig of version 0.1 -> what they are now."""
+"""Fields of LayerConfig in version 0.1 -> their new names."""
 
 
 @accept(partial(under_new_names, renamed={"places": "positions"}))
 @dataclass(frozen=True, kw_only=True)
 class Rotary:
-    """Rotary position embeddings (RoFormer, Su et al. 2021), in halves as Llama's."""
+    """Rotary position embeddings (RoFormer, Su et al. 2021), which rotate halves as Llama's do."""
 
     positions: int
-    """Tokens of the longest sequence."""
+    """Length of the longest sequence, in tokens."""
     base: float = 10000.0
-    """Column i of R / 2 turns by position * base ** (-2 i / R)."""
+    """The angle of column i < R / 2 is position * base ** (-2 i / R)."""
     width: int | None = None
-    """R, the first columns of a head, which are rotated; None: all."""
+    """R: the first R columns of each head are rotated; None: all."""
 
     def __post_init__(self) -> None:
         require_whole("positions", self.positions)
@@ -47,7 +47,7 @@ class Rotary:
             raise ValueError(f"width is {self.width!r}; it must be an even number above 0, or None")
 
     def columns(self, head: int) -> int:
-        """Return R for heads of so many columns; raises ValueError if they cannot turn."""
+        """Return R for heads of `head` columns; ValueError if it is odd or above `head`."""
         found = head if self.width is None else self.width
         if found > head or found % 2:
             raise ValueError(
@@ -59,18 +59,18 @@ class Rotary:
 
 @dataclass(frozen=True, kw_only=True)
 class RelativeBias:
-    """Biases of scores by the distance of key and query: a learned number for each head and bucket
-    of distances (T5, Raffel et al. 2020). Half of the buckets are of one distance each, the others
-    of ranges that grow."""
+    """Biases of scores by the distance of key and query (T5, Raffel et al. 2020).
+
+    Each head learns a number for each bucket of distances. Half of the buckets hold one distance
+    each, the others hold growing ranges.
+    """
 
     buckets: int = 32
-    """Rows of the table; in attention that is not causal, half of them for keys behind the query.
-    """
+    """Rows of the table; without `causal`, half of them are for keys behind the query."""
     farthest: int = 128
-    """Distance from which on all are in one bucket."""
+    """All distances from this one on share a bucket."""
     shared: bool = False
-    """Whether the table is one for several layers: it comes along with each pass, and is no
-    parameter of the layer."""
+    """Whether several layers share the table: it is an input of each pass, and no parameter."""
 
     def __post_init__(self) -> None:
         for name in ("buckets", "farthest"):
@@ -84,14 +84,14 @@ class RelativeBias:
 
 @dataclass(frozen=True, kw_only=True)
 class Adapter:
-    """Low-rank adapters (LoRA, Hu et al. 2022) of one weight, trained in floats beside it."""
+    """Low-rank adapters (LoRA, Hu et al. 2022) of one weight, trained in floats."""
 
     weight: str
     """The name of the weight in the layer."""
     rank: int
     """Rank, summed over the projections that the weight joins."""
     dropout: float = 0.0
-    """Dropout of their inputs."""
+    """Dropout of the adapters' input."""
 
     def __post_init__(self):
         require_share("dropout", self.dropout)
@@ -107,23 +107,20 @@ class LayerConfig:
     heads: int
     """Attention heads; must divide `hidden`."""
     kv_heads: int | None = None
-    """Heads of keys and of values; must divide `heads`, of which groups share one.
-
-    None: as many as `heads`.
-    """
+    """Heads of keys, and of values: each serves a group of `heads`, which it must divide; None: as
+    many as `heads`."""
     head_width: int | None = None
     """Columns of a head; None: hidden / heads."""
     softmax_scale: float | None = None
-    """Softmax scale. Default: head_width ** -0.5."""
+    """Factor of scores before the softmax; None: head_width ** -0.5."""
     window: int | None = None
-    """Tokens, its own included, that a token sees in causal self-attention; None: all before."""
+    """Tokens that a token sees in causal self-attention, itself included; None: all before it."""
     rotary: Rotary | None = None
-    """Rotary embeddings of queries and keys of self-attention; None: none."""
+    """Rotary embeddings of queries and keys in self-attention; None: no rotation."""
     qk_norm: float | None = None
-    """Epsilon of an RMSNorm of each head of queries and keys before they turn, as Qwen3 has it;
-    None: there is none."""
+    """Epsilon of an RMSNorm of query and key heads before rotation, as in Qwen3; None: no norm."""
     relative_bias: RelativeBias | None = None
-    """Bias of self-attention scores by the distance of key and query; None: none."""
+    """Biases of self-attention scores by the distance of key and query; None: no biases."""
     feed_forward: int
     """Inner width of the feed-forward block, F."""
     dropout: float = 0.0
@@ -141,17 +138,17 @@ class LayerConfig:
     bias: bool = True
     """Whether projections have a bias."""
     head_bias: bool | None = None
-    """Whether those of queries, keys and values have one; None: as the others."""
+    """Whether projections to queries, keys and values have a bias; None: as `bias` says."""
     in_out: bool = False
-    """Whether weights are [inputs, outputs], as GPT-2 has them, and not [outputs, inputs]."""
+    """Whether weights are [inputs, outputs], as in GPT-2, instead of [outputs, inputs]."""
     pre_norm: bool = False
-    """A norm before each block (True) or after its residual addition (False)."""
+    """Whether a norm precedes each block (True) or follows its residual addition (False)."""
     norm: str = "layer"
     """"layer" (LayerNorm, as fairseq has it) or "rms" (RMSNorm, which has no bias)."""
     layer_norm_epsilon: float = 1e-5
-    """Epsilon of either norm."""
+    """Epsilon of LayerNorm or RMSNorm."""
     adapters: tuple[Adapter, ...] = ()
-    """LoRA adapters of its weights."""
+    """LoRA adapters of the layer's weights."""
     quant: QuantConfig = field(default_factory=QuantConfig)
 
     def __post_init__(self) -> None:
@@ -199,17 +196,14 @@ class LayerConfig:
 
     @property
     def of_keys(self) -> int:
-        """Heads of keys."""
         return self.heads if self.kv_heads is None else self.kv_heads
 
     @property
     def head_columns(self) -> int:
-        """Columns of a head."""
         return self.hidden // self.heads if self.head_width is None else self.head_width
 
     @property
     def query_columns(self) -> int:
-        """Columns of all heads of queries."""
         return self.heads * self.head_columns
 
     @property

@@ -1,4 +1,4 @@
-"""How tensors become integers, or values of other formats."""
+"""How tensors are rounded: QuantConfig, and fields of version 0.1."""
 
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -27,17 +27,17 @@ BACKWARDS = ("float", "int8")
 GRANULARITIES = ("tensor", "channel")
 CLIPS = ("auto", "absmax", "learned")
 ONLY_LEARNED = {"clip_init": "mse", "weight_granularity": "channel", "clip_gradient": "pact"}
-"""Fields that say how clips are measured and learn, and their defaults."""
+"""Fields that only learned clips read -> their defaults."""
 Names = Mapping[str, Sequence[str]]
-"""Name of a tensor within a part of a model -> its names in the state dict of the part."""
+"""Name of a tensor in a module's program -> its names in the module's state dict."""
 Fitted = dict[str, dict[str, set[str]]]
-"""Names of fields of QuantConfig -> patterns that fit a tensor -> formats of all that they fit."""
+"""Field of QuantConfig -> pattern that fits a tensor -> formats of all tensors that it fits."""
 FAST_FORMATS = {
     "weight_format": WEIGHT_FORMATS,
     "activation_format": ("int8",),
     "gradient_format": ("int8",),
 }
-"""Field of QuantConfig -> formats that products read as they are."""
+"""Field of QuantConfig -> formats whose codes products read without decoding."""
 UNROUNDED = "float32"
 """Name of the format of tensors that are not rounded."""
 
@@ -50,9 +50,9 @@ CONSTANT = {
     "activation_clip": 16.0,
     "backward_dtype": "float32",
 }
-"""Fields of QuantConfig that cannot be chosen any more, and their values."""
+"""Fields of version 0.1 that cannot be chosen any more -> their values."""
 RENAMED = {"weight_init": "clip_init", "activation_init": "clip_init"}
-"""Fields of QuantConfig -> what they are now."""
+"""Fields of version 0.1 -> their new names."""
 
 
 def check_format(fast: Collection[str], name: str) -> None:
@@ -84,9 +84,11 @@ def of_this_version(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def of_trained(given: Mapping[str, Any], *, goes_on: bool = True) -> dict[str, Any]:
-    """Return fields of QuantConfig of a training by version 0.1, which may have any value of fields
-    that are constant now: they are left out, with a warning if the training goes on, and clips that
-    learned go on learning."""
+    """Return fields of QuantConfig for a training by version 0.1.
+
+    Fields that are constant now are left out; if the training `goes_on`, those with another value
+    give a warning. Clips that learned go on learning.
+    """
     before = {name: given[name] for name in {*CONSTANT, *RENAMED} & given.keys()}
     fields = {name: value for name, value in given.items() if name not in before}
     inits = {before[name] for name in RENAMED if name in before}
@@ -94,7 +96,7 @@ def of_trained(given: Mapping[str, Any], *, goes_on: bool = True) -> dict[str, A
         fields["clip_init"] = inits.pop() if len(inits) == 1 else "mse"
     defaults = {**CONSTANT, **dict.fromkeys(RENAMED, "mse")}
     changed = {name for name, value in before.items() if value != defaults[name]}
-    # before there was a choice, all clips learned
+    # before the field `clips`, all clips learned
     earliest, other = "clips" not in given and before, changed - {"backward_dtype"}
     if earliest or (fields.get("clips") == "auto" and other):
         fields["clips"] = "learned"
@@ -112,60 +114,52 @@ class QuantConfig:
     """"int8" quantises every projection; "float" quantises nothing and equals fairseq's own layers.
     """
     bits: int = 8
-    """Width of the integers, 2 to 8; of weights only under weight_format="int8".
-
-    Narrower ones fill an int8 as well.
-    """
+    """Bits of integer codes, 2 to 8; for weights only if weight_format is "int8". An int8 stores
+    every code."""
     clips: str = "auto"
-    """Where clips come from. "absmax": a weight's is the largest magnitude of each row at every
-    update, an activation's follows that of the passes before. "learned": PACT, they are measured,
-    then trained as parameters. "auto": "absmax" where all formats are int8 of 8 bits and no option
-    below that is of learned clips is given.
+    """Where clips come from. "absmax": a weight's clips are the largest magnitudes of its rows at
+    every update; an activation's clip follows the largest magnitude of earlier passes. "learned":
+    clips are measured, then trained as parameters (PACT). "auto": "absmax" if all formats are int8
+    of 8 bits and no option for learned clips is given, else "learned".
     """
     clip_init: str = "mse"
-    """How clips that learn are first measured, those of activations on the first batch: "absmax",
-    "percentile" (99.99 % of the values lie inside), "mse" (OCTAV), or "fixed": not at all, they
+    """How learned clips are first measured, for activations on the first batch: "absmax",
+    "percentile" (99.99 % of the values lie inside) or "mse" (OCTAV). "fixed" measures none: clips
     begin with 1 for weights and 16 for activations.
     """
     weight_granularity: str = "channel"
-    """One clip per output channel ("channel") or one per weight ("tensor").
-
-    Activations have one per tensor. The middle of a gated block has a scale for each row, unless
-    clips learn.
-    """
+    """One clip per output channel ("channel") or per weight ("tensor"). An activation has one clip;
+    the gated product of a feed-forward block has a scale per row instead, unless clips learn."""
     weight_format: str = "int8"
-    """What weights are rounded to: "int8" (integers of `bits` bits) or "int4", which have fast
-    products; any format of docs/numbers.md, as "nvfp4" or "int6/row", through decoded values; or
-    "float32": not at all. Patterns of names
-    may follow, the last that fits counts: "int8,*fc2*=nvfp4,encoder.layers.0.*=float32".
+    """Format of weights. "int8" (integers of `bits` bits) and "int4" have fast products. Other
+    formats of docs/numbers.md, such as "nvfp4" or "int6/row", are multiplied as decoded values.
+    "float32" rounds nothing. Patterns of names may follow; the last that fits a name counts:
+    "int8,*fc2*=nvfp4,encoder.layers.0.*=float32".
     """
     activation_format: str = "int8"
-    """Formats of activations, as of weights: "int8" has fast products.
-
-    Patterns fit names of the weights that read them, too.
-    """
+    """Format of activations, written as for weights; only "int8" has fast products. A pattern may
+    also fit the name of a weight that reads the activation."""
     gradient_format: str = "int8"
-    """Formats of the gradients of products: "int8" rounds at random, all others to the nearest."""
+    """Format of the gradients of products: "int8" rounds at random, others to the nearest."""
     clip_gradient: str = "pact"
-    """Gradient of clips: "pact" (out-of-range values only) or "lsq" (adds the rounding error in
-    range)."""
+    """Gradient of clips: "pact" (from values out of range) or "lsq" (also from rounding errors of
+    values in range)."""
     backward: str = "int8"
     """Products of the backward pass: "int8" (gradients rounded at random) or "float" (on the
     dequantised codes)."""
     sparsity: str = ""
-    """"2:4": of four neighbouring inputs of an output two weights count, in either mode; "": all
-    do. More may follow: "2:4,every=16,decay=1,begin=0,end=500"; docs/numbers.md.
+    """"2:4": of four neighbouring inputs of an output, two weights count, in either mode. "": all
+    count. Options may follow, "2:4,every=16,decay=1,begin=0,end=500": see docs/numbers.md.
     """
 
     calibration_passes: ClassVar[int] = CONSTANT["calibration_passes"]
-    """Clips that learn are measured again at training passes 2, 4, 8, ... up to this one, while
-    tensors still grow fast; those of weights eight times as often, each time the number of passes
-    has grown by 9 %. Clips of activations are the largest that one of these passes, or of the seven
-    after it, gives, so that every kind of batch counts.
-    """
+    """The last training pass that measures learned clips again, while tensors still grow fast.
+    Clips of activations are measured at passes 2, 4, 8, ... and the seven or more after each; the
+    largest counts, so that every kind of batch has a say. Clips of weights are measured eight times
+    as often, each time the number of passes has grown by 9 %."""
     clip_step: ClassVar[float] = CONSTANT["clip_step"]
-    """Largest relative change of a clip in one update: an optimizer such as Adam takes steps as
-    long as its learning rate, which may be several percent of a small clip."""
+    """Largest relative change of a clip in one update. A step of Adam is about as long as its
+    learning rate, which may be several percent of a small clip."""
     percentile: ClassVar[float] = CONSTANT["percentile"]
     """Percent of |x| inside the first clip under clip_init="percentile"."""
     weight_clip: ClassVar[float] = CONSTANT["weight_clip"]
@@ -188,7 +182,7 @@ class QuantConfig:
         self._check_clips()
 
     def _check_decoded(self) -> None:
-        """Refuse what does not go with formats that have no fast product."""
+        """Raise a ValueError for options that do not go with decoded formats."""
         if self.coded or not self.quantized:
             return
         if self.gradient_format != "int8" and self.backward == "float":
@@ -209,7 +203,7 @@ class QuantConfig:
             )
 
     def _check_clips(self) -> None:
-        """Refuse what only clips that learn can do."""
+        """Raise a ValueError for options that need learned clips under clips="absmax"."""
         others = self._only_learned if self.clips == "absmax" and self.quantized else ()
         for name in others:
             raise ValueError(
@@ -220,7 +214,7 @@ class QuantConfig:
 
     @property
     def _only_learned(self) -> list[str]:
-        """The names of fields whose values only clips that learn can have."""
+        """Names of the fields whose values need learned clips."""
         formats = [
             name
             for name in FAST_FORMATS
@@ -232,7 +226,7 @@ class QuantConfig:
 
     @cached_property
     def quantized(self) -> bool:
-        """Whether anything is quantised at all."""
+        """Whether anything is rounded."""
         return self.mode == "int8"
 
     @cached_property
@@ -244,12 +238,12 @@ class QuantConfig:
 
     @property
     def pruning(self) -> Pruning | None:
-        """Which weights count, and when that is decided; None: all do."""
+        """Which weights count, and when they are chosen; None: all count."""
         return Pruning.read(self.sparsity)
 
     @cached_property
     def coded(self) -> bool:
-        """Whether products read integers, as all formats have fast ones; else decoded values."""
+        """Whether products read codes: all formats are fast. Else they read decoded values."""
         return self.quantized and all(
             form in fast
             for name, fast in FAST_FORMATS.items()
@@ -272,14 +266,13 @@ class QuantConfig:
         return any(format_choice(getattr(self, name)).exceptions for name in FAST_FORMATS)
 
     def activation_form(self, name: str) -> Format | ScaledFormat | None:
-        """Return what an activation is rounded to, under one clip for a tensor, or None."""
+        """Return the format of an activation, which has one clip; None: it is not rounded."""
         if self.coded:
             return Format(name="activation", bits=self.bits, grain=Grain.TENSOR)
         return self._decoded(format_choice(self.activation_format).of(name), "tensor")
 
     def weight_form(self, name: str) -> WeightFormat | ScaledFormat | None:
-        """Return what a weight is rounded to, by clips of output channels or one for all, or
-        None."""
+        """Return the format of a weight, with clips by `weight_granularity`; None: not rounded."""
         form = format_choice(self.weight_format).of(name)
         per_row = self.weight_granularity == "channel"
         if self.coded:
@@ -287,14 +280,14 @@ class QuantConfig:
         return self._decoded(form, "row" if per_row else "tensor")
 
     def gradient_form(self, name: str) -> Format | ScaledFormat | None:
-        """Return what the gradient of a weight's product is rounded to (GRADIENT: at random)."""
+        """Return the format of the gradient of a weight's product (GRADIENT rounds at random)."""
         if not self.quantized or self.backward == "float":
             return None
         form = format_choice(self.gradient_format).of(name)
         return GRADIENT if form == "int8" else self._decoded(form, "row")
 
     def weight_clips(self, name: str, rows: int) -> int:
-        """Return the number of clips of a weight of so many output channels: `rows` or 1."""
+        """Return the number of clips of a weight with `rows` output channels: `rows` or 1."""
         form = self.weight_form(name)
         if isinstance(form, WeightFormat):
             return form.scales(rows)
@@ -323,11 +316,11 @@ class QuantConfig:
     def at(
         self, path: str, weights: Names, activations: Names, fitted: Fitted | None = None
     ) -> "QuantConfig":
-        """Return the configuration of a part of a model, where patterns may choose other formats.
+        """Return the configuration of the module at `path`, with the formats that patterns choose.
 
-        `path`: of the part. `weights`, `activations`: its tensors -> their names in its state dict.
-        `fitted` gets the patterns that fit, by field. Raises ValueError if patterns give weights
-        that are one tensor here, or their inputs, different formats.
+        `weights`, `activations`: its tensors -> their names in its state dict. The patterns that
+        fit are added to `fitted`, by field. Raises ValueError if patterns give different formats
+        to weights that are one tensor here, or to their inputs.
         """
         if not self.formats_differ:
             return self
@@ -344,10 +337,10 @@ class QuantConfig:
     def check_fitted(
         self, fitted: Fitted, names: Mapping[str, Sequence[str]], floats: Sequence[str] = ()
     ) -> None:
-        """Raise a ValueError that names the first pattern which decides nothing in a model.
+        """Raise a ValueError that names the first pattern without effect in a model.
 
-        `fitted`: patterns that fit a tensor. `names`: of the model's tensors, by field. `floats`:
-        names of parameters that may stay floats.
+        `fitted`: patterns that fit a tensor. `names`: the model's tensors, by field. `floats`:
+        parameters that may stay floats.
         """
         for name in FAST_FORMATS:
             for pattern, form in format_choice(getattr(self, name)).exceptions:
@@ -367,7 +360,7 @@ class QuantConfig:
                     )
 
     def _decoded(self, name: str, grain: str) -> ScaledFormat | None:
-        """`grain`: of integers that are called by their width alone."""
+        """Return the format `name`, or None; "int8" gets this `grain`, as its name has none."""
         if not self.quantized or name == UNROUNDED:
             return None
         return scaled_format(f"int{self.bits}/{grain}" if name == "int8" else name)

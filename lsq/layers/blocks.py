@@ -1,7 +1,7 @@
 """Blocks of Transformer layers as forward operations on a LayerBuilder.
 
-Each declares its parameters, under names relative to `prefix`, and says which value is rounded
-under which clip. M rows, H hidden, F feed-forward.
+A block declares its parameters, whose names begin with `prefix`, and names the clip of each value
+that it rounds. M rows, H hidden size.
 """
 
 import math
@@ -24,21 +24,21 @@ from lsq.quant import NORMALISED
 
 
 def filled(rows: int) -> int:
-    """At least so many, one of four numbers between two powers of two."""
+    """Round a number of rows up to one of four sizes between two powers of two, at least 16."""
     step = max(16, 2 ** (max(rows - 1, 1).bit_length() - 3))
     return -(-rows // step) * step
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackedSequences:
-    """Sizes of a batch of sentences that lie packed in rows, one after another."""
+    """Sizes of a batch of sentences, packed in rows one after another."""
 
     rows: int
-    """M, all tokens."""
+    """M: the tokens of all sentences."""
     count: int
 
     def filled(self) -> "PackedSequences":
-        """Return sizes at least as large, of which there are few."""
+        """Round both sizes up, so that few different programs are built."""
         rows = filled(self.rows)
         count = -(-rows // 16)
         while count < self.count:
@@ -46,13 +46,13 @@ class PackedSequences:
         return PackedSequences(rows=rows, count=count)
 
     def cu_seqlens(self, builder: LayerBuilder, name: str) -> VirtualTensor:
-        """The input int32 [B + 1] that says where each sentence begins."""
+        """Declare the input int32 [B + 1] with the first row of each sentence, then M."""
         return builder.input(name, (self.count + 1,), torch.int32)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Keys and, behind them, values, in one tensor [S, ...]."""
+    """Keys and values in one tensor [S, ...]: values in the columns after the keys."""
 
     rows: Rows
     key_column: int
@@ -95,14 +95,14 @@ class AdaptedBuilder(LayerBuilder):
 
 
 def bias_of(config: LayerConfig, name: str) -> str | None:
-    """The name of a projection's bias, if projections have one."""
+    """Return the name of a projection's bias; None if projections have no bias."""
     return name + "_bias" if config.bias else None
 
 
 def project_heads(
     builder: LayerBuilder, config: LayerConfig, x: Rows, name: str, parts: int
 ) -> Rows:
-    """Queries (parts 1), keys and values (2), or all three (3), which may be rotated."""
+    """Project x to queries (1 part), keys and values (2), or all three (3), which may rotate."""
     hidden, rotates = config.hidden, parts == 3 and config.rotary is not None
     columns = parts % 2 * config.query_columns + parts // 2 * 2 * config.key_columns
     heads = builder.project(
@@ -127,7 +127,7 @@ def project_heads(
 def project_memory(
     builder: LayerBuilder, config: LayerConfig, memory: VirtualTensor, prefix: str
 ) -> Rows:
-    """Keys and values side by side [S, ...]."""
+    """Project encoder output [S, H] to keys and values, side by side [S, ...]."""
     rows = builder.round(memory, prefix + "memory_clip")
     return project_heads(builder, config, rows, prefix + "key_value", 2)
 
@@ -144,7 +144,7 @@ def attention(
     window: int | None = None,
     bias: PositionBias | None = None,
 ) -> VirtualTensor:
-    """Attend from rows that begin with queries, and project: floats [M, H], before dropout."""
+    """Attend from `queries`, the first columns of their rows, and project: floats [M, H]."""
     hidden, columns, rows = config.hidden, config.query_columns, queries.tensor.shape[0]
     context = builder.result(prefix + "context", (rows, columns), prefix + "context_clip")
     heads = Heads(
@@ -185,7 +185,7 @@ def self_attention(
     causal: bool,
     qkv: Rows | None = None,
 ) -> VirtualTensor:
-    """Attend within sentences, from x or `qkv`; ValueError for a window that is not causal."""
+    """Attend within sentences, from x or `qkv`; ValueError for a window without `causal`."""
     if config.window is not None and not causal:
         raise ValueError(
             f"window is {config.window}, but only causal self-attention has one: leave it out"
@@ -205,7 +205,7 @@ def cross_attention(
     memory: Memory,
     prefix: str,
 ) -> VirtualTensor:
-    """Attention to a memory: normalised rows -> as `attention`."""
+    """Project x to queries and attend to encoder output: floats [M, H]."""
     queries = project_heads(builder, config, x, prefix + "query", 1)
     return attention(builder, config, queries, cu_seqlens, memory, prefix)
 
@@ -273,7 +273,7 @@ def residual_sum(
     *,
     kept: bool = True,
 ) -> ResidualSum:
-    """residual + dropout(update), stored if it is `kept`; the residual itself without an update."""
+    """Return residual + dropout(update), stored if `kept`; without an update, the residual."""
     if update is None:
         return ResidualSum(residual=residual)
     z = builder.like(name, residual) if kept else None
@@ -292,10 +292,9 @@ def norm(
     clip: str | None,
     keep_float: bool,
 ) -> Residual:
-    """Norm of residual + dropout(update): its rows, and its floats if they are kept, else the
-    sum."""
+    """Normalise residual + dropout(update): rows, and floats if `keep_float`, else the sum."""
     rows, columns = shape = residual.shape
-    # the next sum begins with z, or a gradient reads it
+    # under pre-norm the next sum reads z, and so does a gradient that reads no codes
     kept = config.pre_norm or builder.backward and not builder.keeps_codes
     fields = {
         "sum": residual_sum(builder, config, residual, update, name + ".sum", kept=kept),
@@ -320,7 +319,7 @@ def norm(
 def enter(
     builder: LayerBuilder, config: LayerConfig, x: VirtualTensor, name: str, clip: str
 ) -> Residual:
-    """The input of a layer's first block: under pre-norm the norm `name` of x, else x, rounded."""
+    """Round x for a layer's first block, under pre-norm after the norm `name`."""
     if not config.pre_norm:
         return Residual(floats=x, rows=builder.round(x, clip))
     normed = norm(builder, config, x, None, name=name, clip=clip, keep_float=False)
@@ -337,7 +336,7 @@ def between(
     following: str,
     clip: str,
 ) -> Residual:
-    """Add a block's result; then its own norm (post-norm) or the following block's (pre-norm)."""
+    """Add a block's result; apply its `own` norm (post-norm) or the `following` one (pre-norm)."""
     name, post = following if config.pre_norm else own, not config.pre_norm
     return norm(builder, config, before.floats, update, name=name, clip=clip, keep_float=post)
 
@@ -345,7 +344,7 @@ def between(
 def leave(
     builder: LayerBuilder, config: LayerConfig, before: Residual, update: VirtualTensor, own: str
 ) -> VirtualTensor:
-    """Add the last block's result, with its norm under post-norm: the layer's result [M, H]."""
+    """Add the last block's result, under post-norm normalise: the layer's result [M, H]."""
     if not config.pre_norm:
         return norm(
             builder, config, before.floats, update, name=own, clip=None, keep_float=True
@@ -355,7 +354,7 @@ def leave(
 
 
 def append(builder: LayerBuilder, before: VirtualTensor, now: Rows, batch: int) -> Rows:
-    """Rows [B * P, W] of sentences, with one more for each; for decoding, without a gradient."""
+    """Append one row to each sentence, [B * P, W] -> [B * (P + 1), W]; has no gradient."""
     new = now.tensor
     out = builder.tensor(new.name + ".all", (before.shape[0] + batch, new.shape[1]), before.dtype)
     if now.coded is None:

@@ -1,6 +1,6 @@
-"""The builder of layers, which knows how a value is rounded, and functions that keep programs.
+"""The builder of layers, which knows how each value is rounded, and the cache of programs.
 
-Products read int8 codes (or int4 weights), values that a FakeQuantize makes, or floats.
+Products read int8 codes (or int4 weights), decoded values of a FakeQuantize, or floats.
 """
 
 import inspect
@@ -28,12 +28,12 @@ from lsq.program.values import Coded, Rows
 from lsq.quant.numbers import Grain
 
 PROGRAMS_KEPT = 512
-"""Programs of the sizes seen last that are kept, for each kind of layer."""
+"""Number of programs kept for each kind of layer; the least recently used goes first."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """A value [M, N]: floats and codes as an operation writes them, and rows as others read it."""
+    """A value [M, N]: floats and codes that an operation writes, and rows that later ones read."""
 
     out: VirtualTensor | None
     rounded: Coded | None
@@ -46,11 +46,11 @@ class Epilogue:
 
     name: str
     clip: str | None = None
-    """Name of the clip under which the result is rounded, unless it stays a float."""
+    """Name of the clip that rounds the result; None: it stays a float."""
     activation: Activation = Activation.none
     dropout: float = 0.0
     dtype: torch.dtype = torch.float32
-    """dtype of floats; on a GPU they have that of its activations."""
+    """dtype of a float result; a GPU stores its own dtype of activations instead."""
 
 
 class LayerBuilder(Builder):
@@ -59,7 +59,7 @@ class LayerBuilder(Builder):
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
         self._waiting: dict[VirtualTensor, tuple[str, VirtualTensor]] = {}
-        """Floats that are not written yet -> the clip of their values in a format, and those."""
+        """Floats that no operation has written yet -> their clip, and the tensor to decode into."""
 
     def add(self, operation: Operation) -> Operation:
         super().add(operation)
@@ -78,7 +78,7 @@ class LayerBuilder(Builder):
         floats: bool = False,
         by_row: bool = False,
     ) -> Result:
-        """Declare a value [M, N], rounded under `clip` if given; `by_row`: see Builder.coded."""
+        """Declare a value [M, N], rounded if `clip` is given; `by_row`: see Builder.coded."""
         rounded = None
         if clip is not None and self.quant.coded:
             rounded = self.coded(clip.removesuffix("_clip"), shape, clip, by_row=by_row)
@@ -91,7 +91,7 @@ class LayerBuilder(Builder):
         return Result(out=out, rounded=None, rows=Rows(floats=values))
 
     def round(self, x: VirtualTensor, clip: str) -> Rows:
-        """Round x [M, N] under the clip of that name."""
+        """Round x [M, N] under the clip named `clip`."""
         if self.quant.coded:
             rounded = self.coded(clip.removesuffix("_clip"), x.shape, clip)
             self.add(Round(x=x, rounded=rounded))
@@ -102,7 +102,7 @@ class LayerBuilder(Builder):
         return Rows(floats=values)
 
     def _values_of(self, x: VirtualTensor, clip: str | None) -> VirtualTensor:
-        """A tensor for values of x in the format of its clip; x itself where there is none."""
+        """Declare the tensor of x's decoded values; return x if no clip or no format rounds it."""
         if clip is None:
             return x
         name = clip.removesuffix("_clip")
@@ -128,7 +128,7 @@ class LayerBuilder(Builder):
         )
 
     def kept_rows(self, tensor: VirtualTensor, scale: VirtualTensor | None) -> Rows:
-        """Rows that an earlier program wrote: codes under a scale, or floats."""
+        """Return rows that an earlier program wrote: codes under a scale, or floats."""
         if not self.quant.coded:
             return Rows(floats=tensor)
         return Rows(coded=Coded(format=self.quant.activations, codes=tensor, scale=scale))
@@ -141,7 +141,7 @@ class LayerBuilder(Builder):
     def nonlinearity(
         self, name: str, shape: tuple[int, int], activation: Activation, dropout: float
     ) -> Nonlinearity | None:
-        """Activation and dropout of a product [M, N], with what undoes them; None without both."""
+        """Declare activation and dropout of a product [M, N], and what their gradient reads."""
         found = Nonlinearity(activation=activation, dropout=self.dropout(dropout))
         if activation is Activation.none:
             return None if found.dropout is None else found
@@ -169,10 +169,10 @@ class LayerBuilder(Builder):
         accumulates: bool = False,
         **start,
     ) -> Rows:
-        """x [M, K] times a weight of `shape` [N, K], transposed, with bias [N] and epilogue.
+        """Multiply x [M, K] by the transpose of a weight of `shape` [N, K]; add bias and epilogue.
 
-        `rows` above N pads codes and result. `accumulates`: the gradient of x is added to that of
-        an earlier product that reads x. `start`: see Builder.weight.
+        `rows` above N pads codes and result. `accumulates`: add the gradient of x to the gradient
+        from an earlier product that reads x. `start`: see Builder.weight.
         """
         form = None if self.quant.coded else self.quant.weight_form(weight)
         groups = None if form is None else self._groups(x, form)
@@ -198,14 +198,14 @@ class LayerBuilder(Builder):
         return y.rows
 
     def _groups(self, x: Rows, form) -> GroupedCodes | None:
-        """Decoded x [M, K] as int8 codes with scales of groups, if CPU products read these."""
+        """Return decoded x [M, K] as int8 codes with group scales; None: products read floats."""
         producer = self.producer(x.floats)
         if not self.multiplies_groups or not isinstance(producer, FakeQuantize):
             return None
         group = common_group(producer.form, form)
         if group is None:
             return None
-        # what is beyond the last input would be multiplied, too
+        # a longer group would also multiply columns beyond the last input
         group = min(group, -(-x.floats.shape[1] // STEP) * STEP)
         if producer.coded is None:
             rows, name, grain = x.floats.shape[0], x.floats.name, producer.form.grain
@@ -216,7 +216,7 @@ class LayerBuilder(Builder):
             )
         return producer.coded.regrouped(group)
 
-    # Of whole passes
+    # Whole passes
 
     def make_add(self, a: VirtualTensor, b: VirtualTensor, total: VirtualTensor) -> Operation:
         return Add(a=a, b=b, out=total)
@@ -241,7 +241,7 @@ class Mode:
     def builder(
         self, name: str, quant: QuantConfig, kind: Callable[..., LayerBuilder] = LayerBuilder
     ) -> LayerBuilder:
-        """Begin a program of that name."""
+        """Begin the program `name`."""
         return kind(
             name,
             quant,
@@ -252,7 +252,7 @@ class Mode:
 
 
 def cached(build: Callable[..., Program]) -> Callable[..., Program]:
-    """Keep what `build` returned for the last arguments, while the same tuned files are used."""
+    """Cache programs of `build` by their arguments and by the tuned files in use."""
     signature = inspect.signature(build)
 
     @lru_cache(maxsize=PROGRAMS_KEPT)
@@ -274,7 +274,7 @@ def call_of(program: Program) -> tuple[Callable[..., Program], dict[str, object]
 
 
 def in_floats(program: Program) -> Program:
-    """Return `program` in float mode: it reads no codes, and a vocabulary is not padded."""
+    """Build `program` again in float mode: without codes, and with an unpadded vocabulary."""
     build, arguments = call_of(program)
     return build(**{name: _in_floats(value) for name, value in arguments.items()})
 

@@ -1,4 +1,4 @@
-"""The number format of clips in a state dict, and what earlier versions kept there."""
+"""The number format that a state dict stores beside clips, and entries of earlier versions."""
 
 import functools
 import json
@@ -17,10 +17,10 @@ from lsq.quant.numbers import all_parts
 logger = logging.getLogger(__name__)
 
 NAME = "format"
-"""The entry of state dicts: fields of QuantConfig in JSON, as float32 bytes, which the mean of
-several state dicts leaves as they are; uint8 in earlier versions."""
+"""The entry of state dicts: fields of QuantConfig in JSON, each byte a float32, so that averaging
+equal state dicts keeps it. Earlier versions stored uint8."""
 OF_CLIPS = "calibrated"
-"""An entry of state dicts of all versions that have clips."""
+"""An entry that all versions put into state dicts with clips."""
 FIELDS = ("weight_format", "activation_format", "weight_granularity", "bits")
 """Fields of QuantConfig that say what clips mean."""
 EARLIER = {"weight_format": ("int8", "int4"), "activation_format": ("int8",)}
@@ -32,7 +32,6 @@ OUTDATED_COUNTS = ("calibrated", "passes")
 
 
 def save(destination: dict[str, torch.Tensor], prefix: str, quantization: QuantConfig) -> None:
-    """Put the format into a state dict."""
     text = json.dumps(fields_of(quantization))
     destination[prefix + NAME] = torch.tensor(
         list(text.encode()), dtype=torch.float32, device="cpu"
@@ -40,19 +39,18 @@ def save(destination: dict[str, torch.Tensor], prefix: str, quantization: QuantC
 
 
 def load(state_dict: dict[str, torch.Tensor], prefix: str, quantization: QuantConfig) -> None:
-    """Take the format out of a state dict; raises ValueError if it is damaged or another one."""
+    """Take the format out of a state dict; raises ValueError if it is damaged or differs."""
     entry, ours = state_dict.pop(prefix + NAME, None), fields_of(quantization)
     if entry is not None or prefix + OF_CLIPS in state_dict:
         check(stored(entry, prefix + NAME, ours), ours, prefix)
 
 
 def fields_of(quantization: QuantConfig) -> dict[str, Any]:
-    """FIELDS with their values."""
     return {name: getattr(quantization, name) for name in FIELDS}
 
 
 def stored(entry: torch.Tensor | None, name: str, ours: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields in the entry `name`; without one, int8 or int4, as earlier versions had."""
+    """Return the fields in the entry `name`; without an entry, those of earlier versions."""
     if entry is not None:
         return read(entry, name)
     other = [
@@ -74,7 +72,7 @@ def read(entry: torch.Tensor, name: str) -> dict[str, Any]:
 
 
 def check(theirs: Mapping[str, Any], ours: Mapping[str, Any], prefix: str = "") -> None:
-    """Raise a ValueError if a checkpoint's fields differ from `ours`; `prefix`: of its names."""
+    """Raise a ValueError if a checkpoint's fields differ from `ours`; its names have `prefix`."""
     other = [name for name in theirs if _canonical(theirs[name]) != _canonical(ours.get(name))]
     if not other:
         return
@@ -99,12 +97,12 @@ def _canonical(value: Any) -> Any:
 
 
 def option(field: str, prefix: str = "--") -> str:
-    """The name of a field on a command line."""
+    """Return the name of a field on a command line."""
     return prefix + field.replace("_", "-")
 
 
 def upgrade(state_dict: dict[str, torch.Tensor], prefix: str, declared: Collection[str]) -> None:
-    """Drop clips of earlier versions from a module's state; activations are measured again then."""
+    """Drop OUTDATED_CLIPS from a module's state; if it had any, activations are measured again."""
     parts = {name.rpartition(".")[0] for name in declared} - {""}
     outdated = {f"{part}.{name}" for part in parts for name in (*OUTDATED_CLIPS, *OUTDATED_COUNTS)}
     outdated = {*outdated, *OUTDATED_CLIPS} - set(declared)

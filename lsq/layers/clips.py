@@ -1,4 +1,4 @@
-"""Modules with the parameters that a program declares, and clips that are measured and limited."""
+"""Modules that hold the parameters of a program, and measure and limit its clips."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -21,23 +21,23 @@ from lsq.run.parameter_state import steps
 from lsq.run.shards import MeasuredClips, is_shard
 
 KEPT = 63 / 64
-"""Factor of a clip that follows magnitudes, in an optimizer step without a larger value."""
+"""Factor of a followed clip after an optimizer step, unless a larger magnitude was recorded."""
 APART = 4
-"""Floats from one number to the next: kernels read from multiples of 16 bytes."""
+"""Stride of recorded magnitudes in floats: kernels take addresses that are multiples of 16."""
 
 
 class FollowedClips:
     """Clips that follow the largest magnitudes of training passes (QuantConfig.clips="absmax").
 
-    Operations record magnitudes (Coded.seen). The next pass takes the larger of those and of the
-    clip, less a 64th if an optimizer has stepped. They stay until a step, so that a state dict
-    taken before it changes nothing. Values that are not finite do not count; nobody waits for a
-    device.
+    Operations record the largest magnitude (Coded.seen). Before the next pass each clip becomes the
+    larger of it and of the old clip, less a 64th after an optimizer step. Magnitudes are kept until
+    a step, so that taking a state dict before it changes nothing. Values that are not finite do not
+    count. Python never waits for a device.
     """
 
     def __init__(self):
         self._seen: torch.Tensor | None = None
-        """[2, clips, APART], the first of each: of training passes since a step, and of others."""
+        """[2, clips, APART], row 0 of training passes since a step, row 1 of all other passes."""
         self._rows: dict[str, int] = {}
         self._step = steps.count
 
@@ -46,15 +46,15 @@ class FollowedClips:
 
     @property
     def recorded(self) -> bool:
-        """Whether there may be magnitudes to follow."""
+        """Whether magnitudes may have been recorded."""
         return self._seen is not None
 
     def forget(self) -> None:
-        """Nothing was seen: clips are what others have put there."""
+        """Drop the recorded magnitudes, since clips were set by other means."""
         self._seen = None
 
     def follow(self, clips: Mapping[str, torch.Tensor]) -> None:
-        """Bring clips, each float32 [1], to what passes have seen."""
+        """Update clips, float32 [1] each, from the recorded magnitudes."""
         stepped, self._step = self._step != steps.count, steps.count
         if self._seen is None:
             return
@@ -70,7 +70,7 @@ class FollowedClips:
     def memory(
         self, wanted: Iterable[tuple[str, str]], clips: Mapping[str, torch.Tensor], *, counts: bool
     ) -> dict[str, torch.Tensor]:
-        """Return float32 [1] for each (name, clip) of `wanted`, where magnitudes are recorded."""
+        """Return float32 [1] to record a magnitude in, by name, for each (name, clip)."""
         if self._seen is None:
             self._rows = {name: row for row, name in enumerate(clips)}
             device = next((clip.device for clip in clips.values()), None)
@@ -87,13 +87,13 @@ def _agree(optimizer: Optimizer) -> None:
         and distributed.is_initialized()
         and distributed.get_world_size() > 1
     ):
-        from lsq.dist import replicas  # a single process loads none of it
+        from lsq.dist import replicas  # late, since a single process does not need it
 
         replicas.agree(optimizer)
 
 
 class ClippedModule(nn.Module):
-    """A module that has the parameters that a program declares.
+    """A module that holds the parameters that a program declares.
 
     A parameter "self_attn.out_weight" is the attribute `out_weight` of a plain child `self_attn`.
     Clips stay float32 when the module is converted to another dtype.
@@ -113,7 +113,7 @@ class ClippedModule(nn.Module):
     # Parameters
 
     def take_parameters(self, every: Iterable[Parameter]) -> None:
-        """Make the parameters that a program declares; those that are there already stay."""
+        """Make the parameters that a program declares, unless they exist already."""
         device = next((one.device for one in self.parameters()), None)
         for declared in every:
             holder, name = self._holder(declared.name)
@@ -123,7 +123,7 @@ class ClippedModule(nn.Module):
                 holder.register_parameter(name, _made(declared, device, learns))
 
     def _holder(self, path: str) -> tuple[nn.Module, str]:
-        """Return the module that holds the parameter of that dotted name, and its name there."""
+        """Return the module that holds the parameter at `path`, and its name in that module."""
         *parts, name = path.split(".")
         holder = self
         for part in parts:
@@ -137,11 +137,11 @@ class ClippedModule(nn.Module):
         return name
 
     def state_names(self, name: str) -> Sequence[str]:
-        """Return the names in the state dict of a parameter, which may be made of several."""
+        """Return a parameter's names in the state dict: several if it joins several there."""
         return [self.state_name(name)]
 
     def own_parameter(self, name: str) -> nn.Parameter:
-        """Return a parameter, or what others make of it, ten times as fast as `get_parameter`."""
+        """Return a parameter or its parametrized value, ten times as fast as `get_parameter`."""
         found = self._parameters.get(name)
         if found is not None:
             return found
@@ -153,20 +153,20 @@ class ClippedModule(nn.Module):
         return getattr(module, last) if found is None else found
 
     def sources(self, name: str) -> list[torch.Tensor]:
-        """Return the parameters that a weight of the program is made of."""
+        """Return the module's parameters that a weight of the program joins."""
         return [self.own_parameter(name)]
 
     def is_coded(self, name: str) -> bool:
-        """Whether a weight is codes alone (lsq.freeze): its clip is what it was then."""
+        """Whether a weight is kept as codes alone (lsq.freeze); its clip then stays, too."""
         return all(type(part) is CodedWeight for part in self.sources(name))
 
     def values_of(self, name: str) -> torch.Tensor:
-        """Return what programs read of a parameter: all of it, or what a mask leaves."""
+        """Return a parameter as programs read it: with zeros where a mask leaves values out."""
         found = self.own_parameter(name)
         return found if self.weight_masks is None else self.weight_masks.apply(self, name, found)
 
     def changes(self, parts: Sequence[torch.Tensor], clip: torch.Tensor) -> bool:
-        """Whether training changes a weight of these parameters, or its clip."""
+        """Whether training changes a weight that joins `parts`, or its clip."""
         if not self.training or clip.requires_grad:
             return self.training
         for part in parts:
@@ -187,27 +187,25 @@ class ClippedModule(nn.Module):
     # Masks
 
     def prunable(self) -> list[str]:
-        """The weights that masks may be of: those of products."""
+        """Return the names of the weights that may get masks: the weights of products."""
         return [name for name, declared in self.declared.items() if declared.kind is Kind.WEIGHT]
 
     def add_masks(self) -> None:
         """Give prunable weights masks that keep all; ValueError unless 4 divides their widths."""
         names = [] if self.quant.pruning is None else self.prunable()
         if names:
-            from lsq.layers.weight_masks import WeightMasks  # which dense layers do not need
+            from lsq.layers.weight_masks import WeightMasks  # late: dense layers do not need it
 
             self.weight_masks = WeightMasks(straight_through=self.quant.pruning.every > 0)
         for name in names:
             self.weight_masks.add(self, name)
 
     def mask_names(self) -> list[str]:
-        """Return the names of masks in this module's state dict."""
         return [] if self.weight_masks is None else self.weight_masks.state_names(self)
 
     # Clips
 
     def clips(self, kinds: Collection[Kind] = CLIPS) -> dict[str, nn.Parameter]:
-        """Return the clips of these kinds by name."""
         return {
             name: self.own_parameter(name)
             for name, declared in self.declared.items()
@@ -215,7 +213,6 @@ class ClippedModule(nn.Module):
         }
 
     def activation_clips(self) -> dict[str, nn.Parameter]:
-        """Return the clips of activations by name."""
         return self.clips((Kind.ACTIVATION_CLIP,))
 
     @property
@@ -232,7 +229,7 @@ class ClippedModule(nn.Module):
 
     @property
     def float_fallback(self) -> bool:
-        """Whether it goes on in floats."""
+        """Whether the module has gone on in floats."""
         return self.schedule.float_fallback
 
     @property
@@ -241,7 +238,7 @@ class ClippedModule(nn.Module):
         return clip_format.fields_of(self.quant)
 
     def let_clips_learn(self, trained: bool) -> None:
-        """Let clips that learn be trained with the weights beside them."""
+        """Let clips require gradients if the weights beside them are `trained` and clips learn."""
         for clip in self.clips().values():
             clip.requires_grad_(trained and self.quant.learned)
 
@@ -263,10 +260,11 @@ class ClippedModule(nn.Module):
         anew: Collection[str] = (),
         all: bool = True,
     ) -> None:
-        """Measure clips of weights, unseen by autograd, since earlier passes may yet go back.
+        """Measure clips of weights, hidden from autograd: earlier passes may await their backward.
 
-        `again`: go on from the present clips, where weights have changed. `anew`: weights whose
-        clips say nothing, since others have put values there. `all`: else of those alone.
+        `again`: search near the present clips, and skip weights that have not changed. `anew`:
+        weights whose values were replaced, so that their clips mean nothing. `all`: False measures
+        the weights in `anew` alone.
         """
         for name, declared in self.declared.items():
             if declared.clip is None or not (all or name in anew) or self.is_coded(name):
@@ -299,7 +297,7 @@ class ClippedModule(nn.Module):
         widens: bool = False,
         **options,
     ) -> None:
-        """Measure the clip of x; `into`: as a pass reads it; `widens`: it grows, and skips NaN."""
+        """Measure the clip of x; `into`: as the pass reads it; `widens`: only grow, ignore NaN."""
         parameter, how = self.own_parameter(clip), self.quant.clip_init
         kept = parameter.data
         target = kept.float() if into is None else into
@@ -314,7 +312,7 @@ class ClippedModule(nn.Module):
         calibration.written[clip] = parameter
 
     def _allocate_clips(self) -> None:
-        """Give memory to clips of the meta device, once the parameters beside them have some."""
+        """Give clips on the meta device memory, once a parameter beside them has some."""
         device = next((one.device for one in self.parameters() if not one.is_meta), None)
         for name, clip in self.clips().items():
             if clip.is_meta and device is not None:
@@ -327,7 +325,7 @@ class ClippedModule(nn.Module):
         return made
 
     def _fit_clips(self, program: Program, parameters: dict[str, torch.Tensor]) -> list[str]:
-        """Resize clips with weights, whose names are returned; ValueError for other parameters."""
+        """Resize clips to resized weights, return their names; ValueError for other parameters."""
         resized = []
         for virtual in program.parameters:
             name, declared, found = virtual.name, virtual.declared, parameters[virtual.name]
@@ -348,10 +346,10 @@ class ClippedModule(nn.Module):
     # Limits
 
     def limit_clip_steps(self) -> None:
-        """Bring every clip back to within `clip_step` of where the last training pass saw it.
+        """Limit the relative change of every clip since the last training pass to `clip_step`.
 
-        Steps of Adam are about as long as its learning rate, and take small clips across zero. NaN
-        stays. Raises RuntimeError if the first step has put clips back to those before measuring.
+        A step of Adam is about as long as its learning rate, and could take a small clip across
+        zero. NaN stays. Raises RuntimeError if the first step has undone the first measurement.
         """
         if self.measured.stepped:
             self.measured.check_step(self.clips(), type(self).__name__)
@@ -369,14 +367,14 @@ class ClippedModule(nn.Module):
             parameter_state.forget(clip)
 
     def follow_clips(self) -> None:
-        """Bring clips of activations, unless they learn or are shards, to what passes have seen."""
+        """Update activation clips from recorded magnitudes, unless they learn or are shards."""
         clips = self.activation_clips() if self.followed.recorded else {}
         if not any(map(is_shard, clips.values())):
             self.followed.follow(clips)
 
     @torch.no_grad()
     def bring_clips_up(self) -> None:
-        """Bring all clips that do not learn to what the next pass would make of them."""
+        """Update all clips that do not learn, as the next pass would."""
         self.follow_clips()
         if self.quant.learned or not self.schedule.begun:
             return
@@ -387,7 +385,7 @@ class ClippedModule(nn.Module):
             if not self.is_coded(name):
                 values = self.values_of(name)
                 rows = values.t() if declared.in_out else values
-                # else weights were resized, and clips of that size come with the next pass
+                # resized weights get clips of their size in the next pass
                 if len(clip) == len(rows):
                     clip.data.copy_(largest_clips(rows, clip))
 
@@ -410,13 +408,13 @@ class ClippedModule(nn.Module):
             parameter_state.withdraw(parameter)
 
     def _settle_clips(self) -> None:
-        """Let clips be what the last pass and the last step made of them."""
+        """Bring clips up to date after the last pass and the last step."""
         self.limit_clip_steps()
         self.follow_clips()
         parameter_state.limit_shards(self.measured.settle(self.clips()))
 
     def __getstate__(self):
-        self.limit_clip_steps()  # the copy does not know where clips were
+        self.limit_clip_steps()  # the copy does not know the clips of the last pass
         self.follow_clips()
         return {**self.__dict__}
 
@@ -446,7 +444,7 @@ class ClippedModule(nn.Module):
             return made
 
         super()._apply(applied, *arguments, **options)
-        if not self.schedule.begun:  # `to_empty` leaves anything in them
+        if not self.schedule.begun:  # `to_empty` leaves arbitrary values in clips
             self._allocate_clips()
             for name, clip in self.clips().items():
                 self.declared[name].initialise(clip.data)

@@ -1,4 +1,4 @@
-"""Parameters that are codes alone: whoever reads one gets decoded values, and nobody can write."""
+"""Parameters kept as codes alone: reading gives decoded values, writing raises an error."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _SHARED = (
     torch.ops.aten.clone.default,
     torch.ops.aten._to_copy.default,
 )
-"""Operations whose result shares the codes, which nobody can change."""
+"""Operations whose result shares the codes, which never change."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Codes:
-    """The codes of one weight [N, K] of a program, which may be several parameters."""
+    """The codes of one weight [N, K] of a program, which may join several parameters."""
 
     format: WeightFormat
     stored: torch.Tensor
@@ -38,21 +38,21 @@ class Codes:
     rows: int
     columns: int
     in_out: bool
-    """Whether the parameter is [K, N]; then it is one alone."""
+    """Whether the parameter is [K, N]; the weight then is a single parameter."""
 
     @property
     def nbytes(self) -> int:
         return self.stored.nbytes + self.scale.nbytes
 
     def decode(self, first: int, last: int) -> torch.Tensor:
-        """Decode rows from `first` to `last`: float32 in the layout of the parameter."""
+        """Decode rows `first` to `last` (excluded): float32 in the layout of the parameter."""
         codes = self.format.unpack(self.stored[first:last], self.columns)
         values = codes * self.scale[first:last, None]
         return values.t().contiguous() if self.in_out else values
 
 
 class Unread(torch.Tensor):
-    """Values that no operation reads, since the program reads the codes: a shape without memory."""
+    """A shape without memory, in place of a weight's floats: the program reads its codes."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -73,7 +73,7 @@ class Unread(torch.Tensor):
 
 
 class ReadOnly(torch.Tensor):
-    """A tensor that can be read and not written; here, a view of a weight that is codes alone."""
+    """A tensor that can be read, not written: a view of a weight that is codes alone."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -86,7 +86,6 @@ class ReadOnly(torch.Tensor):
         return made
 
     def decode(self) -> torch.Tensor:
-        """A plain tensor of its values."""
         return self.values
 
     @classmethod
@@ -106,11 +105,11 @@ class ReadOnly(torch.Tensor):
         arguments, options = tree_map_only(ReadOnly, lambda one: one.decode(), (arguments, options))
         if schema.is_mutable:
             return function(*arguments, **options)
-        with torch.inference_mode(False):  # views of what is no inference tensor are none
+        with torch.inference_mode(False):  # a view of a normal tensor must be a normal one
             found = function(*arguments, **options)
             return tree_map_only(torch.Tensor, ReadOnly, found) if aliased else found
 
-    # What PyTorch does without a function that is dispatched
+    # Accesses that PyTorch does not dispatch
 
     @property
     def data(self) -> torch.Tensor:
@@ -121,7 +120,7 @@ class ReadOnly(torch.Tensor):
         own = getattr(self, "codes", None)
         if own is None or getattr(value, "codes", None) is not own:
             raise RuntimeError(f".data cannot be set: {ADVICE}")
-        torch.Tensor.data.__set__(self, value)  # by nn.Module.to, of another dtype
+        torch.Tensor.data.__set__(self, value)  # as nn.Module.to does for another dtype
 
     @property
     def requires_grad(self) -> bool:
@@ -140,7 +139,6 @@ class ReadOnly(torch.Tensor):
         raise RuntimeError(f"no value can be set: {ADVICE}")
 
     def contiguous(self, **_) -> torch.Tensor:
-        """Values in memory."""
         return self.decode().contiguous()
 
     def data_ptr(self, **_):
@@ -156,7 +154,7 @@ class ReadOnly(torch.Tensor):
 
 
 class CodedWeight(ReadOnly):
-    """Rows of Codes in the place of a parameter; copies share them, and `.to` changes the dtype."""
+    """A parameter that is rows of Codes; copies share the codes, and `.to` changes the dtype."""
 
     @staticmethod
     def __new__(cls, codes: Codes, first: int, last: int, dtype: torch.dtype) -> CodedWeight:
@@ -174,7 +172,7 @@ class CodedWeight(ReadOnly):
 
     @staticmethod
     def joined(parts: Sequence[torch.Tensor]) -> CodedWeight | None:
-        """Join parts of one product; None if all are floats; ValueError if one was replaced."""
+        """Join parts of one weight; None if all are floats, ValueError if a part was replaced."""
         coded = [part for part in parts if type(part) is CodedWeight]
         if not coded:
             return None
@@ -191,7 +189,7 @@ class CodedWeight(ReadOnly):
         return self.codes.decode(self.first, self.last).to(self.dtype)
 
     def given(self, weight: Weight, made_of: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the program's inputs of this weight; ValueError if a part of it is trained."""
+        """Return the program's inputs for this weight; ValueError if a part of it is trained."""
         if any(one.requires_grad for one in made_of):
             raise ValueError(f"{weight.values.name} or its clip requires a gradient, but {ADVICE}")
         codes, scale, values = weight.codes.name, weight.scale.name, weight.values
@@ -208,7 +206,7 @@ class CodedWeight(ReadOnly):
             return CodedWeight(own.codes, own.first, own.last, options.get("dtype") or own.dtype)
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """Its share of the codes, as one of its own: so others see nothing shared."""
+        """Return a storage of its rows of codes alone, so that parts of a weight share none."""
         return torch.from_dlpack(self.codes.stored[self.first : self.last]).untyped_storage()
 
     def __deepcopy__(self, memo):

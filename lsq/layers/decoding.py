@@ -1,7 +1,7 @@
-"""Decoding one word at a time: programs of one step, and the state of layers between two.
+"""Decoding one word at a time: programs of one step, and the state of layers between steps.
 
-B sentences, P steps so far, H hidden; S rows of a memory; W columns of queries, keys and values, K
-of keys.
+B sentences, P steps so far, H hidden size, S rows of encoder output, K columns of keys, W columns
+of queries, keys and values together.
 """
 
 import torch
@@ -19,12 +19,12 @@ from lsq.program.values import Rows
 from lsq.run.backends import Backend
 
 State = dict[str, torch.Tensor]
-"""Tensors kept between two steps: "history" [B, P, W], queries, keys and values; of a layer with a
-memory also "cross" [B, S, 2K] and, in int8, the "cross_scale" [1]."""
+"""Tensors kept between steps: "history" [B, P, W] has queries, keys and values. A layer with
+cross-attention also keeps "cross" [B, S, 2K] and, in int8, "cross_scale" [1]."""
 
 
 def reorder(state: State, order: torch.Tensor) -> None:
-    """Keep the sentences `order` int64 [B'] of a state, in place."""
+    """Select the sentences with indices `order` int64 [B'] in a state, in place."""
     for name in state.keys() - {"cross_scale"}:
         state[name] = state[name].index_select(0, order)
 
@@ -50,7 +50,7 @@ def check_ready(layer: ProgramModule) -> None:
 def step_inputs(
     state: State, x: torch.Tensor, config: LayerConfig, backend: Backend
 ) -> tuple[int, dict[str, torch.Tensor]]:
-    """Return (P, inputs of a program of one step) for x float32 [B, H]."""
+    """Return P and the inputs of one step's program, by name, for x float32 [B, H]."""
     batch, width = x.shape[0], config.query_columns + 2 * config.key_columns
     if "history" not in state:
         state["history"] = x.new_empty(batch, 0, width, dtype=codes_dtype(config))
@@ -69,12 +69,12 @@ def step_inputs(
 
 
 def keep_history(state: State, history: torch.Tensor) -> None:
-    """Put the result [B * (P + 1), W] of a step into the state."""
+    """Store the history [B * (P + 1), W] that a step returned in the state."""
     state["history"] = history.view(len(state["history"]), -1, history.shape[1])
 
 
 def codes_dtype(config: LayerConfig) -> torch.dtype:
-    """dtype of kept keys and values: codes, or floats in float mode."""
+    """Return the dtype of kept keys and values: int8 codes, or floats if nothing is coded."""
     return torch.int8 if config.quant.coded else torch.float32
 
 
@@ -92,7 +92,7 @@ def encoder_step(config: LayerConfig, past: int, batch: int, mode: Mode) -> Prog
 
 @cached
 def decoder_memory(config: LayerConfig, rows: int, mode: Mode) -> Program:
-    """Keys and values of cross-attention: memory [S, H] -> [S, 2K], and the scale of codes."""
+    """Keys and values of cross-attention: memory [S, H] -> [S, 2K], and the scale of its codes."""
     b = mode.builder("decoder_memory", config.quant)
     memory = b.input("memory", (rows, config.hidden))
     found = blocks.project_memory(b, config, memory, "encoder_attn.")
@@ -125,7 +125,7 @@ def decoder_step(config: LayerConfig, past: int, source: PackedSequences, mode: 
 def _attend_to_history(
     b: LayerBuilder, config: LayerConfig, rows: Rows, cu_seqlens: VirtualTensor, past: int
 ) -> tuple[VirtualTensor, Rows]:
-    """Self-attention of one word each: (floats [B, H], all rows [B * (P + 1), W])."""
+    """Attend from one word of each sentence: (floats [B, H], new history [B * (P + 1), W])."""
     batch, width = rows.tensor.shape[0], config.query_columns + 2 * config.key_columns
     history = b.input("history", (batch * past, width), codes_dtype(config))
     all_cu_seqlens = b.input("history_cu_seqlens", (batch + 1,), torch.int32)

@@ -82,15 +82,18 @@ class Embedding(ProgramModule):
         self.layer_norm = nn.LayerNorm(hidden) if layer_norm else None
 
     def forward(self, tokens: torch.Tensor, offset: int = 0) -> torch.Tensor:
-        """Embed tokens at positions from `offset` on; padding becomes zero. Raises as `rows`."""
+        """Embed tokens at positions from `offset` on; padding becomes zero. Errors: see `rows`."""
         self._check(tokens)
         packing = Packing(tokens == self.padding_idx, **packing_options(self))
         return unpack_time_major(self.rows(tokens, packing, offset), packing)
 
     @beside_the_graph
     def rows(self, tokens: torch.Tensor, packing: Packing, offset: int = 0) -> torch.Tensor:
-        """Return packed tokens [M, H]; raises ValueError for a sentence that is too long, an
-        empty batch, or a token outside the vocabulary (on a GPU its row is NaN then)."""
+        """Embed tokens and return packed rows [M, H].
+
+        Raises ValueError for a sentence that is too long, an empty batch, or a token outside the
+        vocabulary; on a GPU the row of such a token is NaN instead.
+        """
         self._check(tokens)
         time = tokens.shape[1]
         if time + offset > self.max_positions:

@@ -1,4 +1,4 @@
-"""The projection onto the vocabulary of another model, whose logits are computed when asked for."""
+"""The projection of another model onto its vocabulary; logits are computed when they are read."""
 
 from functools import partial
 
@@ -19,10 +19,10 @@ IGNORED = -1
 
 
 class Head(InPlace):
-    """A torch.nn.Linear [V, H] without a bias, for any V: products are padded to a multiple of 16.
+    """A torch.nn.Linear [V, H] without a bias, for any V: products pad V to a multiple of 16.
 
-    In training it returns Logits, whose cross-entropy runs as one program with the projection:
-    nothing [M, V] is stored. On the CPU, rows whose targets do not count are left out.
+    In training it returns Logits. Projection and cross-entropy then run as one program, which
+    stores nothing of size [M, V]. On the CPU, rows with ignored targets are left out.
     """
 
     def take_place(self, quant: QuantConfig, path: str) -> None:
@@ -33,7 +33,7 @@ class Head(InPlace):
         self.let_clips_learn(self.weight.requires_grad)
 
     def prunable(self) -> list[str]:
-        """Projections onto a vocabulary stay dense."""
+        """Return no names: projections onto a vocabulary stay dense."""
         return []
 
     @beside_the_graph
@@ -58,8 +58,10 @@ class Head(InPlace):
     def loss(
         self, rows: torch.Tensor, target: torch.Tensor, *, ignore: int, smoothing: float, mean: bool
     ) -> torch.Tensor:
-        """PyTorch's cross-entropy of rows [M, H] and target int64 [M], in float32; ValueError
-        for a target outside the vocabulary but `ignore` (on a GPU the loss is NaN then)."""
+        """Return PyTorch's cross-entropy of rows [M, H] and target int64 [M], in float32.
+
+        Raises ValueError for a target that is no word and not `ignore`; on a GPU the loss is NaN.
+        """
         words, counted = len(self.weight), target != ignore
         count = counted.sum()
         if target.device.type == "cpu":
@@ -74,7 +76,7 @@ class Head(InPlace):
             *self.weight.shape,
             self.mode_of({"x": rows}),
             padding=IGNORED,
-            # PyTorch spreads it over all words, fairseq over the others
+            # PyTorch smooths over all words; this program, as fairseq, over all but the target
             smoothing=smoothing * (words - 1) / words,
         )
         loss, _ = self.execute(program, {"x": rows, "target": target})
@@ -83,13 +85,13 @@ class Head(InPlace):
     def _chosen(
         self, rows: torch.Tensor, target: torch.Tensor, counted: torch.Tensor, count: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the rows that count, and zeros behind them up to one of a few numbers."""
+        """Return the rows whose targets count, padded with zeros to one of a few sizes."""
         if count < len(target):
             index = counted.nonzero().squeeze(1)
             rows, target = rows.index_select(0, index), target.index_select(0, index)
         if count:
             check_words("targets", target, len(self.weight))
-        # what fills up must not be measured
+        # the padding must not be measured
         exact = self.calibration_due() and active_rehearsal.get() is None
         if count in (0, counted.numel()) or exact:
             return rows, target

@@ -1,4 +1,4 @@
-"""Modules of other models that become lsq's by their class alone, and back."""
+"""Modules of other models that become lsq's, and float ones again, by a change of class."""
 
 import functools
 from collections.abc import Iterator, Mapping
@@ -11,7 +11,7 @@ from lsq.layers.builder import Mode
 from lsq.layers.module import ProgramModule
 
 _mode = functools.lru_cache(maxsize=1024)(Mode)
-"""One object for equal modes, by which programs are found faster."""
+"""Makes one object for equal modes, with which cached programs are found faster."""
 
 
 class InPlace(ProgramModule):
@@ -24,22 +24,22 @@ class InPlace(ProgramModule):
     float_class: type[nn.Module]
 
     def take_place(self, quant: QuantConfig, path: str) -> None:
-        """Set up a module at `path`, whose class has just changed; ValueError without a program."""
+        """Set up the module at `path` after its class has changed; ValueError without a program."""
         raise NotImplementedError
 
     def finish_conversion(self, check: bool) -> None:
-        """End a conversion that cannot fail; `check`: compare the first pass with the float one."""
+        """Finish a conversion that has succeeded; `check`: compare the first pass with floats."""
 
     def holders(self, name: str) -> Iterator[tuple[str, nn.Module, str]]:
-        """Yield (path, module, name there) of the parameters that `name` is made of."""
+        """Yield (path, module, name in the module) of each parameter that `name` joins."""
         yield name, *self._holder(name)
 
     def forget_floats(self, name: str) -> None:
-        """Drop what depends on the floats of a weight that is codes alone from now on."""
+        """Drop what was made from the floats of a weight that is codes alone from now on."""
         self.weight_state.forget(name)
 
     def mode_of(self, inputs: Mapping[str, torch.Tensor]) -> Mode:
-        """As `mode`, without gradients that nobody needs."""
+        """Return the mode of a pass, as `mode` does, but only with gradients that are needed."""
         backward = self.wants_backward(*inputs.values())
         wanted = [name for name, tensor in inputs.items() if tensor.requires_grad]
         for name in self.declared if backward else ():
@@ -58,14 +58,14 @@ class InPlace(ProgramModule):
         return any([parameter.requires_grad for parameter in self.sources(name)])
 
     def give_place(self) -> None:
-        """Become the former module again."""
+        """Change back to the float class."""
         if self.weight_masks is not None:
             self.weight_masks.remove(self)
         for name in self.clips():
             del self._parameters[self.state_name(name)]
         for name in self.STATE:
             self.__dict__.pop(name, None)
-        if "parametrizations" in self._modules:  # parametrize has made a class of ours
+        if "parametrizations" in self._modules:  # parametrize has made a subclass of ours
             skipped = {"__dict__", "__weakref__"}
             attributes = {key: one for key, one in vars(type(self)).items() if key not in skipped}
             name = f"Parametrized{self.float_class.__name__}"
@@ -75,14 +75,14 @@ class InPlace(ProgramModule):
 
     def __reduce_ex__(self, protocol):
         for kind in type(self).__mro__:
-            if "made_by" in vars(kind):  # FSDP2 makes classes of its own from ours
+            if "made_by" in vars(kind):  # FSDP2 makes subclasses of ours
                 return _unpickled, kind.made_by, self.__getstate__()
         return super().__reduce_ex__(protocol)
 
 
 @functools.cache
 def class_in_place(kind: type[InPlace], float_class: type[nn.Module], name: str) -> type[InPlace]:
-    """Make the class of a `float_class` that has become a `kind`: a subclass of both."""
+    """Make the class of a converted `float_class`: a subclass of `kind` and of it."""
     attributes = {
         "float_class": float_class,
         "made_by": (kind, float_class, name),

@@ -1,4 +1,4 @@
-"""Linear layers by themselves, which take the place of float ones."""
+"""Single linear layers, which take the place of float ones."""
 
 from functools import lru_cache, partial
 
@@ -15,9 +15,9 @@ from lsq.program.program import Program
 from lsq.program.tensor import fan_in
 
 ALONE = {"weight": ["weight"]}, {"input": ["input", "weight"]}
-"""Names of the weights and activations of one product: see model_formats.tensor_names."""
+"""Tensor names of a layer that is one product; see model_formats.tensor_names."""
 FLOATS = {torch.float32, torch.bfloat16}
-"""Dtypes that a program reads and writes unconverted, where the backend takes either."""
+"""Dtypes that a program reads and writes without conversion, if its backend takes both."""
 FLOAT32 = (torch.float32,) * 3
 
 
@@ -33,7 +33,7 @@ def linear(
     in_out: bool = False,
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype] = FLOAT32,
 ) -> Program:
-    """Build x [M, K] -> y [M, N]; `dtypes`: of x, weight and y, which float mode ignores."""
+    """Build x [M, K] -> y [M, N]; `dtypes`: of x, weight and y, all float32 without codes."""
     x_dtype, weight_dtype, y_dtype = dtypes if quant.coded else FLOAT32
     b = mode.builder("linear", quant)
     x = b.round(b.input("x", (rows, inputs), x_dtype), "input_clip")
@@ -66,7 +66,7 @@ class Projection(InPlace):
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """Inputs and outputs of the present weight."""
+        """Inputs and outputs, read from the weight."""
         shape = self.weight.shape
         return tuple(shape if self.in_out else shape[::-1])
 
@@ -94,7 +94,7 @@ class Projection(InPlace):
 
     @beside_the_graph
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if "parametrizations" in self._modules:  # a pass asks for parameters several times
+        if "parametrizations" in self._modules:  # a pass reads parameters several times
             with parametrize.cached():
                 return self._pass(x)
         return self._pass(x)
@@ -120,7 +120,7 @@ class Projection(InPlace):
 
 
 class QuantizedLinear(Projection, nn.Linear):
-    """A torch.nn.Linear with an int8 product; raises ValueError for widths that it cannot take."""
+    """A torch.nn.Linear in int8; raises ValueError unless its widths are multiples of 16."""
 
     float_class = nn.Linear
 
@@ -148,7 +148,7 @@ def in_out_of(float_class: type[nn.Module]) -> type[InPlace]:
 
 
 def result_dtype(x: torch.Tensor) -> torch.dtype:
-    """Return the dtype of a float product with x: that of x, or of torch.autocast."""
+    """Return the dtype that a float product with x has: x's own, or torch.autocast's."""
     device = x.device.type
     casts = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
     return torch.get_autocast_dtype(device) if casts else x.dtype

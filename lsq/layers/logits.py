@@ -1,7 +1,7 @@
-"""Logits that nobody has computed yet: a cross-entropy on them needs none.
+"""Logits that are computed only when they are read: a cross-entropy does not read them.
 
-A Logits follows reshaping into torch.nn.functional.cross_entropy; anything else gets the real ones.
-H hidden, V words.
+A Logits may be reshaped on its way to torch.nn.functional.cross_entropy; every other function gets
+the real logits. H hidden size, V words.
 """
 
 from __future__ import annotations
@@ -35,26 +35,28 @@ class Pass:
     """State that all logits of one pass share."""
 
     made_with: int
+    """Version of the weight in that pass."""
     counted: bool = False
+    """Whether a cross-entropy has read them."""
     wanted: bool = False
-    """Whether somebody waits for gradients of logits, which a loss of them does not need."""
+    """Whether gradients of the logits are asked for; a loss alone does not need them."""
 
 
 class Logits(torch.Tensor):
-    """Floats [..., V] of `hidden` [..., H], by a lsq.layers.head.Head, computed when asked for.
+    """Logits [..., V] that a lsq.layers.head.Head makes of `hidden` [..., H] when they are read.
 
-    `before`: the logits that these are a change of, and that change; None: they begin a pass.
+    `before`: earlier logits, and the change that makes these of them; None: they begin a pass.
     """
 
     head: nn.Module
     hidden: torch.Tensor
     origin: Pass
     known: torch.Tensor | None
-    """The real logits, once somebody wanted them where gradients are."""
+    """The real logits, once they were read with gradients enabled."""
     hooks: list[Callable]
-    """They wait for a gradient of real logits: FSDP2 puts some on whatever a model gives."""
+    """Hooks on the gradient of the real logits: FSDP2 puts some on every output of a model."""
     views: list[weakref.ref]
-    """These and all views of them, which would share memory if they were computed."""
+    """These logits and their views, which would share memory if they were real tensors."""
 
     @staticmethod
     @beside_the_graph
@@ -77,7 +79,7 @@ class Logits(torch.Tensor):
         return made
 
     def computed(self) -> torch.Tensor:
-        """Return the real ones; with gradients they are the same for everybody who asks."""
+        """Return the real logits; with gradients enabled, every caller gets the same tensor."""
         if self.known is not None:
             return self.known
         if self.head.weight._version != self.origin.made_with:
@@ -91,7 +93,7 @@ class Logits(torch.Tensor):
         return found
 
     def viewed(self) -> bool:
-        """Whether somebody has another view of the same logits."""
+        """Whether another view of the same logits is alive."""
         return any(one() is not None and one() is not self for one in self.views)
 
     @classmethod
@@ -118,7 +120,7 @@ class Logits(torch.Tensor):
                 f"{name} would change logits that are computed for each who asks: take"
                 " logits.clone()"
             )
-        # which go by the graph in any mode
+        # backward() follows the graph even where gradients are disabled
         going_back = function in (torch.autograd.backward, torch.Tensor.backward)
         with torch.set_grad_enabled(torch.is_grad_enabled() or going_back):
             arguments, options = tree_map_only(Logits, Logits.computed, (arguments, options))
@@ -137,7 +139,7 @@ class Logits(torch.Tensor):
 
 
 class _Projected(torch.autograd.Function):
-    """Logits in autograd's graph, where DistributedDataParallel sees their parameters."""
+    """Puts logits into autograd's graph, where DistributedDataParallel finds their parameters."""
 
     @staticmethod
     def forward(
@@ -171,7 +173,7 @@ class _Projected(torch.autograd.Function):
 
 
 class _Changed(torch.autograd.Function):
-    """Logits that are others in another shape or dtype, or some rows of these."""
+    """Logits made of earlier ones by another shape or dtype, or by selecting rows."""
 
     @staticmethod
     def forward(
@@ -188,13 +190,13 @@ class _Changed(torch.autograd.Function):
             return (None,) * 5
         shape, dtype, change = ctx.made
         with torch.enable_grad():
-            before = gradient.new_empty(shape, dtype=dtype).requires_grad_()  # no value matters
+            before = gradient.new_empty(shape, dtype=dtype).requires_grad_()  # values do not matter
             (found,) = torch.autograd.grad(change(before), before, gradient)
         return None, None, None, found, None
 
 
 class _Used(torch.autograd.Function):
-    """A result of logits, whose gradient goes past them, or by `back` if theirs is wanted."""
+    """A result of logits: its gradient bypasses them, or uses `back` if theirs is wanted."""
 
     @staticmethod
     def forward(
@@ -204,8 +206,8 @@ class _Used(torch.autograd.Function):
         made: torch.Tensor,
         back: Callable[[torch.Tensor], torch.Tensor],
     ):
-        ctx.made = origin, back  # known logits hold this: it must not hold them
-        # the same memory, but no view, which nobody might change in place
+        ctx.made = origin, back  # known logits refer to this node, so it must not refer to them
+        # the same memory, but no view: autograd forbids to change such a view in place
         return made.new_empty(0).set_(made)
 
     @staticmethod
@@ -216,8 +218,8 @@ class _Used(torch.autograd.Function):
 
 
 def _passes_by(logits: Logits) -> bool:
-    """Whether DistributedDataParallel copies logits beside their loss, unread."""
-    # PyTorch's own; without it logits are computed for the copy
+    """Whether DistributedDataParallel is copying logits that come beside their loss, unread."""
+    # private to PyTorch; where it is missing, logits are computed for the copy
     sink = getattr(distributed, "_DDPSink", None)
     frame = sys._getframe() if sink is not None and logits.origin.counted else None
     while frame is not None and frame.f_code is not sink.forward.__code__:
@@ -226,7 +228,7 @@ def _passes_by(logits: Logits) -> bool:
 
 
 def _hook(logits: Logits, hook: Callable):
-    """Register a hook; those of FSDP2 wait for the backward pass, and see no unread logits."""
+    """Register a hook; hooks of FSDP2 run if logits get a gradient, but do not ask for one."""
     if not (getattr(hook, "__module__", None) or "").startswith("torch.distributed."):
         return _natively(torch.Tensor.register_hook, _wanted(logits), hook)
     logits.hooks.append(hook)
@@ -256,7 +258,7 @@ def _natively(function: Callable, *arguments, **options):
 def _again(
     logits: Logits, hidden: torch.Tensor, change: Callable, dtype: torch.dtype | None = None
 ) -> Logits:
-    """Return changed logits: `change` does to the real ones what was done to `hidden`."""
+    """Return changed logits; `change` does to real logits what was done to `hidden`."""
     return Logits(logits.head, hidden, logits.shape[-1], dtype or logits.dtype, (logits, change))
 
 
@@ -343,7 +345,7 @@ def _cross_entropy(
 
 
 def _add(logits, other, *, alpha=1):
-    """Add a bias of zeros, as Marian's is."""
+    """Skip a bias of zeros, as Marian's is; any other bias needs the real logits."""
     if not isinstance(logits, Logits) or type(other) not in (torch.Tensor, nn.Parameter):
         return NotImplemented
     fits = other.numel() == logits.shape[-1] and other.shape[-1:] == logits.shape[-1:]
@@ -358,7 +360,7 @@ _CHANGES = {"__setitem__"} | {
     for name in dir(torch.Tensor)
     if name.startswith("__i") and name.replace("__i", "__", 1) in dir(torch.Tensor)
 }
-"""Methods that change a tensor in place, beside those whose names end in _."""
+"""Methods that change a tensor in place though their names do not end in _."""
 _VIEWS = {
     getattr(torch.Tensor, name).__get__ for name in ("data", "T", "H", "mT", "mH", "real", "imag")
 }
@@ -366,7 +368,7 @@ _METADATA: set[Callable] = {torch.is_floating_point, torch.is_tensor, torch.nume
     getattr(torch.Tensor, name)
     for name in "__len__ dim get_device is_contiguous is_floating_point nelement numel size".split()
 }
-"""Functions that a wrapper without memory answers itself."""
+"""Functions that read no values: a wrapper without memory answers them."""
 _OF_GRADIENTS: dict[Callable, Callable] = {
     torch.Tensor.register_hook: _hook,
     torch.Tensor.retain_grad: lambda logits: _natively(torch.Tensor.retain_grad, _wanted(logits)),

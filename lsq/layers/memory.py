@@ -1,4 +1,4 @@
-"""Memory of a model's training step, planned ahead: rehearse the step and place its tensors."""
+"""Planned memory of a model's training step: rehearse the step, then place its tensors."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -19,10 +19,10 @@ MODES = ("planned", "guard", "naive")
 def rehearse_step(
     model: nn.Module, step: Callable[[], torch.Tensor]
 ) -> tuple[Rehearsal, tuple[str, ...]]:
-    """Return the passes of `step`, and the name in `model` of the module of each.
+    """Return the passes of `step`, and for each pass its module's path in `model`.
 
-    Raises ValueError if the model has no layer of lsq, runs layers again in the backward pass, or
-    is in eval mode; or the step trains other modules, or is none (see `lsq.run.step.rehearse`).
+    Raises ValueError if the model has no layer of lsq, uses gradient checkpointing or is in eval
+    mode; if the step trains modules outside the model; and as `lsq.run.step.rehearse` does.
     """
     require_model(model)
     modules = list(model.modules())
@@ -31,7 +31,7 @@ def rehearse_step(
             f"no layer of this {type(model).__name__} is lsq's; call lsq.convert(model), and plan"
             " that"
         )
-    # so transformers calls it
+    # transformers' name for it
     if any(getattr(module, "gradient_checkpointing", False) for module in modules):
         raise ValueError(
             "gradient checkpointing runs layers again in the backward pass, which cannot be"
@@ -55,7 +55,7 @@ def rehearse_step(
 
 
 def describe_memory(model: nn.Module, step: Callable[[], torch.Tensor]) -> StepPlan:
-    """Return the plan of a step without memory for it; see `plan_memory`."""
+    """Return the plan of a step, without allocating memory; see `plan_memory`."""
     rehearsed, names = rehearse_step(model, step)
     return plan_step(tuple(rehearsed.passes), names, margin=0)
 
@@ -66,18 +66,18 @@ def plan_memory(
     """Give the tensors inside the layers of `model` fixed places in one arena.
 
     Args:
-        model: its ProgramModules run the layers.
+        model: with layers of lsq.
         step: runs the model on the largest batch and returns the loss, a scalar. It is
             rehearsed: the layers compute nothing. Every training step must run the same layers
             in the same order, on batches no larger; eval mode is free.
         mode: "planned"; "guard" checks every access and is slow; "naive" takes any plan away.
 
     Returns:
-        The memory, which `release_memory` gives back; None under "naive" or without C++.
+        The memory, until `release_memory` frees it; None under "naive" or without C++.
 
     Raises:
         ValueError: an unknown mode, or a step that cannot be planned (see `rehearse_step`).
-        MemoryError: the system refuses so much.
+        MemoryError: the system cannot give that much memory.
     """
     if mode not in MODES:
         raise ValueError(f"memory is {mode!r}; allowed: {', '.join(map(repr, MODES))}")
@@ -102,7 +102,7 @@ def plan_memory(
 
 
 def release_memory(model: nn.Module) -> None:
-    """Take the planned memory away; gradients that lie in it move to memory of their own."""
+    """Free the planned memory; gradients in it move to memory of their own."""
     require_model(model)
     for module in model.modules():
         if isinstance(module, ProgramModule) and module.step_memory is not None:

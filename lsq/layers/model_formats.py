@@ -1,4 +1,4 @@
-"""Number formats of a model: names of its tensors, for patterns, and which are decoded."""
+"""Number formats of a model: the names that patterns match, and a count of decoded tensors."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
@@ -19,9 +19,9 @@ from lsq.run.backends import backend
 def tensor_names(
     program: Program, state_names: Callable[[str], Sequence[str]]
 ) -> tuple[Names, Names]:
-    """Return (weights, activations) of a program -> their names in the module's state dict.
+    """Map weights and activations of a program to their names in the module's state dict.
 
-    An activation has the name of its clip, without _clip, and those of the weights that read it.
+    An activation has the name of its clip without _clip, and the names of weights that read it.
     """
     weights = {name: state_names(name) for name in program.weights}
     readers: defaultdict[VirtualTensor, list[str]] = defaultdict(list)
@@ -44,7 +44,7 @@ def config_at(
     build: Callable[[Mode], Program],
     state_names: Callable[[str], Sequence[str]] = lambda name: [name],
 ) -> LayerConfig:
-    """Return the configuration of a layer at `path`, whose patterns may name formats."""
+    """Return the configuration of the layer at `path`, with the formats that patterns give it."""
     if not config.quant.formats_differ:
         return config
     program = build(Mode(training=True, backward=False, backend=backend("reference")))
@@ -52,7 +52,7 @@ def config_at(
 
 
 def check_patterns(model: nn.Module, quant: QuantConfig) -> None:
-    """Raise a ValueError for a pattern that decides nothing in a model."""
+    """Raise a ValueError for a pattern that gives no tensor of `model` its format."""
     if quant.formats_differ:
         fitted: Fitted = {}
         named = {"weight_format": [], "activation_format": []}
@@ -69,7 +69,7 @@ def check_patterns(model: nn.Module, quant: QuantConfig) -> None:
 
 
 def decoded_summary(model: nn.Module) -> str | None:
-    """Say in a line how many tensors of which formats are multiplied as decoded values, if any."""
+    """Return a line that counts tensors multiplied as decoded values, by format, or None."""
     found: dict[str, Counter[str]] = {}
     for module in model.modules():
         if isinstance(module, ClippedModule) and module.quant.quantized and not module.quant.coded:

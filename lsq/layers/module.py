@@ -50,7 +50,7 @@ class Pass:
     again: bool
     """Whether gradient checkpointing runs it again."""
     trained: bool
-    """Whether it goes back."""
+    """Whether it has a backward pass."""
     calibrates: bool
     """Whether it measures the clips of activations."""
     weights_due: bool
@@ -59,11 +59,11 @@ class Pass:
 
 
 class ProgramModule(ClippedModule):
-    """A module that computes by running a program, and has the parameters that it declares.
+    """A module that computes by running a program, and holds the parameters of the program.
 
     Attributes:
-        backend: where it runs; None: where its parameters are.
-        step_memory: where the tensors of its training passes lie, if `lsq.plan_memory` planned it.
+        backend: runs its programs; None: the backend of its parameters' device.
+        step_memory: the planned memory of its training passes (`lsq.plan_memory`); None: no plan.
     """
 
     STATE = (
@@ -95,7 +95,7 @@ class ProgramModule(ClippedModule):
         self.step_memory: StepMemory | None = None
 
     def declare(self, build: Callable[[Mode], Program], *, measure: bool = True) -> None:
-        """Make the parameters of the program of `build`; `measure`: clips of weights now."""
+        """Make the parameters of the program that `build` returns; `measure` clips of weights."""
         program = build(Mode(training=True, backward=True, backend=backend("reference")))
         self.tensor_names = tensor_names(program, self.state_names)
         self.take_parameters(virtual.declared for virtual in program.parameters)
@@ -112,7 +112,7 @@ class ProgramModule(ClippedModule):
         return any([one.requires_grad for one in inputs]) or self.trained()
 
     def mode(self, *inputs: Tensor) -> Mode:
-        """Return how a program of this module runs on these inputs now."""
+        """Return how a program of this module now runs on these inputs."""
         return Mode(
             training=self.training, backward=self.wants_backward(*inputs), backend=self.target
         )
@@ -125,7 +125,7 @@ class ProgramModule(ClippedModule):
     # One pass
 
     def execute(self, program: Program, inputs: dict[str, Tensor]) -> tuple[Tensor, ...]:
-        """Run `program` on inputs and own parameters; ValueError if their devices differ."""
+        """Run `program` on inputs and the module's parameters; ValueError if devices differ."""
         self._check_devices(inputs)
         if self.schedule.float_fallback:
             program = in_floats(program)
@@ -138,7 +138,7 @@ class ProgramModule(ClippedModule):
         return self._settle(run, tensors, outputs)
 
     def _prepare(self, program: Program) -> Pass:
-        """Bring clips to what the last step left, and measure those of weights that are due."""
+        """Limit clips after the last step, and measure the clips of weights that are due."""
         schedule, again, trained = self.schedule, recomputing(), bool(program.output_gradients)
         calibrates = schedule.activations_due(self.training, again, trained=trained)
         may_train = self.training and (not self.quant.learned or self.trained())
@@ -163,7 +163,7 @@ class ProgramModule(ClippedModule):
         replaced = self._fit_clips(program, parameters)
         outdated = self.weight_state.drop_outdated(self, program)
         if self.quant.learned and self.quant.clip_init != "fixed" and schedule.begun:
-            replaced += outdated  # else whoever makes codes measures clips
+            replaced += outdated  # absmax clips are measured when codes are made
         if calibrates and not schedule.calibrated:
             self.measured.measures_first(self.clips())
         if weights_due or replaced:
@@ -173,7 +173,6 @@ class ProgramModule(ClippedModule):
         return run
 
     def _tensors_of(self, run: Pass, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Gather all that the program reads, by name."""
         key = self._random_key(run.program, inputs, run.backend)
         codes = self.weight_state.codes(self, run.program, run.parameters, run.backend)
         tensors = {**run.parameters, **inputs, "random_key": key, **codes}
@@ -194,7 +193,7 @@ class ProgramModule(ClippedModule):
             hooks = Hooks(before=before, after=self._observer)
         if self._observer is not None and run.trained:
             self._observer.weights(self, {**tensors, **run.parameters})
-        # FSDP2 gathers clips anew to go back; the next use in this step may measure as well
+        # the backward pass needs copies: FSDP2 gathers clips anew, and a next pass may measure them
         fleeting = {*run.calibration.written, *self.measured.unsettled()}
         return Execution(
             run.program,
@@ -208,7 +207,7 @@ class ProgramModule(ClippedModule):
     def _settle(
         self, run: Pass, tensors: dict[str, Tensor], outputs: tuple[Tensor, ...]
     ) -> tuple[Tensor, ...]:
-        """Note that the pass was made, and what it has measured."""
+        """Note that the pass has run, and what it has measured."""
         every = self.measured.sharded and not self.quant.learned
         self.measured.note(self.clips() if every else run.calibration.written)
         run.calibration.finish()
@@ -229,12 +228,12 @@ class ProgramModule(ClippedModule):
         return outputs
 
     def fall_back(self) -> None:
-        """Go on in floats: nothing of this module is rounded from now on, and clips stay."""
+        """Go on in floats: this module rounds nothing from now on, and keeps its clips."""
         self.schedule.float_fallback = True
         self._drop_codes()
 
     def reached(self, nothing: Tensor, *inputs: Tensor) -> Tensor:
-        """Return a result [..., 0, ...] by which all parameters get zeros, for which DDP waits."""
+        """Return an empty result, linked to all parameters: DDP awaits a gradient of each."""
         return nothing + sum(one.sum() for one in (*self.parameters(), *inputs)).to(nothing.dtype)
 
     def calibration_due(self) -> bool:
@@ -267,8 +266,11 @@ class ProgramModule(ClippedModule):
         return {name: self.values_of(name) for name in own}
 
     def _random_key(self, program: Program, inputs: dict[str, Tensor], target: Backend) -> Tensor:
-        """Return the key of a pass's random numbers, int64 [1]; each pass in training mode draws
-        it, since reentrant checkpointing goes forward again from the same state."""
+        """Return the key of a pass's random numbers, int64 [1].
+
+        Every pass in training mode draws one, needed or not: reentrant checkpointing runs without
+        gradients first, then with them from the same generator state, and both must draw alike.
+        """
         if self.training:
             (key,) = target.send([draw_key()])
             return key
@@ -276,12 +278,12 @@ class ProgramModule(ClippedModule):
             return torch.zeros(1, dtype=torch.int64, device=target.device)
         trained = [one for one in self.every_parameter() if one.requires_grad]
         largest = sorted(trained, key=Tensor.numel)[-1:]
-        return key_of(next(iter(inputs.values())), *largest)  # another one after each update
+        return key_of(next(iter(inputs.values())), *largest)  # weights change it in each update
 
     def _calibrate_operation(
         self, calibration: Calibration, declared: Operation, operation: Operation
     ) -> None:
-        """Measure the clip under which an operation is about to round an activation."""
+        """Measure the clip with which an operation is about to round an activation."""
         rounding = operation.rounding()
         if rounding is None:
             return
@@ -297,16 +299,16 @@ class ProgramModule(ClippedModule):
             widens=widens,
             again=widens,
         )
-        rounding.started = False  # the scale that was written is that of the clip before
+        rounding.started = False  # the scale written so far is of the old clip
 
     # State
 
     def __prepare_scriptable__(self):
-        """Refuse torch.jit.script, which asks each module what it should compile."""
+        """Refuse torch.jit.script, which calls this method of each module."""
         raise RuntimeError(refusal("torch.jit.script"))
 
     def __getstate__(self):
-        return {**super().__getstate__(), "_watcher": None}  # who watches does not watch the copy
+        return {**super().__getstate__(), "_watcher": None}  # a copy is not watched
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):
         self._settle_clips()
@@ -317,7 +319,7 @@ class ProgramModule(ClippedModule):
             clip_format.save(destination, prefix, self.quant)
 
     def _load_from_state_dict(self, state_dict, prefix, metadata, strict, missing, *lists):
-        """As nn.Module's; raises ValueError where a clip is damaged or has another format."""
+        """Load as nn.Module does; raises ValueError for a damaged clip, or another format."""
         if self.quant.quantized:
             clip_format.load(state_dict, prefix, self.quant)
         clips = [prefix + self.state_name(name) for name in self.clips()]
@@ -340,7 +342,7 @@ class ProgramModule(ClippedModule):
 
 
 def _records(program: Program) -> tuple[tuple[str, str], ...]:
-    """Return (input where a magnitude is recorded, its clip) of a program, looked up once."""
+    """Return (input that records a magnitude, its clip) pairs of a program, looked up once."""
     found = program.prepared.get("records")
     if found is None:
         names = [one.name for one in program.inputs if one.name.endswith(SEEN)]
@@ -350,15 +352,15 @@ def _records(program: Program) -> tuple[tuple[str, str], ...]:
 
 
 def rows_of(x: Tensor, width: int) -> Tensor:
-    """x [..., width] as rows [M, width]; raises ValueError for another width, or nothing in it."""
+    """Return x [..., width] as rows [M, width]; ValueError if it is empty or of another width."""
     if x.dim() == 0 or x.shape[-1] != width or x.numel() == 0:
         raise ValueError(f"the input is {tuple(x.shape)}; it must be [..., {width}] and not empty")
-    # as it is, so that planned memory knows it again
+    # x itself if possible, so that planned memory recognises it
     return x if x.dim() == 2 else x.reshape(-1, width)
 
 
 def check_words(kind: str, words: Tensor, vocabulary: int) -> None:
-    """Raise a ValueError for words outside a vocabulary; on a GPU kernels answer with NaN."""
+    """Raise a ValueError for words outside a vocabulary; on a GPU kernels return NaN instead."""
     if words.device.type == "cpu":
         low, high = map(int, torch.aminmax(words))
         if low < 0 or high >= vocabulary:
@@ -368,7 +370,7 @@ def check_words(kind: str, words: Tensor, vocabulary: int) -> None:
 
 
 def held(y: Tensor, parameters: Iterable[Tensor]) -> Tensor:
-    """Return y, whose graph reaches `parameters` without giving gradients: DDP waits for each."""
+    """Return y linked to `parameters`, without gradients for them: DDP waits for each."""
     return _Held.apply(y, *parameters)
 
 
@@ -383,13 +385,13 @@ class _Held(torch.autograd.Function):
         return gradient, *(None,) * ctx.count
 
 
-# torch.compile, and others that look into modules
+# torch.compile, and other transforms that trace modules
 
 
 def beside_the_graph(method: Callable) -> Callable:
-    """Let torch.compile call a method beside its graph; refuse other transforms of PyTorch.
+    """Let torch.compile call a method outside of its graph; refuse other transforms of PyTorch.
 
-    This is `torch.compiler.disable`, without importing torch._dynamo, which takes seconds.
+    This does what `torch.compiler.disable` does, without importing torch._dynamo for seconds.
     """
 
     @wraps(method)
@@ -400,12 +402,12 @@ def beside_the_graph(method: Callable) -> Callable:
         return method(*arguments, **options)
 
     beside = torch._disable_dynamo(checked)
-    beside._torchdynamo_disable, beside._torchdynamo_disable_msg = True, REASON  # users read it
+    beside._torchdynamo_disable, beside._torchdynamo_disable_msg = True, REASON  # shown to users
     return beside
 
 
 def looking_in() -> str | None:
-    """Return the name of an active transform of PyTorch that cannot look into programs."""
+    """Return the name of an active transform of PyTorch that cannot trace programs, or None."""
     if torch._C._are_functorch_transforms_active():
         return "torch.func"
     if torch._C._get_tracing_state():
@@ -420,7 +422,7 @@ def looking_in() -> str | None:
 
 
 def refusal(name: str) -> str:
-    """Return the error message for a user of `name`."""
+    """Return the error message for users of the transform `name`."""
     return (
         f"{name} cannot look into layers of lsq, which run as whole programs: lsq.revert(model)"
         " makes plain PyTorch of a converted model, and skip= of lsq.convert leaves layers as they"

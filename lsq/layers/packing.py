@@ -1,6 +1,6 @@
-"""Packing: the real tokens of padded sentences as rows, one sentence after another, and back.
+"""Packing: tokens of padded sentences as rows, one sentence after another, and back.
 
-B sentences, T time, M real tokens, H hidden; R rows, M or more: those behind are padding.
+B sentences, T time, M tokens, H hidden size, R rows: at least M, those from M on are padding.
 """
 
 import torch
@@ -14,20 +14,20 @@ from lsq.run.frames import active_rehearsal
 
 
 class Packing:
-    """The positions of a padded batch's tokens among packed rows.
+    """The mapping between a padded batch and its packed rows.
 
-    Sizes choose programs, so the CPU makes it, and waits for a padding that lies on a GPU.
+    Sizes choose programs, so the CPU computes them, and waits for a padding mask on a GPU.
 
     Args:
         padding: bool [B, T], True is padding; None: no padding.
         shape: (B, T), for a batch without padding.
-        backend: of the modules that will use it; None: that of the padding's device.
-        few_sizes: fill sizes up, see PackedSequences.filled.
+        backend: of the modules that will use it; None: the backend of the padding's device.
+        few_sizes: round sizes up, see PackedSequences.filled.
 
     Attributes:
-        cu_seqlens: int32 [B + 1], the first row of each sentence, and M; B is filled up, too.
-        positions: int64 [R], of each row in its sentence; 0 behind the last one.
-        sentences: the sizes, by which programs are chosen.
+        cu_seqlens: int32 [B + 1], the first row of each sentence, then M; B may be rounded up.
+        positions: int64 [R], the position of each row in its sentence; 0 from row M on.
+        sentences: the sizes that choose programs.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Packing:
             positions = torch.arange(time, device="cpu").repeat(batch)
         else:
             present = ~padding.cpu()
-            # index: of [B, T]
+            # index: of tokens in the flattened [B, T]
             lengths, index = (present.sum(dim=1), present.flatten().nonzero().squeeze(1))
             positions = (present.cumsum(dim=1) - 1).flatten()[index]
         self.rows = len(positions)
@@ -62,7 +62,7 @@ class Packing:
         self._index = kept[0] if kept else None
 
     def pack(self, x: torch.Tensor, fill: int = 0) -> torch.Tensor:
-        """x [B, T, ...] -> [R, ...], with `fill` behind the last sentence."""
+        """Pack x [B, T, ...] into rows [R, ...], with `fill` from row M on."""
         rows = x.reshape(-1, *x.shape[2:])
         if self._index is not None:
             rows = rows.index_select(0, self._index)
@@ -71,7 +71,7 @@ class Packing:
         return functional.pad(rows, (0, 0) * (x.dim() - 2) + (0, self._filling), value=fill)
 
     def unpack(self, rows: torch.Tensor) -> torch.Tensor:
-        """rows [R, H] -> [B, T, H], zero where there is padding."""
+        """Unpack rows [R, H] to [B, T, H], zero in padding."""
         rows = rows[: self.rows]
         if self._index is None:
             return rows.view(*self.shape, rows.shape[1])
@@ -81,8 +81,7 @@ class Packing:
 
 @beside_the_graph
 def packing_options(model: nn.Module) -> dict:
-    """Return options of Packing for the modules in `model`; sizes are exact in passes that
-    measure clips or are observed, where nothing else may count."""
+    """Return options of Packing for `model`; sizes are exact where padding must not count."""
     modules = [module for module in model.modules() if isinstance(module, ProgramModule)]
     target = modules[0].target
     looked_at = any(module._observer is not None or module.calibration_due() for module in modules)
@@ -93,8 +92,10 @@ def packing_options(model: nn.Module) -> dict:
 def pack_time_major(
     x: torch.Tensor, padding: torch.Tensor | None, width: int, **options
 ) -> tuple[torch.Tensor, Packing]:
-    """Pack x [T, B, H] with padding bool [B, T] or None -> (rows [R, H], Packing); raises
-    ValueError for other shapes and empty batches. `options`: of Packing."""
+    """Pack x [T, B, H] under padding, bool [B, T] or None; return rows [R, H] and the Packing.
+
+    `options`: of Packing. Raises ValueError for other shapes and empty batches.
+    """
     if x.dim() != 3 or x.shape[2] != width or x.numel() == 0:
         raise ValueError(
             f"the input is {tuple(x.shape)}; it must be [time, sentences, {width}] with at least"
@@ -112,7 +113,7 @@ def pack_time_major(
 
 
 def check_memory(memory: torch.Tensor, x: torch.Tensor) -> None:
-    """Raise a ValueError for a memory [S, B, H] of another batch than x [T, B, H]."""
+    """Raise a ValueError unless encoder output [S, B, H] has B and H of x [T, B, H]."""
     if memory.dim() != 3 or memory.shape[1:] != x.shape[1:]:
         raise ValueError(
             f"the memory is {tuple(memory.shape)}; for an input {tuple(x.shape)} it must be "
@@ -121,5 +122,5 @@ def check_memory(memory: torch.Tensor, x: torch.Tensor) -> None:
 
 
 def unpack_time_major(rows: torch.Tensor, packing: Packing) -> torch.Tensor:
-    """Rows [R, H] -> [T, B, H], zero where there is padding."""
+    """Unpack rows [R, H] to [T, B, H], zero in padding."""
     return packing.unpack(rows).transpose(0, 1)

@@ -1,4 +1,4 @@
-"""Positions in self-attention: rotary queries and keys, biases by distance, and inputs of both."""
+"""Positions in self-attention: rotation of queries and keys, and biases by distance."""
 
 import math
 from functools import lru_cache
@@ -15,7 +15,7 @@ from lsq.program.tensor import Kind, VirtualTensor
 def rotate_heads(
     builder: LayerBuilder, config: LayerConfig, x: VirtualTensor, result: Result, prefix: str
 ) -> None:
-    """Rotate queries and keys of x [M, ...], after their norms, if any -> `result`."""
+    """Rotate queries and keys of x [M, ...] into `result`; `qk_norm` normalises them before."""
     rows, width, norms = x.shape[0], config.head_columns, None
     if config.qk_norm is not None:
         query, key = (
@@ -35,7 +35,7 @@ def rotate_heads(
 
 
 def position_bias(builder: LayerBuilder, config: LayerConfig, prefix: str) -> PositionBias | None:
-    """The biases of self-attention, if it has any. Declares inputs of `position_inputs`."""
+    """Declare the biases of self-attention, if it has any, with inputs of `position_inputs`."""
     relative = config.relative_bias
     if relative is None:
         return None
@@ -58,11 +58,11 @@ def position_inputs(
     causal: bool,
     table: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Return the inputs by name that positions need in a program with self-attention.
+    """Return the inputs for positions of a program with self-attention, by name.
 
-    `positions`: int64 [M] of the rows in their sentences, below `longest`. `table`: [buckets, N],
-    of biases that several layers share. Raises ValueError for a sentence longer than `rotary` has
-    positions, or a missing table.
+    `positions`: int64 [M], of the rows in their sentences, below `longest`. `table`: [buckets,
+    heads], biases that several layers share. Raises ValueError if a sentence is longer than
+    `rotary` allows, or the table is missing.
     """
     rotary, relative, found = config.rotary, config.relative_bias, {}
     if relative is not None:
@@ -90,7 +90,7 @@ def position_inputs(
 @lru_cache(maxsize=16)
 def _table(rotary: Rotary, head_columns: int, device: torch.device) -> torch.Tensor:
     rotated = rotary.columns(head_columns)
-    with torch.inference_mode(False), torch.device("cpu"):  # training may use it as well
+    with torch.inference_mode(False), torch.device("cpu"):  # cached, and training may use it
         exponents = -torch.arange(0, rotated, 2, dtype=torch.float64) / rotated
         return rotation_table(rotary.base**exponents, rotary.positions).to(device)
 
@@ -102,7 +102,7 @@ def _buckets(relative: RelativeBias, causal: bool, device: torch.device) -> torc
 
 
 def bucket_of_distances(relative: RelativeBias, causal: bool) -> torch.Tensor:
-    """int64 [2L + 1]: T5's buckets of keys from L = `farthest` before to L behind a query."""
+    """Return T5's buckets of keys, from L = `farthest` before a query to L behind: [2L + 1]."""
     distance = torch.arange(-relative.farthest, relative.farthest + 1)
     buckets = relative.buckets if causal else relative.buckets // 2
     behind = torch.zeros_like(distance) if causal else torch.where(distance > 0, buckets, 0)

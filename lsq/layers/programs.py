@@ -1,4 +1,4 @@
-"""Programs of Transformer layers, built once per configuration and sizes of packed batches."""
+"""Programs of Transformer layers, built once for each configuration and size of a batch."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -59,7 +59,7 @@ def encoder_layer(
     causal: bool = False,
     heads: bool = False,
 ) -> Program:
-    """x [M, H] -> [M, H]; `heads`: also queries, keys and values [M, ...], and their scale."""
+    """An encoder layer: x [M, H] -> [M, H]; `heads`: also queries, keys, values and their scale."""
     b = _layer_builder("encoder_layer", config, mode)
     x, cu_seqlens = packed(b, sentences, config)
     residual = blocks.enter(b, config, x, "self_attn_layer_norm", "self_attn.input_clip")
@@ -79,7 +79,7 @@ def encoder_layer(
 def decoder_layer(
     config: LayerConfig, sentences: PackedSequences, source: PackedSequences, mode: Mode
 ) -> Program:
-    """x [M, H], memory [S, H] -> [M, H]."""
+    """A decoder layer: x [M, H], memory [S, H] -> [M, H]."""
     b = _layer_builder("decoder_layer", config, mode)
     x, cu_seqlens = packed(b, sentences, config)
     residual = blocks.enter(b, config, x, "self_attn_layer_norm", "self_attn.input_clip")
@@ -92,7 +92,7 @@ def decoder_layer(
 
 
 def padded_words(quant: QuantConfig, words: int) -> int:
-    """Rows P of the codes of a projection onto a vocabulary, as int8 products need them."""
+    """Round the size of a vocabulary up to P, the rows of codes that int8 products need."""
     multiple = DIMENSION_MULTIPLE if quant.coded else 1
     return -(-words // multiple) * multiple
 
@@ -101,7 +101,7 @@ def padded_words(quant: QuantConfig, words: int) -> int:
 def vocabulary_logits(
     quant: QuantConfig, rows: int, words: int, hidden: int, mode: Mode
 ) -> Program:
-    """x [M, H] -> logits [M, P], P being the padded vocabulary."""
+    """Logits: x [M, H] -> [M, P], P being the padded vocabulary."""
     b = mode.builder("vocabulary_logits", quant)
     x = b.round(b.input("x", (rows, hidden)), "input_clip")
     weight = {"rows": padded_words(quant, words), "deviation": hidden**-0.5}
@@ -121,7 +121,7 @@ def vocabulary_loss(
     padding: int,
     smoothing: float,
 ) -> Program:
-    """x [M, H], target int64 [M] -> sums (loss [1], nll_loss [1]) over targets but `padding`."""
+    """Losses: x [M, H], target int64 [M] -> (loss [1], nll_loss [1]), sums without `padding`."""
     b = mode.builder("vocabulary_loss", quant)
     x = b.round(b.input("x", (rows, hidden)), "input_clip")
     target = b.input("target", (rows,), torch.int64)
@@ -198,14 +198,14 @@ def embedding(quant: QuantConfig, rows: int, table: Table, mode: Mode) -> Progra
 def packed(
     b: LayerBuilder, sentences: PackedSequences, config: LayerConfig
 ) -> tuple[VirtualTensor, VirtualTensor]:
-    """The inputs x [M, H] and cu_seqlens [B + 1] of packed sentences."""
+    """Declare the inputs x [M, H] and cu_seqlens [B + 1] of packed sentences."""
     return b.input("x", (sentences.rows, config.hidden)), sentences.cu_seqlens(b, "cu_seqlens")
 
 
 def before_cross_attention(
     b: LayerBuilder, config: LayerConfig, residual: Residual, update: VirtualTensor
 ) -> Residual:
-    """The end of self-attention, which yields `update`, in a decoder layer."""
+    """Add the result of a decoder layer's self-attention; enter its cross-attention."""
     names = "self_attn_layer_norm", "encoder_attn_layer_norm", "encoder_attn.input_clip"
     own, following, clip = names
     return blocks.between(b, config, residual, update, own=own, following=following, clip=clip)
@@ -214,7 +214,7 @@ def before_cross_attention(
 def finish_with_feed_forward(
     b: LayerBuilder, config: LayerConfig, residual: Residual, update: VirtualTensor, own: str
 ) -> None:
-    """Add `update`, whose norm is `own`, and the feed-forward block."""
+    """Add `update`, whose norm is `own`, then the feed-forward block; output the result."""
     last, clip = "final_layer_norm", "feed_forward.input_clip"
     residual = blocks.between(b, config, residual, update, own=own, following=last, clip=clip)
     update = blocks.feed_forward(b, config, residual.rows, "feed_forward.")

@@ -1,4 +1,4 @@
-"""When a module measures its clips: plain numbers of passes, for which nobody waits."""
+"""When a module measures its clips: Python counts passes, and waits for no device."""
 
 import math
 from collections.abc import Mapping
@@ -9,17 +9,17 @@ from lsq.config import QuantConfig
 from lsq.run.parameter_state import steps
 
 WINDOW, WIDEST = 8, 32
-"""Passes one after another that measure activations, so that kinds of batches may take turns:
-WINDOW, or as many as there are between two steps of an optimizer, up to WIDEST."""
+"""Consecutive passes that measure activations, so that alternating kinds of batches all count:
+WINDOW, or the passes between two steps of an optimizer if these are more, up to WIDEST."""
 WEIGHTS_AT = frozenset(math.ceil(2 ** (k / 8)) for k in range(8, 8 * 32))
-"""Passes that measure weights, each 9 % later: weights outgrow their clips, and what is clipped
-gets no gradient."""
+"""Numbers of the passes that measure weights, each 9 % above the last: weights outgrow their clips,
+and clipped values get no gradient."""
 FALLEN = "fallen"
 """The name of `float_fallback` in state dicts of earlier versions."""
 ROUNDING = 2**-7
 """Largest error of a mean of zeros or ones in bfloat16."""
 NEVER = -1
-"""In place of the number of passes: the first pass measures all clips."""
+"""The number of passes while no clip holds a value: the first pass measures all."""
 
 
 def recomputing() -> bool:
@@ -35,7 +35,7 @@ class Schedule:
     """
 
     NAMES = ("calibrated", "passes", "float_fallback")
-    """In state dicts: float64 [], so that the mean of several state dicts means something."""
+    """Entries of state dicts: float64 [], so that state dicts can be averaged."""
     MOST_PASSES = 2**40
 
     def __init__(self, quantization: QuantConfig):
@@ -48,18 +48,17 @@ class Schedule:
     def _begin_anew(self) -> None:
         """Reset what state dicts do not hold."""
         self._window = self._measured_at = NEVER
-        """Pass at which activations began to be measured last, and that when they were last."""
+        """The pass that began the last window of measurements, and the last pass that measured."""
         self._weights_at = 0
         self._looks = 0
         """Passes without gradients that have measured activations since a pass was counted."""
         self._step = self._in_step = self._uses = 0
-        """The optimizers' steps at the last counted pass, passes since that step, and the most of
-        them."""
+        """Steps of optimizers at the last counted pass; passes since that step; the most so far."""
         self._uncounted = False
-        """Whether the last pass had no gradients, but may be run again with them."""
+        """Whether the last pass had no gradients; checkpointing may run it again with them."""
 
     def restart(self) -> None:
-        """The clips of activations are not measured any more; fixed ones need not be."""
+        """Treat clips of activations as not measured, unless they are fixed."""
         self.calibrated = self._quant.clip_init == "fixed"
 
     @property
@@ -68,7 +67,7 @@ class Schedule:
         return self.passes != NEVER
 
     def forget(self) -> None:
-        """No clip is measured any more."""
+        """Treat all clips as not measured."""
         if self._quant.quantized:
             self.passes = NEVER
             self.restart()
@@ -78,13 +77,14 @@ class Schedule:
     ) -> bool:
         """Whether the next pass measures the clips of activations.
 
-        The first pass and training passes 2, 4, 8, ... do, each with its window; not if it runs
-        `again`, nor if it is `trained` and passes without gradients have measured in its place.
+        The first pass begins a window of passes that do; if clips learn, so do training passes 2,
+        4, 8, ... A pass that runs `again` measures nothing, nor does a `trained` pass if passes
+        without gradients have measured in its place.
         """
         if not self._rounds or not self.calibrated:
             return self._rounds
         start, uses = self._window_start, self._uses
-        uses += not self._quant.learned  # of the first step, this one as well
+        uses += not self._quant.learned  # in the first step, count this pass, too
         width = min(max(WINDOW, uses), WIDEST)
         looks = self._looks if self._measured_at == self.passes else 0
         due = self.passes - start < width and looks < (1 if trained else width)
@@ -93,12 +93,12 @@ class Schedule:
     @property
     def _window_start(self) -> int:
         if not self._quant.learned:
-            return 0  # the first window; later ones are what passes record
+            return 0  # later clips follow the magnitudes that passes record
         return 1 << (self.passes.bit_length() - 1) if self.passes > 1 else 0
 
     @property
     def widens(self) -> bool:
-        """Whether clips that are measured now only grow: others of the window were before."""
+        """Whether measuring may only raise clips: an earlier pass of the window has measured."""
         start = self._window_start
         return self.calibrated and (self._window == start or self.passes > start)
 
@@ -115,18 +115,17 @@ class Schedule:
         return self._quant.quantized and not self.float_fallback
 
     def measured_activations(self, *, trained: bool) -> None:
-        """The clips of activations hold what this pass measured. `trained`: it goes back."""
+        """Note that a pass has measured clips of activations; `trained`: it has a backward."""
         looks = self._looks if self._measured_at == self.passes else 0
         self._looks = looks if trained else looks + 1
         self.calibrated, self._window, self._measured_at = True, self._window_start, self.passes
 
     def measured_weights(self) -> None:
-        """The clips of weights hold what this pass measured."""
         self.passes = max(self.passes, 0)
         self._weights_at = self.passes
 
     def count(self, again: bool, *, trained: bool) -> None:
-        """Count a pass in training mode; one of a checkpoint counts when it runs again."""
+        """Count a pass in training mode; a pass without gradients counts when it runs again."""
         if trained and (not again or self._uncounted):
             self.passes += 1
             step, self._step = self._step, steps.count
@@ -135,15 +134,15 @@ class Schedule:
         self._uncounted = not trained
 
     def save(self, destination: dict[str, torch.Tensor], prefix: str) -> None:
-        """Put the state into a state dict."""
         for name in self.NAMES:
             value = float(getattr(self, name))
             destination[prefix + name] = torch.tensor(value, dtype=torch.float64, device="cpu")
 
     def load(self, state_dict: dict[str, torch.Tensor], prefix: str) -> list[str]:
-        """Take the state, or the mean of several, out of a state dict; return the missing names.
+        """Take the state, or a mean of several, out of a state dict; return the missing names.
 
-        If some of several were never measured, all are anew. Raises ValueError out of range.
+        If only some of the averaged states had measured clips, all clips are measured anew. Raises
+        ValueError for a number out of range.
         """
         fallen = state_dict.pop(prefix + FALLEN, None)
         if fallen is not None:

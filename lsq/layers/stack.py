@@ -1,4 +1,4 @@
-"""Stacks of embedding, layers and final norm, and a language model of these."""
+"""Stacks of an embedding, layers and a final norm, and a language model made of them."""
 
 import torch
 from torch import nn
@@ -12,28 +12,30 @@ from lsq.layers.vocabulary import VocabularyProjection
 
 
 class Stack:
-    """For modules that have `embed_tokens` (an Embedding), `layers` and `layer_norm` (or None).
+    """Methods of modules with `embed_tokens` (an Embedding), `layers` and `layer_norm` (or None).
 
-    M rows, B sentences, T time, H hidden. `memory`: what layers take beside x, if anything.
+    M rows, B sentences, T time, H hidden size. `memory`: further inputs of each layer, if any.
     """
 
     def rows(self, tokens: torch.Tensor, packing: Packing, *memory) -> list[torch.Tensor]:
-        """Run tokens int64 [B, T]: float32 [M, H] of the first input, each layer, and the norm."""
+        """Run tokens int64 [B, T]; return float32 [M, H] of the embedding, each layer, the norm."""
         states = [self.embedded(tokens, packing, 0)]
         for layer in self.layers:
             states.append(layer.rows(states[-1], packing, *memory))
         return [*states, self._normalised(states[-1])]
 
     def last_rows(self, tokens: torch.Tensor, packing: Packing, *memory) -> torch.Tensor:
-        """Return the last of `rows`; the others are freed on the way."""
+        """Return the last tensor of `rows`, and free the earlier ones on the way."""
         x = self.embedded(tokens, packing, 0)
         for layer in self.layers:
             x = layer.rows(x, packing, *memory)
         return self._normalised(x)
 
     def step(self, tokens: torch.Tensor, states: dict[str, State], *memory) -> list[torch.Tensor]:
-        """As `rows`, [B, H] each, for the last of tokens int64 [B, T]; `states`, empty at first,
-        have those before. Raises ValueError if they hold another number of words."""
+        """Do what `rows` does for the last of tokens int64 [B, T] alone: [B, H] each.
+
+        `states`, empty at first, hold earlier words. Raises ValueError unless these are T - 1.
+        """
         kept = states.get(_key(0), {}).get("history")
         past = 0 if kept is None else kept.shape[1]
         if past != tokens.shape[1] - 1:
@@ -41,7 +43,7 @@ class Stack:
                 f"{tokens.shape[1]} words are given, but the states hold {past}; only the last word"
                 " is computed: give a prefix word by word, and begin a new one with empty states"
             )
-        # without padding: a sentence may begin with it
+        # without a mask: a sentence may begin with padding_idx
         packing = Packing(shape=(len(tokens), 1), backend=self.embed_tokens.target)
         found = [self.embedded(tokens[:, -1:], packing, tokens.shape[1] - 1)]
         for index, layer in enumerate(self.layers):
@@ -49,11 +51,11 @@ class Stack:
         return [*found, self._normalised(found[-1])]
 
     def embedded(self, tokens: torch.Tensor, packing: Packing, offset: int) -> torch.Tensor:
-        """Return the input [M, H] of the first layer, at positions from `offset` on."""
+        """Embed tokens at positions from `offset` on: the first layer's input [M, H]."""
         return self.embed_tokens.rows(tokens, packing, offset)
 
     def reorder(self, states: dict[str, State], order: torch.Tensor) -> None:
-        """Keep the sentences `order` int64 [B'] of all states, in place."""
+        """Select the sentences with indices `order` int64 [B'] in all states, in place."""
         for index in range(len(self.layers)):
             reorder(states.get(_key(index), {}), order)
 
@@ -66,7 +68,7 @@ def _key(index: int) -> str:
 
 
 class TransformerLanguageModel(Stack, nn.Module):
-    """Embedding, causal layers, under pre-norm a final norm, and a projection onto the vocabulary.
+    """Embedding, causal layers, a final norm (pre-norm), and a projection onto the vocabulary.
 
     B sentences, T time, V words. Padding is not computed.
 
@@ -115,13 +117,19 @@ class TransformerLanguageModel(Stack, nn.Module):
     def forward(
         self, tokens: torch.Tensor, target: torch.Tensor | None = None, label_smoothing: float = 0.0
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """tokens int64 [B, T] -> logits float32 [B, T, V] of the words that follow, zero in
-        padding.
+        """Return logits of the next words, or their losses if `target` is given.
 
-        With `target` int64 [B, T], those words: (loss, nll_loss), scalars summed over targets other
-        than padding; only `loss` has a gradient, and the logits are never stored. Raises ValueError
-        for an empty batch, other shapes, words outside the vocabulary, sentences longer than
-        max_positions, and label_smoothing outside of [0, 1).
+        Args:
+            tokens: int64 [B, T].
+            target: int64 [B, T], the next words.
+
+        Returns:
+            Logits float32 [B, T, V], zero in padding. With `target`: (loss, nll_loss), scalars
+            summed over targets other than padding; only `loss` has a gradient.
+
+        Raises:
+            ValueError: an empty batch, other shapes, words outside the vocabulary, sentences longer
+                than max_positions, or label_smoothing outside of [0, 1).
         """
         packing = Packing(tokens == self.padding_idx, **packing_options(self))
         features = self.last_rows(tokens, packing)
@@ -137,10 +145,10 @@ class TransformerLanguageModel(Stack, nn.Module):
 
     @torch.no_grad()
     def next_word(self, tokens: torch.Tensor, states: dict[str, State]) -> torch.Tensor:
-        """tokens int64 [B, T], without padding -> logits float32 [B, V] of the following word.
+        """Return logits float32 [B, V] of the word after tokens int64 [B, T], without padding.
 
-        Only the last word is computed: `states`, an empty dict at first, have those before, given
-        one after another; `reorder` selects sentences. Raises ValueError as `forward`, in training
-        mode, and without measured clips.
+        Only the last word is computed. `states`, an empty dict at first, hold the words of earlier
+        calls, one a call; `reorder` selects sentences. Raises ValueError as `forward` does, and in
+        training mode or without measured clips.
         """
         return self.output_projection(self.step(tokens, states)[-1])

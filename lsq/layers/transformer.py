@@ -1,6 +1,6 @@
-"""Transformer layers as modules, and their parts by themselves.
+"""Transformer layers as modules, and their blocks as modules of their own.
 
-T time, B sentences, S time of a memory, H hidden; M packed tokens.
+T time, B sentences, S time of encoder output, H hidden size, M packed tokens.
 """
 
 import torch
@@ -23,8 +23,10 @@ ONE = PackedSequences(rows=1, count=1)
 
 
 class FeedForward(ProgramModule):
-    """fc2(dropout(activation(fc1(x)))) in int8, float32 [..., H] in and out; with config.gated
-    fc2(dropout(activation(gate(x)) * up(x))): SwiGLU with "silu" (Shazeer 2020)."""
+    """fc2(dropout(activation(fc1(x)))) in int8: float32 [..., H] -> [..., H].
+
+    With config.gated: fc2(dropout(activation(gate(x)) * up(x))), SwiGLU with "silu" (Shazeer 2020).
+    """
 
     def __init__(self, config: LayerConfig):
         super().__init__(config.quant)
@@ -40,9 +42,9 @@ class FeedForward(ProgramModule):
 
 
 class MultiheadAttention(ProgramModule):
-    """Multi-head attention in int8 (Vaswani et al. 2017), initialised as fairseq does.
+    """Multi-head attention in int8 (Vaswani et al. 2017), initialised as in fairseq.
 
-    `cross`: attend over a memory; positions count in self-attention alone.
+    `cross`: attend to encoder output, without rotary embeddings and relative biases.
     """
 
     def __init__(self, config: LayerConfig, *, cross: bool = False):
@@ -61,10 +63,11 @@ class MultiheadAttention(ProgramModule):
         key_padding_mask: torch.Tensor | None = None,
         causal: bool = False,
     ) -> torch.Tensor:
-        """x float32 [T, B, H], memory [S, B, H] if cross -> [T, B, H], zero where x is padding.
+        """Attend: x float32 [T, B, H] -> [T, B, H], zero in padding of x.
 
-        `key_padding_mask`: bool [B, T], or [B, S] of the memory, True is padding. Raises ValueError
-        for other shapes, empty batches, and a memory that is missing or not wanted.
+        `memory`: encoder output [S, B, H], if and only if `cross`. `key_padding_mask`: bool [B, T],
+        or [B, S] of the memory; True is padding. Raises ValueError for other shapes, an empty
+        batch, and a memory that is missing or not wanted.
         """
         if self.cross != (memory is not None):
             raise ValueError(
@@ -91,7 +94,7 @@ class MultiheadAttention(ProgramModule):
 
 
 class TransformerEncoderLayer(ProgramModule):
-    """One encoder layer, pre- or post-norm; `causal`: words see those before them alone."""
+    """One encoder layer, pre- or post-norm; `causal`: a token sees no later tokens."""
 
     def __init__(self, config: LayerConfig, *, causal: bool = False):
         super().__init__(config.quant)
@@ -101,8 +104,10 @@ class TransformerEncoderLayer(ProgramModule):
     def forward(
         self, x: torch.Tensor, key_padding_mask: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """x float32 [T, B, H], key_padding_mask bool [B, T], True is padding -> [T, B, H], zero
-        in padding; raises ValueError for other shapes and empty batches."""
+        """Run on x float32 [T, B, H] -> [T, B, H], zero in padding.
+
+        `key_padding_mask`: bool [B, T], True is padding. Other shapes are a ValueError.
+        """
         rows, packing = pack_time_major(
             x, key_padding_mask, self.config.hidden, **packing_options(self)
         )
@@ -120,10 +125,10 @@ class TransformerEncoderLayer(ProgramModule):
     @beside_the_graph
     @torch.no_grad()
     def step(self, x: torch.Tensor, state: State) -> torch.Tensor:
-        """Decode the next word of each sentence by a causal layer: x float32 [B, H] -> [B, H].
+        """Run a causal layer on the next word of each sentence: x float32 [B, H] -> [B, H].
 
         `state`, an empty dict at first, keeps what the next step needs. Raises ValueError if the
-        layer is not causal, in training mode, or its clips were never measured.
+        layer is not causal or in training mode, or if its clips were never measured.
         """
         if not self.causal:
             raise ValueError(
@@ -154,12 +159,16 @@ class TransformerDecoderLayer(ProgramModule):
         self_padding_mask: torch.Tensor | None = None,
         state: State | None = None,
     ) -> torch.Tensor:
-        """x float32 [T, B, H], encoder_out [S, B, H] -> [T, B, H], zero in padding of x.
+        """Run causally on x float32 [T, B, H] -> [T, B, H], zero in padding of x.
 
-        Masks are bool [B, S] and [B, T], True is padding. Without `state` the future is masked;
-        with one (an empty dict at first) x is one step [1, B, H]. Raises ValueError for other
-        shapes and empty batches; for a state in training mode, with more than a step, or unmeasured
-        clips.
+        Args:
+            encoder_out: encoder output [S, B, H].
+            encoder_padding_mask, self_padding_mask: bool [B, S] and [B, T], True is padding.
+            state: for decoding step by step, an empty dict at first; x then is one step [1, B, H].
+
+        Raises:
+            ValueError: other shapes, or an empty batch; with `state` also training mode, more than
+                one step, or clips that were never measured.
         """
         width, options = self.config.hidden, packing_options(self)
         rows, packing = pack_time_major(x, self_padding_mask, width, **options)
@@ -197,7 +206,7 @@ class TransformerDecoderLayer(ProgramModule):
     def step(
         self, x: torch.Tensor, encoder_out: torch.Tensor, padding: torch.Tensor | None, state: State
     ) -> torch.Tensor:
-        """One step: x float32 [B, H], encoder_out [S, B, H], padding bool [B, S] -> [B, H]."""
+        """Run one step: x float32 [B, H], encoder_out [S, B, H], padding bool [B, S] -> [B, H]."""
         decoding.check_ready(self)
         config, mode, (source, batch, hidden) = self.config, self.mode(), encoder_out.shape
         if not state:

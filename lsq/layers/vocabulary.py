@@ -9,10 +9,10 @@ from lsq.layers.module import ProgramModule, beside_the_graph, check_words, rows
 
 
 class VocabularyProjection(ProgramModule):
-    """Projection of float32 [..., H] onto a vocabulary of any size V, padded to 16 inside.
+    """Projection of float32 [..., H] onto a vocabulary of any size V; int8 products pad V.
 
-    `weight`: an embedding's [V, H] to share. `padding_idx`: targets that do not count. Raises
-    ValueError if V is below 2, `weight` has another shape, or int8 products cannot take H.
+    `weight`: an embedding's weight [V, H] to share. `padding_idx`: a target that does not count.
+    Raises ValueError if V is below 2, `weight` has another shape, or H is no multiple of 16.
     """
 
     def __init__(
@@ -42,12 +42,12 @@ class VocabularyProjection(ProgramModule):
             self.calibrate_weights()
 
     def prunable(self) -> list[str]:
-        """Projections onto a vocabulary stay dense."""
+        """Return no names: projections onto a vocabulary stay dense."""
         return []
 
     @beside_the_graph
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Logits float32 [..., V]."""
+        """Compute logits: x float32 [..., H] -> float32 [..., V]."""
         rows = rows_of(x, self.hidden)
         sizes = rows.shape[0], self.vocabulary, self.hidden
         program = programs.vocabulary_logits(self.quant, *sizes, self.mode(x))
@@ -58,12 +58,11 @@ class VocabularyProjection(ProgramModule):
     def loss(
         self, x: torch.Tensor, target: torch.Tensor, label_smoothing: float = 0.0
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(loss, nll_loss), scalars summed over targets other than padding, as fairseq defines
-        them.
+        """Return fairseq's (loss, nll_loss) of x float32 [..., H] and target int64 [...].
 
-        x float32 [..., H], target int64 [...]. Only `loss` has a gradient. Raises ValueError if
-        label_smoothing is not in [0, 1), or targets are too few or outside the vocabulary (on a GPU
-        the losses are NaN then).
+        Both are scalars, summed over targets other than padding; only `loss` has a gradient. Raises
+        ValueError if label_smoothing is not in [0, 1), or the number of targets is wrong. A target
+        outside the vocabulary is a ValueError on the CPU; on a GPU it makes the losses NaN.
         """
         if not 0.0 <= label_smoothing < 1.0:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Masks of a module's weights: programs read what they keep. lsq.models.sparsity chooses them."""
+"""Masks of a module's weights, chosen by lsq.models.sparsity: programs read masked weights."""
 
 import warnings
 from collections.abc import Mapping
@@ -19,11 +19,11 @@ ALONE = (
 
 
 def bytes_of(stored: torch.Tensor, name: str) -> torch.Tensor:
-    """Return a mask's bytes, uint8 [N]; raises ValueError if it is damaged or a mean of several."""
+    """Return a mask's bytes, uint8 [N]; raises ValueError for a damaged mask or a mean of masks."""
     found = stored.float().round().to(torch.uint8)
     whole = bool(((found - stored.float()).abs() <= 0.25).all())
     bits = 8 * found.numel()
-    sizes = (bits, bits - GROUP)  # weights are a multiple of GROUP
+    sizes = (bits, bits - GROUP)  # GROUP divides the number of weights
     counts = (*sizes, *(size * KEPT // GROUP for size in sizes))
     if not whole or int(unpack_bits(found, bits).sum()) not in counts:
         raise ValueError(
@@ -35,8 +35,10 @@ def bytes_of(stored: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def without_masks(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the state dict of a dense model that computes the same: masks become zeros, except
-    those of absent weights. Raises ValueError for a mask of another size."""
+    """Return a state dict with zeros in weights in place of their masks, for a dense model.
+
+    Masks without a weight stay. Raises ValueError for a mask of another size.
+    """
     found = dict(state)
     for name in state:
         of = name.removesuffix(SUFFIX)
@@ -50,9 +52,9 @@ def without_masks(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 class WeightMasks:
     """The masks of one module: a buffer of one bit for each value beside each weight.
 
-    Bytes are float16, so that the mean of equal masks is the same mask. Weights keep all values,
-    which learn where gradients are `straight_through` (Bengio et al. 2013, arXiv:1308.3432).
-    `active`: a mask leaves something out. `followed`: a Sparsity chooses them.
+    A byte is stored as float16, so that the mean of equal masks is the same mask. Weights keep all
+    values; masked ones learn, too, by `straight_through` gradients (Bengio et al. 2013,
+    arXiv:1308.3432). `active`: a mask leaves values out. `followed`: a Sparsity chooses masks.
     """
 
     def __init__(self, *, straight_through: bool):
@@ -62,14 +64,13 @@ class WeightMasks:
         self._unpacked: dict[str, tuple[torch.Tensor, int, torch.Tensor]] = {}
 
     def state_names(self, module: nn.Module) -> list[str]:
-        """Return the names of the masks in the state dict of their module."""
         return [module.state_name(name) + SUFFIX for name in self.names]
 
     def __getstate__(self):
         return {**self.__dict__, "_unpacked": {}, "followed": False}
 
     def add(self, module: nn.Module, name: str) -> None:
-        """Give a weight a mask that keeps all; raises ValueError unless 4 divides its width."""
+        """Give a weight a mask that keeps all values; ValueError unless 4 divides its width."""
         declared = module.declared[name]
         check_width(name, declared.shape[0 if declared.in_out else 1])
         holder, last = module._holder(name)
@@ -77,7 +78,7 @@ class WeightMasks:
         self.names.append(name)
 
     def remove(self, module: nn.Module) -> None:
-        """Take all masks away; where they were active, zeros are written into weights."""
+        """Remove all masks; if they were active, write zeros into the weights first."""
         if self.active:
             self.write_zeros(module)
         for name in self.names:
@@ -87,20 +88,20 @@ class WeightMasks:
         module._drop_codes()
 
     def put(self, module: nn.Module, name: str, mask: torch.Tensor) -> None:
-        """Let a weight have another mask: bool, of the weight's shape."""
+        """Replace the mask of a weight by `mask`: bool, of the weight's shape."""
         self._bits(module, name).copy_(pack_bits(mask))
         self.active = True
         module._drop_codes()
 
     def fill(self, module: nn.Module) -> None:
-        """Let all masks keep everything."""
+        """Let all masks keep all values."""
         for name in self.names:
             self._bits(module, name).copy_(pack_bits(self._everything(module, name)))
         self.active = False
         module._drop_codes()
 
     def load(self, module: nn.Module, state: dict[str, torch.Tensor], prefix: str) -> None:
-        """Prepare `state` for loading: weights of a dense model get masks that keep everything."""
+        """Prepare `state` for loading: weights of a dense model get masks that keep all values."""
         paths = {
             id(one): prefix + path for path, one in module.named_parameters(remove_duplicate=False)
         }
@@ -127,7 +128,7 @@ class WeightMasks:
         return found
 
     def apply(self, module: nn.Module, name: str, values: torch.Tensor) -> torch.Tensor:
-        """Return what a mask leaves of `values`, a weight of the module; NaN stays NaN."""
+        """Return `values`, a weight of the module, with zeros by its mask; NaN stays NaN."""
         if not self.active or name not in self.names:
             return values
         return _Masked.apply(values, self.mask(module, name), self.straight_through)
@@ -148,7 +149,7 @@ class WeightMasks:
         return list(zip(parts, masks, strict=True))
 
     def warn_alone(self) -> None:
-        """Say once that the module trains and nobody chooses masks."""
+        """Warn once that the module trains while no Sparsity chooses its masks."""
         if not self.followed:
             self.followed = True
             warnings.warn(ALONE, stacklevel=2)

@@ -1,4 +1,4 @@
-"""The codes of a module's weights, as they are now."""
+"""The codes of a module's weights, and when they are made anew."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -56,18 +56,19 @@ def rounded_weights(program: Program) -> tuple[RoundedWeight, ...]:
 
 
 class WeightState:
-    """The codes of one module's weights; `sums`: checksums in another state of these.
+    """The codes of one module's weights; `sums`: checksums to begin with, by name.
 
-    A weight that trains is rounded in every pass, unless lsq.optim.Adam has rounded it in its step,
-    into memory of that parameter and clip: an earlier pass with others may await its backward pass.
-    Other weights, and all in eval mode, keep codes until their Stamp sees a change.
+    A weight that trains is rounded in every pass, unless lsq.optim.Adam has rounded it in its step.
+    Codes lie in memory of their parameter and clip: another parameter gets new memory, since an
+    earlier pass may await its backward. Other weights, and all in eval mode, keep codes until their
+    Stamp sees a change.
     """
 
     def __init__(self, sums: Mapping[str, int | None] | None = None):
         self._weights: dict[str, WeightCodes] = {}
-        """By the names of the weights. Never changed in place, since other threads may look."""
+        """By the names of the weights. Never changed in place, since other threads may read it."""
         self._sums = dict(sums or {})
-        """Checksums of weights when `changed` was asked last."""
+        """Checksums of weights at the last call of `changed`."""
 
     def __reduce__(self):
         return WeightState, (self._sums,)  # a copy of a module makes its own codes
@@ -79,20 +80,18 @@ class WeightState:
         return {name: tensor for codes in every for name, tensor in codes.tensors.items()}
 
     def clear(self) -> None:
-        """Drop all codes."""
         self._weights = {}
 
     def forget(self, name: str) -> None:
-        """Drop the codes of one weight."""
         self._weights = {other: one for other, one in self._weights.items() if other != name}
 
     def changed(self, name: str, values: Tensor) -> bool:
-        """Whether a weight has other values than when asked last; on a GPU, always."""
+        """Whether a weight has other values than in the last call; on a GPU, always True."""
         before, self._sums[name] = self._sums.get(name), checksum(values)
         return before is None or before != self._sums[name]
 
     def drop_outdated(self, module: nn.Module, program: Program) -> list[str]:
-        """Forget codes of changed weights; return those whose clips stayed, unfrozen."""
+        """Drop codes of changed weights; return names of those whose clips must be measured."""
         replaced = []
         for weight in rounded_weights(program) if self._weights else ():
             codes = self._weights.get(weight.name)
@@ -131,7 +130,7 @@ class WeightState:
                 lasting[weight.name] = codes
             for name, *_ in weight.tensors:
                 found[name] = codes.tensors[name]
-        self._weights = self._weights | lasting  # when they are whole
+        self._weights = self._weights | lasting  # at once, when all are complete
         return found
 
     def _now(
@@ -145,15 +144,15 @@ class WeightState:
     ) -> WeightCodes:
         """Round a weight, if that is due; `changing`: training changes it or its clip."""
         codes, owner = self._weights.get(weight.name), (id(values), id(clip))
-        alone = isinstance(values, nn.Parameter)  # else it is made of several, for this pass
+        alone = isinstance(values, nn.Parameter)  # else several were joined, for this pass
         if changing:
             codes = codes if codes is not None and alone and codes.owner == owner else None
             if codes is not None and codes.current(weight.names, values, clip):
                 return codes
         elif codes is not None and (codes.stamp is None or not codes.stamp.exact):
-            codes = None  # those of a training, which may await a backward pass
+            codes = None  # made in training: a backward pass may await them
         elif codes is not None and codes.fresh >= weight.names:
-            return codes  # `drop_outdated` has looked at them
+            return codes  # `drop_outdated` has checked them
         codes = codes or WeightCodes(owner)
         stamped, codes.stamp = None if changing else codes.stamp, None
         writer = codes.writers.get((backend, weight.virtual.values.dtype, weight.names))
@@ -170,7 +169,7 @@ class WeightState:
         return codes
 
 
-@torch.inference_mode(False)  # what is kept may be needed where gradients are
+@torch.inference_mode(False)  # kept codes may be needed with gradients enabled
 @torch.no_grad()
 def _write_first(
     codes: WeightCodes,
@@ -181,7 +180,7 @@ def _write_first(
     *,
     prepare: bool,
 ) -> None:
-    """Allocate what is missing of a weight's codes and write them; `prepare`: a writer, too."""
+    """Write a weight's codes, into new memory where it is missing; `prepare`: keep a writer."""
     if not codes.holds(weight.tensors):
         for name, shape, dtype in weight.tensors:
             tensor = codes.tensors.get(name)
@@ -234,7 +233,7 @@ def _writer(weight: Weight, backend: Backend) -> Callable[[Tensor, Tensor], None
         values = values.detach().to(dtypes[0]).contiguous()
         clip = clip.detach().to(dtypes[1]).contiguous()
         backend.check(values, "a weight")
-        for slot in slots:  # in line: every pass of a training does it
+        for slot in slots:  # inlined, since every training pass runs it
             tensor = values if slot is of_values else clip
             slot.fields[slot.name] = tensor
             slot.struct[slot.word] = tensor.data_ptr() or NOWHERE
@@ -278,7 +277,7 @@ def encoded(
 def rounded_values(
     rows: Tensor, clip: Tensor, form: WeightFormat | ScaledFormat, backend: Backend
 ) -> Tensor:
-    """Return a weight [N, K] under clips [N] or [1] as products see it: float32 [N, K]."""
+    """Return the values float32 [N, K] of a weight [N, K] rounded under clips [N] or [1]."""
     if isinstance(form, WeightFormat):
         stored, scale = form.encode(rows, clip)
         return form.unpack(stored, rows.shape[1]) * scale[:, None]

@@ -1,5 +1,4 @@
-"""Other people's models in int8: `convert` changes their layers to lsq's, `revert` changes them
-back."""
+"""Other people's models in int8: `convert` makes their layers lsq's, `revert` undoes that."""
 
 from typing import TYPE_CHECKING
 

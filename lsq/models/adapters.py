@@ -1,5 +1,4 @@
-"""LoRA adapters of PEFT in a fused layer (Hu et al. 2022): its program adds them to int8
-products."""
+"""LoRA adapters (Hu et al. 2022) of PEFT in a fused layer, whose program adds them to products."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,13 +12,13 @@ from lsq.config import Adapter
 from lsq.models.exact import altered, base_of, is_lora, module_at
 
 DOWN, UP = "adapter_down", "adapter_up"
-"""Endings of the names of their parameters in a program, instead of "weight"."""
+"""Endings of the names of adapters' parameters in a program, in place of "weight"."""
 DROPOUTS = nn.Dropout, nn.Identity
-"""Classes of what PEFT puts before an adapter, with a dropout and without."""
+"""Classes of the module that PEFT puts before an adapter, with a dropout and without."""
 
 
 class Block(NamedTuple):
-    """The outputs of a weight that one adapter adds to, from `first` on, times `scaling`."""
+    """The position of an adapter: it adds to outputs of a weight from `first` on, by `scaling`."""
 
     first: int
     scaling: float
@@ -31,9 +30,9 @@ class Adapted:
 
     adapters: tuple[Adapter, ...] = ()
     sources: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Names of their parameters in a program -> paths of the layer's parameters that each joins."""
+    """Parameter of an adapter in a program -> paths of the layer's parameters that it joins."""
     blocks: Mapping[str, tuple[int, tuple[Block, ...]]] = field(default_factory=dict)
-    """Names of parameters that join `lora_B` -> outputs of the weight, and one block for each."""
+    """Parameter that joins `lora_B`s -> outputs of the weight, and a Block for each `lora_B`."""
 
 
 class _Active(NamedTuple):
@@ -44,9 +43,9 @@ class _Active(NamedTuple):
 
 
 def adapted(layer: nn.Module, sources: Mapping[str, tuple[str, ...]]) -> Adapted:
-    """Read the adapters that are active in `layer` now; raises ValueError for those of no program.
+    """Read the active adapters of `layer`; raises ValueError if no program has such adapters.
 
-    `sources`: names of a program's parameters -> paths of those of the layer without adapters.
+    `sources`: a program's parameters -> paths of the layer's parameters, without adapters.
     """
     adapters, joined, blocks = [], {}, {}
     for name, paths in sources.items():
@@ -68,7 +67,7 @@ def adapted(layer: nn.Module, sources: Mapping[str, tuple[str, ...]]) -> Adapted
 
 
 def block_matrix(parts: Sequence[torch.Tensor], blocks: Sequence[Block], rows: int) -> torch.Tensor:
-    """[rows, sum of ranks]: `parts` [outputs, rank] times their scaling in their blocks, else 0."""
+    """Build [rows, sum of ranks]: scaled `parts` [outputs, rank] in their blocks, else zeros."""
     return torch.cat(
         [
             functional.pad(part * at.scaling, (0, 0, at.first, rows - at.first - len(part)))
@@ -86,16 +85,16 @@ def _active(layer: nn.Module, paths: tuple[str, ...]) -> tuple[list[_Active], in
         for name in _active_names(module) if is_lora(module) else ():
             active.append(_Active(inside, module, name, Block(outputs, module.scaling[name])))
         parameter = None if module is None else base_of(module)._parameters.get(last)
-        if parameter is not None:  # what is not there is refused elsewhere
+        if parameter is not None:  # a missing parameter is refused elsewhere
             outputs += parameter.shape[int(is_lora(module) and module.fan_in_fan_out)]
     return active, outputs
 
 
 def _active_names(module: nn.Module) -> list[str]:
-    """The adapters that a layer adds now; without any, it is its base alone."""
+    """Return the names of the adapters that a layer now adds; ValueError for unusual ones."""
     _refuse(altered(module))  # PEFT's `adapter_names` puts a hook there
     if module.disable_adapters and module.merged:
-        raise ValueError("its adapters are merged and switched off")  # PEFT's code unmerges them
+        raise ValueError("its adapters are merged and switched off")  # PEFT would unmerge them
     if module.disable_adapters or module.merged:
         return []
     names = [name for name in module.active_adapters if name in module.lora_A]

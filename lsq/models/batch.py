@@ -1,4 +1,4 @@
-"""Masks and rotary embeddings of a batch, which all layers of a model share, read once.
+"""Masks and rotary embeddings of a batch: all layers of a model share them, and they are read once.
 
 B sequences, T time, D columns of a head.
 """
@@ -17,12 +17,11 @@ from lsq.run.parameter_state import FEW_ROWS, Stamp
 
 Result = TypeVar("Result")
 _recent: ContextVar[dict[str, deque] | None] = ContextVar("recent", default=None)
-"""Masks of the current batch of each thread: a model has them, and its layers do not know it."""
+"""Recent results of each thread, by kind: layers share them without knowing their model."""
 HIDDEN = -1e4
-"""A number that, added to a score, leaves nothing of a probability; so does a smaller one."""
+"""This number or a smaller one, added to a score, makes its probability zero."""
 KEPT = 4
-"""Results of the last so many masks and rotations: an encoder's and a decoder's, while one calls
-another."""
+"""Number of recent results kept of each kind: some for an encoder, some for its decoder."""
 
 
 def packing_of(
@@ -33,10 +32,10 @@ def packing_of(
     window: int | None = None,
     **options,
 ) -> Packing | None:
-    """Return how the tokens that `mask` leaves are packed; None if queries see something else.
+    """Return the Packing of the tokens that `mask` shows; None if queries see other keys.
 
-    `mask`: None; [B, T], not 0 for tokens; or [B or 1, 1, T or 1, T], bool or 0 where a query sees
-    a key. `shape`: (B, T). `causal`, `window`: what queries may see. `options`: of Packing.
+    `mask`: None; [B, T], not 0 for tokens; or [B or 1, 1, T or 1, T], True or 0 where a query sees
+    a key. `shape`: (B, T). `causal`, `window`: limit what queries see. `options`: of Packing.
     """
 
     def present_in(mask: torch.Tensor) -> torch.Tensor | None:
@@ -56,10 +55,10 @@ def packing_of(
 def encoder_packing_of(
     mask: torch.Tensor | None, shape: tuple[int, int], **options
 ) -> Packing | None:
-    """Return how the tokens of an encoder's output that a decoder sees by `mask` are packed.
+    """Return the Packing of encoder output, of the tokens that `mask` shows to a decoder.
 
-    `mask`: as of `packing_of`, of T queries and S keys; `shape`: (B, S). None where queries of a
-    sequence see different keys, or none.
+    `mask`: as in `packing_of`, for T queries and S keys. `shape`: (B, S). Returns None if queries
+    of a sequence see different keys, or no key.
     """
 
     def present_in(mask: torch.Tensor) -> torch.Tensor | None:
@@ -97,14 +96,13 @@ def _remembered_packing(
 def rotation_of(
     cosine: torch.Tensor, sine: torch.Tensor, packing: Packing
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """cosine, sine [B or 1, T, D] -> (table float32 [P, D], positions int64 [R]), P of few
-    values."""
+    """Return (table float32 [P, D], positions int64 [R]) of cosine and sine [B or 1, T, D]."""
 
     def make() -> tuple[torch.Tensor, torch.Tensor]:
         (batch, time), half = packing.shape, cosine.shape[2] // 2
         table = torch.cat([cosine[..., :half], sine[..., :half]], dim=2).flatten(0, 1).float()
         positions = torch.arange(len(table), device=table.device).view(len(cosine), time)
-        filled = 2 ** (len(table) - 1).bit_length()
+        filled = 2 ** (len(table) - 1).bit_length()  # so that few programs are built
         table = functional.pad(table, (0, 0, 0, filled - len(table)))
         return table, packing.pack(positions.expand(batch, time))
 
@@ -113,7 +111,7 @@ def rotation_of(
 
 
 def _sees(mask: torch.Tensor, batch: int) -> torch.Tensor | None:
-    """Which query sees which key, bool [B, T or 1, S]; None if heads differ, or in part."""
+    """Return which query sees which key, bool [B, T or 1, S]; None for masks of heads or biases."""
     if mask.shape[1] != 1:
         return None
     sees = mask if mask.dtype == torch.bool else mask == 0
@@ -123,8 +121,7 @@ def _sees(mask: torch.Tensor, batch: int) -> torch.Tensor | None:
 
 
 def visible(present: torch.Tensor, *, causal: bool, window: int | None = None) -> torch.Tensor:
-    """present bool [B, T] -> bool [B, T, T]: which keys each query sees, if `causal` up to its
-    own."""
+    """Return which keys each query sees, bool [B, T, T]; `present`: tokens, bool [B, T]."""
     time = present.shape[1]
     if not causal:
         return present[:, None, :].expand(-1, time, -1)
@@ -137,7 +134,7 @@ def visible(present: torch.Tensor, *, causal: bool, window: int | None = None) -
 def remembered(
     kind: str, objects: tuple, key: object, make: Callable[[], Result], *, exact: bool = True
 ) -> Result:
-    """Return what `make` returned for the same objects and key, with `exact` of the same values."""
+    """Return a recent result of `make` for the same objects and key; `exact`: and same values."""
     recent = _recent.get()
     if recent is None:
         _recent.set(recent := {})
@@ -147,7 +144,7 @@ def remembered(
         same = kept_key == key and all(map(_is_still, references, objects))
         if same and stamp.holds(tensors, rows=FEW_ROWS):
             return result
-    with torch.inference_mode(False):  # training may use it as well
+    with torch.inference_mode(False):  # training may use it, too
         result = make()
     references = [None if one is None else weakref.ref(one) for one in objects]
     kept.append((references, Stamp(tensors), key, result))

@@ -1,4 +1,4 @@
-"""Clips of a converted model: in lsq.safetensors, out of others' checkpoints, in other formats."""
+"""Clips of a converted model: save, load, average, and load into another number format."""
 
 import gc
 import logging
@@ -45,11 +45,11 @@ def save_clips(model: nn.Module, folder: str | os.PathLike) -> Path:
 
 
 def load_clips(model: nn.Module, folder: str | os.PathLike, *, other_format: bool = False) -> None:
-    """Let a converted `model`, with its weights loaded, go on with the clips of `save_clips`.
+    """Load the clips that `save_clips` wrote into a converted `model`, after its weights.
 
     `other_format`: allow clips of another number format, see `load_clip_state`. Raises
-    FileNotFoundError without the file, and ValueError if it is damaged, of another format, or of a
-    model that was converted with other options.
+    FileNotFoundError if there is no file, and ValueError if it is damaged, or of another format or
+    conversion.
     """
     path = Path(folder) / NAME
     try:
@@ -74,10 +74,11 @@ def _hint(folder: Path) -> str:
 
 
 def average_clips(model: nn.Module, group: ProcessGroup | None = None) -> RemovableHandle:
-    """Average the clips that passes of `model` measure over workers, before optimizers step.
+    """Let workers agree on measured clips of `model` before optimizers step.
 
-    DistributedDataParallel and FSDP2 need no call; else call it in every process. Between
-    measurements, shared gradients keep clips equal. `remove()` of the result ends it.
+    Learned clips become the mean of all workers, clips that follow activations the largest. Call it
+    in every process; DistributedDataParallel and FSDP2 need no call. Between measurements, shared
+    gradients keep learned clips equal. `remove()` of the result ends it.
 
     Args:
         model: converted, and not wrapped.
@@ -90,13 +91,13 @@ def average_clips(model: nn.Module, group: ProcessGroup | None = None) -> Remova
         raise ValueError(
             "there is one process; average_clips is for several, after init_process_group"
         )
-    from lsq.dist import replicas  # a single process loads none of it
+    from lsq.dist import replicas  # late, since a single process does not need it
 
     return replicas.share(model, group)
 
 
 def clip_names(model: nn.Module) -> set[str]:
-    """Return the names in a state dict that the float model's has not: clips, formats, masks."""
+    """Return the names that conversion adds to the state dict of `model`: clips, formats, masks."""
     require_model(model)
     return {
         f"{prefix}.{name}" if prefix else name
@@ -112,7 +113,7 @@ def clip_names(model: nn.Module) -> set[str]:
 
 
 def clip_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return these entries as copies on the CPU; raises ValueError without any, and for shards."""
+    """Return the entries `clip_names` as copies on the CPU; ValueError for none, or shards."""
     names = _names(model, "there are no clips")
     state = {name: value.detach() for name, value in model.state_dict().items() if name in names}
     if any(map(shards.is_shard, state.values())):
@@ -128,11 +129,11 @@ def clip_state(model: nn.Module) -> dict[str, torch.Tensor]:
 def load_clip_state(
     model: nn.Module, state: Mapping[str, torch.Tensor], *, other_format: bool = False
 ) -> None:
-    """Let the converted layers of `model` go on with the clips of a `clip_state`.
+    """Load a `clip_state` into the converted layers of `model`.
 
-    `other_format`: allow clips of another number format, see `load_other_format`. Raises
-    ValueError, before anything is loaded, if the model is not converted, the state is of other
-    layers, shapes or (without `other_format`) formats, or a clip cannot be used.
+    `other_format`: allow clips of another number format, see `load_other_format`. Raises ValueError
+    if the model is not converted, the state has other layers, shapes or (without `other_format`)
+    formats, or a clip cannot be used; then nothing is loaded.
     """
     own, state = model.state_dict(), renamed(state)
     names = _names(model, "no clips can be loaded")
@@ -143,7 +144,7 @@ def load_clip_state(
     for name, ours in formats.items():
         theirs = clip_format.stored(state.get(name), name, ours)
         clip_format.check(theirs, ours, name.removesuffix(clip_format.NAME))
-    own = {name: value for name, value in own.items() if name in names}  # in float mode, masks
+    own = {name: value for name, value in own.items() if name in names}  # masks, in float mode
     _check(model, own, state, own.keys() - formats.keys())
     model.load_state_dict(state, strict=False)
 
@@ -160,12 +161,12 @@ def _names(model: nn.Module, outcome: str) -> set[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Clips that a model measures after it has loaded clips of another format."""
+    """Clips that a model measures anew after it has loaded clips of another format."""
 
     weights: frozenset[str]
-    """Names of the clips of weights; all were measured anew."""
+    """Names of the clips of weights, which have been measured anew."""
     activations_due: bool
-    """Whether the next pass measures clips of activations; else they were kept."""
+    """Whether the next pass measures clips of activations; False: they were kept."""
 
     def __str__(self) -> str:
         due = "are measured in the next pass, a training's: nothing is translated before"
@@ -179,13 +180,13 @@ class Measured:
 
 
 def refuse_same(checkpoint: object, changes: Mapping[str, Any]) -> None:
-    """Raise the ValueError of a checkpoint that has other values of fields already."""
+    """Raise the ValueError for a checkpoint that has the values in `changes` already."""
     fields = ", ".join(f"{field}={value!r}" for field, value in changes.items())
     raise ValueError(f"{checkpoint} has {fields} already; nothing is written")
 
 
 def formats_of(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """Map names of formats in the state dict of `model` to their fields of QuantConfig."""
+    """Map the entries for formats in the state dict of `model` to their fields of QuantConfig."""
     return {
         prefix + clip_format.NAME: clip_format.fields_of(module.quant)
         for prefix, module in _rounding(model)
@@ -195,12 +196,12 @@ def formats_of(model: nn.Module) -> dict[str, dict[str, Any]]:
 def load_other_format(
     model: nn.Module, state: Mapping[str, torch.Tensor], wanted: Collection[str]
 ) -> Measured:
-    """Load a state dict whose clips may be of another format than those of `model`.
+    """Load a state dict with clips of any format into `model`.
 
-    Clips of weights are measured anew; those of activations are kept, or measured in the next pass
-    if their format differs. `wanted`: names that the state must hold, but for clips of weights, and
-    formats. Raises ValueError, before anything is loaded, if names or shapes do not fit, a clip
-    that is kept cannot be used, or QuantConfig fixes clips that must be measured.
+    Clips of weights are measured anew. Clips of activations are kept, or measured in the next pass
+    if their format differs. `wanted`: names that the state must hold; clips of weights and formats
+    may be missing. Raises ValueError if names or shapes do not fit, a kept clip cannot be used, or
+    clip_init="fixed" forbids to measure a clip; then nothing is loaded.
     """
     own, kept, optional = model.state_dict(), dict(state), set()
     activations_due, measured = False, set()
@@ -208,7 +209,7 @@ def load_other_format(
         ours = clip_format.fields_of(module.quant)
         entry = prefix + clip_format.NAME
         theirs = clip_format.stored(kept.get(entry), entry, ours)
-        optional.add(prefix + "float_fallback")  # which earlier versions do not have
+        optional.add(prefix + "float_fallback")  # earlier versions do not have it
         if theirs != ours:  # formats that do not round have no clips
             ending = [name for name in kept if name.startswith(prefix) and name.endswith(CLIP)]
             kept = {
@@ -228,7 +229,7 @@ def load_other_format(
                 f" which nothing is measured: add {clip_format.option('clip_init')} mse, in Python"
                 " QuantConfig(clip_init='mse')"
             )
-        # clips until they are measured
+        # placeholders until they are measured
         kept |= {name: own[name] for name in (entry, *due)}
         measured.update(of_weights)
         if of_activations and prefix + "calibrated" in kept:
@@ -242,7 +243,7 @@ def load_other_format(
 
 
 def _rounding(model: nn.Module) -> Iterator[tuple[str, ProgramModule]]:
-    """Yield the prefix of names and the module of each whose clips have a format."""
+    """Yield (prefix of its names, module) for each module whose clips have a format."""
     for path, module in model.named_modules():
         if isinstance(module, ProgramModule) and module.quant.quantized:
             yield f"{path}." if path else "", module
@@ -271,11 +272,11 @@ def _check(
 
 
 def keep_apart(model: nn.Module, *, apart: bool = True) -> None:
-    """Let `save_pretrained` of models in `model` leave clips out, or save them again."""
+    """Let `save_pretrained` of models in `model` leave clips out; not `apart`: save them again."""
     for module in model.modules():
         if hasattr(type(module), "_keys_to_ignore_on_save"):
             own = clip_names(module)
-            # once PEFT has merged adapters
+            # names after PEFT has merged adapters
             own |= {name.replace(".base_layer.", ".") for name in own}
             left = set(module._keys_to_ignore_on_save or ()) - own
             module._keys_to_ignore_on_save = left | own if apart else left

@@ -1,6 +1,6 @@
-"""A fused layer beside the code of its class, once: both in floats, on the first tokens that come.
+"""Comparison of a fused layer with the code of its class: once, in floats, on a few tokens.
 
-Nothing that a pass keeps changes, not even the state of random numbers.
+It changes no state of the model, nor of random generators.
 """
 
 import logging
@@ -17,7 +17,7 @@ from lsq.run.frames import active_rehearsal
 logger = logging.getLogger(__name__)
 TOKENS = 8
 ALLOWED = 1e-3, 5e-2
-"""Norm of the difference over that of what the layer adds to its input: in float32, in 16 bits."""
+"""Largest norm of a difference over the norm of what the layer adds: in float32, in 16 bits."""
 
 
 def compare(
@@ -29,10 +29,10 @@ def compare(
 ) -> bool:
     """Compare results for the first tokens of x [B, T, H], the input of a fused layer.
 
-    `attention`: what computes it in the code of its class. `original`, `program`: compute tokens
-    [1, t, H] by this code, and by the program in floats. Returns False where another pass can do it
-    better: this one is rehearsed or run again, or has a single token or NaN. Raises RuntimeError if
-    results differ.
+    `attention`: its implementation in the code of the class. `original`, `program`: compute tokens
+    [1, t, H] by that code, and by the program in floats. Returns False if this pass cannot tell: it
+    is rehearsed or run again, has a single token, or gives NaN. Raises RuntimeError if results
+    differ.
     """
     tokens, kind = min(x.shape[1], TOKENS), layer.float_class.__name__
     if attention not in ("eager", "sdpa"):
@@ -48,7 +48,7 @@ def compare(
         torch.no_grad(),
         torch._C.DisableTorchFunction(),
         _evaluating(layer),
-        # its cache would keep weights without gradients
+        # a cache of autocast would keep weights without gradients
         torch.autocast(device, dtype=dtype, enabled=casts, cache_enabled=False),
     ):
         x = x[:1, :tokens].detach()

@@ -1,4 +1,4 @@
-"""A model's linear layers, and whole layers that are known, as int8 ones, in place, and back."""
+"""Conversion of a model's linear layers and known whole layers to int8 in place, and back."""
 
 import copy
 from collections.abc import Iterator
@@ -21,8 +21,8 @@ from lsq.run import shards
 Model = TypeVar("Model", bound=nn.Module)
 FUSED = "Fused"
 UNDIVIDED = "_no_split_modules"
-"""The attribute by which models of transformers name the classes that accelerate and others wrap
-one by one."""
+"""The attribute in which models of transformers name classes that accelerate and others wrap as
+units."""
 
 
 def convert(
@@ -37,34 +37,35 @@ def convert(
 ) -> Report:
     """Let the linear layers of `model` multiply in int8, forward and backward, in place.
 
-    Layers change their class; parameters, their names, hooks and positions stay. A torch.nn.Linear
-    becomes a lsq.layers.QuantizedLinear, which is one, too; so does the Conv1D of transformers'
-    GPT-2. Whole layers that lsq.models.architectures knows become one program each. A projection
-    onto a vocabulary without a bias runs together with the cross-entropy of its logits. The first
-    pass measures clips: weights may be loaded before or afterwards, onto the meta device, too.
+    Layers change their class; parameters, their names, hooks and module paths stay. A
+    torch.nn.Linear becomes a lsq.layers.QuantizedLinear, a subclass; the Conv1D of transformers'
+    GPT-2 becomes a subclass of Conv1D. Whole layers that lsq.models.architectures knows become one
+    program each. A projection onto a vocabulary without a bias runs together with the cross-entropy
+    of its logits. The first pass measures clips, so weights may be loaded before or after
+    conversion; a model may be on the meta device.
 
     Args:
-        model: any; before its optimizer, which shall train clips, DistributedDataParallel and
-            fully_shard, and after PEFT, or with fused=False before it.
+        model: any. Convert it before its optimizer is made, which trains learned clips, and
+            before DistributedDataParallel and fully_shard; after PEFT, unless fused=False.
         quant: what is rounded, and how.
-        skip: modules to leave as they are with all inside them: names, their ends from a dot on
-            ("lm_head"), patterns with * and ?, or a function of (layer, name).
-        minimum_width: layers with fewer inputs or outputs stay: they gain nothing.
-        tied: convert layers whose weight is an embedding's, too.
-        fused: False converts linear layers alone.
-        check: compare each fused layer once, in its first pass, with the code of its class, on
-            a few tokens in floats.
+        skip: modules to leave as they are, with all modules inside: names, ends of names after a
+            dot ("lm_head"), patterns with * and ?, or a function of (layer, name).
+        minimum_width: leave layers with fewer inputs or outputs, which would gain nothing.
+        tied: also convert layers that share an embedding's weight.
+        fused: convert whole layers; False: linear layers alone.
+        check: in its first pass, compare each fused layer with the code of its class, in floats
+            on a few tokens.
 
     Returns:
-        What was converted, and why the others were not; print it.
+        The report of converted layers, and of reasons to leave others; print it.
 
     Raises:
-        TypeError: `model` is no torch.nn.Module, but a Trainer, say; or `skip` or `minimum_width`
-            is of another type.
+        TypeError: `model` is no torch.nn.Module (a Trainer, for example), or `skip` or
+            `minimum_width` has another type.
         ValueError: nothing can be converted, a pattern in `skip` or in a format fits nothing,
-            the model is wrapped already, the mode is "float" where no layer is known, or a
-            model that is to be sparse is on the meta device. After any exception the model is
-            as it was.
+            the model is wrapped already, the mode is "float" and no whole layer is known, or a
+            model that is to be sparse is on the meta device. Any exception leaves the model
+            unchanged.
     """
     check_bare(model, "convert")
     quant = QuantConfig() if quant is None else quant
@@ -120,7 +121,7 @@ def convert(
 def _all_or_nothing(model: nn.Module) -> Iterator[None]:
     """Give every module of `model` its class and attributes back after an exception."""
     before = [(module, type(module), dict(vars(module))) for module in model.modules()]
-    # others may hold these themselves, as handles of hooks do
+    # other objects may hold these, as handles of hooks do
     contents = [
         (value, copy.copy(value))
         for *_, attributes in before
@@ -141,7 +142,7 @@ def _all_or_nothing(model: nn.Module) -> Iterator[None]:
 
 
 def _name_classes(model: nn.Module) -> None:
-    """Name the present classes of layers in UNDIVIDED, fused ones beside or instead of others."""
+    """Let UNDIVIDED name fused classes, and float classes only where layers still have them."""
     for module in model.modules():
         listed = getattr(module, UNDIVIDED, None)
         if not listed:
@@ -159,11 +160,10 @@ def _name_classes(model: nn.Module) -> None:
 
 
 def revert(model: Model) -> Model:
-    """Make the layers of `convert` what they were, with the weights of now, in place; returns the
-    model.
+    """Change converted layers back to float layers with their present weights, in place.
 
-    Clips are removed, codes alone (lsq.freeze) become floats. Raises ValueError if the model is
-    wrapped, or a layer has got a forward of its own since.
+    Returns the model. Clips are removed, and weights that are codes alone (lsq.freeze) become
+    floats. Raises ValueError if the model is wrapped, or a layer has a forward of its own.
     """
     check_bare(model, "revert")
     converted = [module for module in model.modules() if isinstance(module, InPlace)]
@@ -183,7 +183,7 @@ def revert(model: Model) -> Model:
 
 
 def float_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The state dict of the float model: without clips, and with decoded weights."""
+    """Return the state dict of the float model: without clips, with decoded weights."""
     names = clip_names(model)
     return {
         name: value.decode() if isinstance(value, CodedWeight) else value
@@ -193,7 +193,7 @@ def float_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def check_bare(model: nn.Module, task: str) -> None:
-    """Refuse a model in a wrapper, or that is no module at all; `task` is "convert", say."""
+    """Raise an error for a wrapped model, or no module; `task`: a verb for it, as "convert"."""
     require_model(model)
     for name, module in model.named_modules():
         if isinstance(module, DistributedDataParallel | nn.DataParallel):

@@ -1,5 +1,7 @@
-"""Whether a layer of another model computes what its class was written to: no patches, hooks or
-wrappers. LoRA's adapters are looked through; lsq.models.adapters reads them."""
+"""Checks that a layer of another model computes what its class says: no patches, hooks, wrappers.
+
+They see LoRA layers as the layers inside; lsq.models.adapters reads the adapters.
+"""
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -19,23 +21,23 @@ PLAIN = (
     nn.ModuleList,
 )
 OTHERS = ("torch.nn.modules.activation", "transformers.activations", "transformers.pytorch_utils")
-"""Where activations and Conv1D are defined."""
+"""Modules that define activations and Conv1D."""
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 GLOBAL_HOOKS = tuple(f"_global{name}" for name in HOOKS)
 """Names in torch.nn.modules.module of the hooks that all modules have."""
 RECORDER = "transformers.utils.output_capturing"
-"""Defines hooks that only look, and only where a fused layer runs its own code."""
+"""Module whose hooks only record, and only where a fused layer runs its own code."""
 REHEARSAL = "lsq.run.step"
-"""Defines hooks of all modules that note, while memory is planned, which module keeps what."""
+"""Module whose hooks note what each module keeps while memory is planned."""
 TRUSTED = ("torch", "transformers")
-"""Packages whose functions may be called, or may decorate."""
+"""Packages whose functions a layer may call, or be decorated with."""
 
 
 def check_exact(layer: nn.Module, parts: Mapping[str, str], parameters: set[str]) -> None:
     """Raise a ValueError for a layer that may compute something else than its class says.
 
-    `parts`: paths of modules inside whose classes are of the same file, and how their names end.
-    `parameters`: all that the layer may have.
+    `parts`: paths of inner modules with classes of the layer's file -> ends of the classes' names.
+    `parameters`: names of all parameters that the layer may have.
     """
     home = type(layer).__module__
     for path, module in [("", layer), *named_inside(layer)]:
@@ -58,30 +60,30 @@ def check_exact(layer: nn.Module, parts: Mapping[str, str], parameters: set[str]
 
 
 def is_lora(module: nn.Module) -> bool:
-    """Whether it is a linear layer that PEFT has put LoRA's adapters around."""
+    """Whether it is PEFT's wrapper of a linear layer with LoRA adapters."""
     kind = type(module)
     return kind.__name__ == "Linear" and kind.__module__ == "peft.tuners.lora.layer"
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter of a layer is of a LoRA adapter, by its name."""
+    """Whether the name of a parameter is of a LoRA adapter."""
     return ".lora_" in name
 
 
 def base_of(module: nn.Module) -> nn.Module:
-    """The layer without adapters."""
+    """Return a layer without its adapters."""
     return module.base_layer if is_lora(module) else module
 
 
 def module_at(layer: nn.Module, path: str) -> nn.Module | None:
-    """Return the module at a path, with its adapters; None: there is none."""
+    """Return the module at a path, with its adapters, or None."""
     for part in path.split(".") if path else ():
         layer = None if layer is None else layer._modules.get(part)
     return layer
 
 
 def patched(kind: type[nn.Module]) -> str | None:
-    """Name a method that the file of a class does not define, or that calls a foreign function."""
+    """Describe a method of a class that another file defines, or that calls a foreign function."""
     for owner in kind.__mro__[: kind.__mro__.index(nn.Module)]:
         for name, value in vars(owner).items():
             function = value.__func__ if isinstance(value, staticmethod | classmethod) else value
@@ -107,7 +109,7 @@ def _strange(function: FunctionType, owner: type) -> str | None:
 
 
 def altered(module: nn.Module) -> str | None:
-    """Say what makes a module compute something else than its class, or shows its values."""
+    """Describe a method that a module replaces, or a hook on it; None: there is neither."""
     state = module.__dict__
     replaced = own_methods(module, type(module))
     if replaced:
@@ -120,14 +122,13 @@ def altered(module: nn.Module) -> str | None:
 
 
 def own_methods(module: nn.Module, kind: type[nn.Module]) -> str | None:
-    """Return which method of `kind` this module replaces for itself, in words."""
+    """Describe a method of `kind` that this module alone replaces, or return None."""
     names, state = _methods(kind), module.__dict__
     return None if names.isdisjoint(state) else f"a {min(names & state.keys())} of its own"
 
 
 def hooked_everywhere() -> str | None:
-    """Return which hook all modules of this process have, in words (register_module_forward_hook),
-    but for those of a rehearsal, which only look."""
+    """Describe a hook of all modules, or return None; hooks of a rehearsal only look."""
     for name in GLOBAL_HOOKS:
         if any(_home(hook) != REHEARSAL for hook in vars(torch_module)[name].values()):
             return f"a hook of all modules ({name})"
@@ -147,12 +148,12 @@ def _methods(kind: type[nn.Module]) -> frozenset[str]:
 
 @lru_cache(maxsize=512)
 def patched_now(kind: type[nn.Module], forward: Callable) -> str | None:
-    """`patched` of a class that has this `forward`, looked up once."""
+    """Return `patched` of a class, cached as long as the class has this `forward`."""
     return patched(kind)
 
 
 def named_inside(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield (path, module) of all modules inside, in an order that stays, through adapters."""
+    """Yield (path, module) of all inner modules in a fixed order, without adapters."""
     for name, child in module._modules.items():
         if child is not None:
             yield prefix + name, base_of(child)
@@ -160,7 +161,7 @@ def named_inside(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.
 
 
 def unknown_attention(attention: nn.Module) -> str | None:
-    """Say which function computes attention now, unless it is one of transformers' own."""
+    """Describe the function that computes attention; None if it is one of transformers' own."""
     name = attention.config._attn_implementation or "eager"
     home = sys.modules[type(attention).__module__]
     functions = home.ALL_ATTENTION_FUNCTIONS
@@ -174,7 +175,7 @@ def unknown_attention(attention: nn.Module) -> str | None:
 
 
 def _home(function: object) -> str:
-    """The module that defines a function's code, whatever a decorator says."""
+    """Return the module that defines a function's code, whatever a decorator says."""
     return getattr(function, "__globals__", {}).get("__name__", "")
 
 

@@ -24,8 +24,8 @@ SAVED = "of a head that has an adapter, with which PEFT saves it"
 class Frozen:
     """The result of `freeze`.
 
-    `weights`: number of parameters that are codes now. `floats`: bytes that they had as floats.
-    `codes`: bytes of codes and scales. `left`: reasons -> number of weights.
+    `weights`: number of parameters that are now codes. `floats`: bytes that they had as floats.
+    `codes`: bytes of codes and scales. `left`: reason -> number of weights that stay floats.
     """
 
     weights: int
@@ -47,17 +47,17 @@ class Frozen:
 def freeze(model: nn.Module) -> Frozen:
     """Keep the frozen weights of a converted model as codes alone, without float parameters.
 
-    Passes give the same results, bit for bit. Parameters keep their names, shapes and dtypes, and
-    read as the values that products see. Nothing can write to them. `lsq.revert` gives floats back.
+    Passes give the same results, bit by bit. Parameters keep their names, shapes and dtypes. They
+    read as the values that products see, and cannot be written. `lsq.revert` restores floats.
 
     Args:
         model: on the CPU, with its weights loaded; those that require no gradient are frozen.
 
     Returns:
-        What was frozen, and why other weights were left; print it.
+        Counts of frozen weights, and reasons to leave others; print it.
 
     Raises:
-        ValueError: nothing can be frozen, or the model is wrapped. The model is unchanged.
+        ValueError: nothing can be frozen, or the model is wrapped; the model is unchanged.
     """
     check_bare(model, "freeze")
     holders = Counter(
@@ -84,7 +84,7 @@ def freeze(model: nn.Module) -> Frozen:
 
 
 def _saved_heads(model: nn.Module) -> set[int]:
-    """Ids of output embeddings with an adapter: PEFT saves their weights beside it."""
+    """Return ids of output embeddings with an adapter: PEFT saves their weights beside it."""
     models = [module for module in model.modules() if hasattr(module, "get_output_embeddings")]
     heads = [one.get_output_embeddings() for one in models]
     return {id(head.base_layer) for head in heads if hasattr(head, "base_layer")}
@@ -118,7 +118,7 @@ def _reason(module: InPlace, name: str, shared: Collection[int]) -> str | None:
 
 @torch.no_grad()
 def _freeze(module: InPlace, name: str) -> tuple[int, int, int]:
-    """Freeze one weight -> number of its parameters, bytes of floats, bytes of codes."""
+    """Freeze one weight; return its number of parameters, bytes of floats, bytes of codes."""
     if not module.schedule.begun:  # no pass has measured clips
         module.calibrate_weights()
         module.schedule.measured_weights()

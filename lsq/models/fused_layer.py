@@ -1,4 +1,4 @@
-"""Whole layers of other models as one program each, by their class alone."""
+"""Whole layers of other models that run as one program each; only their class changes."""
 
 import dataclasses
 import inspect
@@ -50,10 +50,10 @@ TRAINED_INPUTS = ("x", "memory", "relative_bias")
 FLOAT16 = torch.finfo(torch.float16).min, torch.finfo(torch.float16).max
 _OPTIONS = "block_table cu_seq_lens_k cu_seq_lens_q is_causal position_bias s_aux"
 ATTENTION_OPTIONS = frozenset({*_OPTIONS.split(), "sliding_window", "softcap"})
-"""Options of a pass by which attention of transformers gives another result."""
+"""Options of a pass that change what attention of transformers computes."""
 ATTENTIONS = frozenset({"attentions", "cross_attentions"})
 UNFILLED = "_lsq_unfilled"
-"""The attribute of a cache with the numbers of the layers that put nothing there in training."""
+"""The attribute of a cache with the numbers of layers that did not fill it in training."""
 UNDIFFERENTIATED = (
     b"keys and values that a fused layer of lsq put into a cache have no gradient: give the whole"
     b" sequence to one pass, decode under torch.no_grad(), or convert with fused=False"
@@ -62,20 +62,21 @@ UNDIFFERENTIATED = (
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SideInputs:
-    """Inputs of a layer beside its hidden states."""
+    """Inputs of a layer other than its hidden states."""
 
     rotation: tuple[torch.Tensor, torch.Tensor] | None = None
     """Rotary embeddings: cosine, sine [B or 1, T, D]."""
     states: torch.Tensor | None = None
-    """An encoder's output [B, S, H], to which a CROSS layer attends."""
+    """Encoder output [B, S, H], to which a CROSS layer attends."""
     source: Packing | None = None
+    """The packing of `states`."""
     bias: torch.Tensor | None = None
     """A table [buckets, N] of biases by distance that comes from another layer."""
     pairs: torch.Tensor | None = None
-    """The same for all pairs [1, N, T, T], as the layer's own code takes it."""
+    """These biases for all pairs of tokens, [1, N, T, T], as the layer's own code takes them."""
 
     def first(self, tokens: int, target: Backend) -> "SideInputs":
-        """Return those of the first tokens of the first sequence alone."""
+        """Return the side inputs of the first tokens of the first sequence."""
         states = None if self.states is None else self.states[:1, :tokens].detach()
         return SideInputs(
             rotation=self.rotation and tuple(one[:1, :tokens] for one in self.rotation),
@@ -87,12 +88,12 @@ class SideInputs:
 
 
 class FusedLayer(InPlace):
-    """A layer of another model that runs as one program of lsq's.
+    """A layer of another model that runs as one program of lsq.
 
-    Modules inside it hold its parameters and are not called; clips are parameters of the layer
-    itself. Several parameters that are one in the program, as queries, keys and values, are joined.
-    The layer's own code runs, on rounded weights, where a pass needs more than the program gives,
-    as decoding with a cache does, or while something is not what its class says.
+    Inner modules hold its parameters and are not called; clips are parameters of the layer itself.
+    Parameters that are one in the program are joined, such as queries, keys and values. The layer's
+    own code runs on rounded weights if a pass needs more than the program gives (decoding with a
+    cache). It also runs while patches or hooks change what the layer computes.
     """
 
     STATE = (
@@ -107,33 +108,33 @@ class FusedLayer(InPlace):
         "positional",
     )
     PARTS: ClassVar[Mapping[str, str]]
-    """Paths of modules inside whose classes are of the layer's file -> endings of their names."""
+    """Paths of inner modules with classes of the layer's file -> ends of the classes' names."""
     MODULES: ClassVar[Modules]
     SOURCES: ClassVar[Mapping[str, tuple[str, ...]]]
-    """Names of the program's parameters -> paths of the layer's parameters that each joins."""
+    """The program's parameters -> paths of the layer's parameters that each of them joins."""
     INPUTS: ClassVar[tuple[str, ...]] = ()
-    """Other parameters of the layer, which are inputs of programs."""
+    """Other parameters of the layer, which programs take as inputs."""
     attends: ClassVar[Callable[[nn.Module], nn.Module]]
-    """Returns the module of a layer that attends to its input, and knows its number."""
+    """Returns the self-attention module of a layer, which knows the layer's number."""
     FIXED: ClassVar[Mapping[str, object]] = {}
     """Fields of LayerConfig that all layers of the class have."""
     SHAPE: ClassVar[Attributes]
     """Attributes from which fields of LayerConfig are read once."""
     SETTINGS: ClassVar[Attributes]
-    """Attributes from which fields of LayerConfig are read in every pass: users change them."""
+    """Attributes from which fields are read in every pass, since users may change them."""
     causal: bool = False
     CROSS: ClassVar[bool] = False
-    """Whether it also attends to an encoder's output."""
+    """Whether it also attends to encoder output."""
 
     @classmethod
     def config_of(cls, layer: nn.Module, quantization: QuantConfig) -> LayerConfig:
-        """Read the configuration of a layer; raises ValueError if there is no program for it."""
+        """Read the configuration of a layer; raises ValueError if no program has it."""
         fields = {**cls.FIXED, **cls.shape(layer), **cls.settings(layer)}
         return LayerConfig(**fields, quant=quantization)
 
     @classmethod
     def shape(cls, layer: nn.Module) -> dict[str, object]:
-        """Read fields of LayerConfig once; raises ValueError if there is no program for them."""
+        """Read SHAPE and the shape of MODULES; raises ValueError if no program has these values."""
         shape = shape_of(layer, cls.MODULES) | read(layer, cls.SHAPE)
         if "activation" in shape:
             shape["activation"] = activation_of(shape["activation"])
@@ -141,7 +142,7 @@ class FusedLayer(InPlace):
 
     @classmethod
     def settings(cls, layer: nn.Module) -> dict[str, object]:
-        """Read fields in every pass; raises ValueError if there is no program for them."""
+        """Read SETTINGS; raises ValueError if no program has these values."""
         return read(layer, cls.SETTINGS)
 
     @property
@@ -152,7 +153,7 @@ class FusedLayer(InPlace):
     @classmethod
     def check(cls, layer: nn.Module) -> None:
         """Raise a ValueError for a layer that may compute something else than the program."""
-        adapted(layer, cls.SOURCES)  # which refuses some
+        adapted(layer, cls.SOURCES)  # raises for adapters without a program
         for dtype in {parameter.dtype for parameter in layer.parameters()} - set(FLOATS):
             raise ValueError(f"it has parameters of {dtype}")
         known = {*cls.INPUTS, *(path for paths in cls.SOURCES.values() for path in paths)}
@@ -176,7 +177,7 @@ class FusedLayer(InPlace):
         self._take_adapters(adapted(self, self.SOURCES))
         self.kinds = {path: type(module) for path, module in named_inside(self)}
         self.departed, self.compared = None, False
-        # names of what may come by position behind the hidden states
+        # names of positional arguments after the hidden states
         self.positional = tuple(inspect.signature(self.float_class.forward).parameters)[2:]
         self.config = config_at(self.config, path, self._smallest, self.state_names)
         self.begin(self.config.quant)
@@ -195,7 +196,7 @@ class FusedLayer(InPlace):
         rounds = self.quant.quantized and not self.schedule.float_fallback
         return f"one program in {'int8' if rounds else 'floats'}"
 
-    # Parameters, which modules inside hold
+    # Parameters, which inner modules hold
 
     def take_parameters(self, every: Iterable[Parameter]) -> None:
         every = list(every)
@@ -216,7 +217,7 @@ class FusedLayer(InPlace):
         return name in self.SOURCES or name in self.adapted.sources
 
     def holders(self, name: str) -> Iterator[tuple[str, nn.Module, str]]:
-        """Yield path, module and name there of each parameter of one of the program's."""
+        """Yield (path, module, name in the module) of each parameter that `name` joins."""
         paths = self.SOURCES.get(name)
         for path in paths or self.adapted.sources[name]:
             inside, _, last = path.rpartition(".")
@@ -224,7 +225,7 @@ class FusedLayer(InPlace):
             yield path, base_of(holder) if paths else holder, last
 
     def sources(self, name: str) -> list[torch.Tensor]:
-        """Return the parameters of one of the program's; ValueError if a module was replaced."""
+        """Return the parameters that `name` joins; ValueError if a module was replaced."""
         parameters = []
         for path, holder, last in self.holders(name):
             if holder._parameters.get(last) is None:
@@ -254,14 +255,14 @@ class FusedLayer(InPlace):
         self.rounded.kept.pop(name, None)
 
     def __getstate__(self):
-        return {**super().__getstate__(), "joined": {}}  # of other parameters than a copy's
+        return {**super().__getstate__(), "joined": {}}  # a copy has other parameters
 
     def finish_conversion(self, check: bool) -> None:
         self.compared = not check
         self.join()
 
     def join(self) -> None:
-        """Let parameters that are one in programs lie together in memory."""
+        """Move parameters that are one in programs together in memory."""
         for name in self.SOURCES:
             if name in self.declared:
                 self.joined[name] = lie_together(self.sources(name))
@@ -285,7 +286,7 @@ class FusedLayer(InPlace):
     # Passes
 
     def forward(self, hidden_states: torch.Tensor, *arguments, **options):
-        """Run the program, or the code of the class where that computes something else."""
+        """Run the program, or the layer's own code if the program does not fit the pass."""
         options.update(zip(self.positional, arguments, strict=False))
         cache = cache_of(options)
         packing = self.packing(hidden_states, options.get("attention_mask"), options, cache)
@@ -295,7 +296,7 @@ class FusedLayer(InPlace):
         return self.fused(hidden_states, packing, cache=cache, **side)
 
     def side_inputs(self, options: Mapping[str, object]) -> dict[str, object] | None:
-        """Read SideInputs from the options of a pass; None: the program is not for it."""
+        """Read fields of SideInputs from a pass's options; None: the program does not fit."""
         if not self.CROSS:
             return {}
         states = options.get("encoder_hidden_states")
@@ -313,8 +314,11 @@ class FusedLayer(InPlace):
         positions: int | None = None,
         heads: bool = False,
     ) -> Program:
-        """Make the layer's program; `source`: of an encoder's output; `positions`: rows of the
-        rotary table; `heads`: return queries, keys and values as well."""
+        """Build the layer's program.
+
+        `source`: sizes of encoder output. `positions`: rows of the rotary table. `heads`: output
+        queries, keys and values, too.
+        """
         if source is not None:
             return programs.decoder_layer(self.config, sentences, source, mode)
         config = _with_positions(self.config, positions)
@@ -328,12 +332,12 @@ class FusedLayer(InPlace):
         options: Mapping[str, object],
         cache: object = None,
     ) -> Packing | None:
-        """Return how x [B, T, H] is packed under a mask of the model.
+        """Return the Packing of x [B, T, H] under a mask of the model.
 
-        None where the program cannot compute what is asked for: an unusual mask, a filled cache,
-        probabilities of attention, a changed layer. `options`: of the pass. `cache`: of keys and
-        values, which training passes with gradients do not fill. Raises ValueError if such a pass
-        was given this cache before, or a module inside is of another class than it was.
+        Returns None if the program cannot compute the pass: an unusual mask, a filled cache,
+        probabilities of attention asked for, a changed layer. `options`: of the pass. `cache`: of
+        keys and values; training passes with gradients do not fill it. Raises ValueError if such a
+        pass got this cache before, or an inner module has another class than before.
         """
         if self._departs() or any(
             options[name] is not None for name in ATTENTION_OPTIONS & options.keys()
@@ -344,7 +348,7 @@ class FusedLayer(InPlace):
             options = {"window": self.config.window, **packing_options(self)}
             return packing_of(mask, tuple(x.shape[:2]), causal=self.causal, **options)
 
-        if not x.numel():  # which transformers' own layers cannot take
+        if not x.numel():  # transformers' own layers cannot take it
             return pack(None)
         begins = cache is None or self._begins(cache)
         if mask is None:
@@ -357,7 +361,7 @@ class FusedLayer(InPlace):
         return None if packing is not None and not packing.rows and self._fills(cache) else packing
 
     def _departs(self) -> bool:
-        """Read settings; return whether the layer's own code must run, which is said once."""
+        """Read settings; return whether the layer's own code must run; warn of each new reason."""
         reason = self._departure()
         if reason and reason != self.departed:
             warnings.warn(
@@ -373,7 +377,7 @@ class FusedLayer(InPlace):
         self.config = dataclasses.replace(self.config, adapters=adapters.adapters)
 
     def _read_adapters(self) -> None:
-        """Read the adapters again if they have changed; after an error the layer has the former."""
+        """Read adapters again if they have changed; after an error the former ones stay."""
         now, before = adapted(self, self.SOURCES), self.adapted
         if now == before:
             return
@@ -429,7 +433,7 @@ class FusedLayer(InPlace):
         )
 
     def _hides(self, time: int) -> bool:
-        """Whether attention without a mask hides what the program hides."""
+        """Whether the layer's own attention without a mask hides the same keys as the program."""
         if not self.causal or time < 2:
             return True
         if self.attention_kind == "sdpa":
@@ -437,7 +441,7 @@ class FusedLayer(InPlace):
         return self.attention_kind.startswith("flash")
 
     def _begins(self, cache: object) -> bool:
-        """Whether a pass of the program comes first to a cache."""
+        """Whether the program may run with this cache: an empty one, filled unless training."""
         if cache.get_seq_length(self._number):
             return False
         unfilled = vars(cache).setdefault(UNFILLED, set())
@@ -448,7 +452,7 @@ class FusedLayer(InPlace):
             )
         if self._fills(cache):
             return True
-        # of whose passes some are for that alone
+        # a pass may run without gradients to measure clips
         measures = self.training and self.calibration_due()
         program = self.training and torch.is_grad_enabled() or measures
         if program:
@@ -462,15 +466,17 @@ class FusedLayer(InPlace):
 
     @beside_the_graph
     def encoder_packing(self, states: torch.Tensor, mask: torch.Tensor | None) -> Packing | None:
-        """Return how an encoder's output [B, S, H] is packed; None: no program takes this mask."""
+        """Return the Packing of encoder output [B, S, H]; None: no program takes this mask."""
         return encoder_packing_of(mask, tuple(states.shape[:2]), **packing_options(self))
 
     @beside_the_graph
     def fused(
         self, x: torch.Tensor, packing: Packing, *, cache: object = None, **side_inputs
     ) -> torch.Tensor:
-        """Run the program: x [B, T, H] -> the same after the layer, zero in padding. `cache`:
-        empty, filled but in training passes. `side_inputs`: see SideInputs."""
+        """Run the program: x [B, T, H] -> [B, T, H], zero in padding.
+
+        `cache`: an empty one, which passes fill unless they train. `side_inputs`: see SideInputs.
+        """
         side = SideInputs(**side_inputs)
         if not packing.rows:
             read = [tensor for tensor in (side.states, side.bias) if tensor is not None]
@@ -481,12 +487,12 @@ class FusedLayer(InPlace):
         mode, fills = self.mode_of(inputs), self._fills(cache)
         build = partial(self.program, packing.sentences, **sizes)
         y, *heads = self.execute(build(mode, heads=fills and not mode.backward), inputs)
-        if fills and mode.backward:  # programs that go back have no other results
+        if fills and mode.backward:  # programs with a backward pass output no heads
             with torch.no_grad():
                 _, *heads = self.execute(build(self.mode_of(inputs), heads=True), inputs)
         if fills:
             self._fill(cache, packing, x.dtype, y, *heads)
-        # models of bfloat16 go beyond; their own layers stay finite there, too
+        # activations of bfloat16 models may exceed float16; transformers' layers clamp, too
         if x.dtype == torch.float16:
             y = y.clamp(*FLOAT16)
         return packing.unpack(y).to(x.dtype)
@@ -494,7 +500,7 @@ class FusedLayer(InPlace):
     def inputs(
         self, x: torch.Tensor, packing: Packing, side: SideInputs
     ) -> tuple[dict[str, torch.Tensor], dict[str, object]]:
-        """The inputs of a program, and its sizes beside those of x: arguments of `program`."""
+        """Return the inputs of a program by name, and further arguments of `program`."""
         inputs = {"x": packing.pack(x), "cu_seqlens": packing.cu_seqlens}
         source = positions = None
         if side.source is not None:
@@ -517,7 +523,7 @@ class FusedLayer(InPlace):
     def original(
         self, x: torch.Tensor, mask: torch.Tensor | None, side: SideInputs
     ) -> torch.Tensor:
-        """Run the code of its class, as its modules are; mask: is added to scores."""
+        """Run the layer's own code on its weights as they are; `mask` is added to scores."""
         return self.float_class.forward(self, x, attention_mask=mask)
 
     def _compare(self, x: torch.Tensor, side: SideInputs) -> bool:
@@ -557,10 +563,9 @@ class FusedLayer(InPlace):
         heads: torch.Tensor,
         scale: torch.Tensor | None = None,
     ) -> None:
-        """Put keys and values, behind the queries in `heads` [M, ...], into a cache, without a
-        gradient: going back to them raises an error."""
+        """Put keys and values of `heads` [M, ...] (queries, keys, values) into a cache."""
         values = (heads if scale is None else heads * scale).to(dtype)
-        if y.requires_grad:
+        if y.requires_grad:  # a backward pass through the cache raises an error
             values = torch._C._functions.DelayedError(UNDIFFERENTIATED, 1)(values.requires_grad_())
         columns = [self.config.query_columns, self.config.key_columns, self.config.key_columns]
         _, *both = packing.unpack(values).split(columns, dim=2)
@@ -568,7 +573,7 @@ class FusedLayer(InPlace):
         cache.update(keys, values, self._number)
 
     def own_pass(self, x: torch.Tensor, *arguments, **options):
-        """Run the code of the layer's class, on weights as the program rounds them."""
+        """Run the layer's own code, on weights as the program rounds them."""
         if self.training and torch.is_grad_enabled() and self.departed is None:
             warnings.warn(
                 f"a {type(self).__name__} runs its own code in a training pass: its program cannot"
@@ -580,8 +585,8 @@ class FusedLayer(InPlace):
 
 
 def _attention_is_recorded() -> bool:
-    """Whether transformers gathers probabilities of attention by hooks on modules."""
-    capturing = sys.modules.get(RECORDER)  # PyTorch's own layers come without transformers
+    """Whether transformers collects probabilities of attention by hooks on modules."""
+    capturing = sys.modules.get(RECORDER)  # None if transformers is not used
     return capturing is not None and not ATTENTIONS.isdisjoint(
         capturing._active_collector.get() or ()
     )

@@ -1,4 +1,4 @@
-"""Weights of a fused layer: several parameters as one, and rounded ones for its own code."""
+"""Weights of a fused layer: parameters joined in memory, and rounded ones for its own code."""
 
 import threading
 from collections.abc import Iterator, Sequence
@@ -17,12 +17,11 @@ from lsq.run.parameter_state import Stamp
 
 
 def lie_together(parts: Sequence[nn.Parameter]) -> torch.Tensor | None:
-    """Move parameters of the same width, such as queries, keys and values, into one piece of
-    memory.
+    """Move parameters of equal width, such as queries, keys and values, into one block of memory.
 
-    Each has a storage of its own for its share, so that safetensors sees nothing shared. Returns
-    the whole, to be kept as long as they lie there; None if they stay, since one shares its memory
-    with others, is no plain tensor or has no memory yet.
+    Each gets a storage of its own for its part: safetensors sees nothing shared. Returns the block,
+    which the caller keeps as long as it is used. Returns None if nothing was moved: a parameter
+    shares its memory, is no plain tensor or has no memory yet.
     """
     kinds = {(type(part), part.dtype, part.device, part.shape[1:]) for part in parts}
     if len(parts) < 2 or len(kinds) > 1 or len({id(part) for part in parts}) < len(parts):
@@ -41,7 +40,7 @@ def lie_together(parts: Sequence[nn.Parameter]) -> torch.Tensor | None:
 
 
 class Joined(torch.autograd.Function):
-    """parts [N1, ...], [N2, ...], ... -> [N1 + N2 + ..., ...]; no copy if they lie in `whole`."""
+    """Join parts along their first dimension; without a copy if they lie in `whole`."""
 
     @staticmethod
     def forward(ctx, whole: torch.Tensor | None, *parts: torch.Tensor) -> torch.Tensor:
@@ -65,11 +64,11 @@ def _lie_in(whole: torch.Tensor, parts: Sequence[torch.Tensor]) -> bool:
 
 
 class RoundedWeights:
-    """The weights of one layer as its program rounds them. A copy of a layer makes its own."""
+    """The weights of one layer as its program rounds them; a copy of the layer makes its own."""
 
     def __init__(self):
         self.kept: dict[str, tuple[Stamp, torch.Tensor]] = {}
-        """Names of a program's weights -> stamp of their parameters, rounded weight."""
+        """A program's weight -> stamp of its parameters, rounded weight."""
         self.lock = threading.RLock()
 
     def __reduce__(self):
@@ -77,9 +76,9 @@ class RoundedWeights:
 
     @contextmanager
     def within(self, layer: InPlace, rows: int = 0) -> Iterator[None]:
-        """Let modules inside `layer` have rounded, masked weights, with straight-through gradients.
+        """Give inner modules of `layer` rounded, masked weights with straight-through gradients.
 
-        Without gradients they are kept until a weight changes. Threads wait for one another.
+        Without gradients they are kept until a weight changes. Threads take turns.
         `rows`: see Stamp.holds.
         """
         if not _rounds(layer) and layer.weight_masks is None:
@@ -89,7 +88,7 @@ class RoundedWeights:
         with self.lock:
             try:
                 for name, declared in layer.declared.items():
-                    # codes alone read as rounded
+                    # codes alone decode to rounded values
                     if declared.kind is Kind.WEIGHT and not layer.is_coded(name):
                         own += self._swap(layer, name, declared, rows)
                 yield

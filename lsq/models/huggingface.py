@@ -1,6 +1,6 @@
-"""Hugging Face: folders of transformers in another number format.
+"""Conversion of folders of transformers to another number format.
 
-Import it before transformers where torchaudio is broken: transformers then works without it.
+Imported before transformers, it hides a broken torchaudio: transformers then works without it.
 """
 
 import shutil
@@ -41,13 +41,13 @@ OF_TRAINING = (
     "scaler.pt",
     "rng_state*.pth",
 )
-"""Files of a training by Trainer in the former format, which are not copied."""
+"""Files of a Trainer's training in the old format, which are not copied."""
 CONVERT_OPTIONS = ({}, {"fused": False}, {"tied": True}, {"fused": False, "tied": True})
-"""Options of lsq.convert that are tried, since a folder does not say them."""
+"""Options of lsq.convert to try one after another, since a folder does not record them."""
 
 
 def keep_broken_torchaudio_out() -> None:
-    """Let transformers, which would import it, do without a torchaudio that does not fit."""
+    """Hide a torchaudio that cannot be loaded, since transformers would import it."""
     loaded = {"transformers", "torchaudio"} & sys.modules.keys()
     if not loaded and util.find_spec("transformers") and util.find_spec("torchaudio"):
         try:
@@ -66,11 +66,11 @@ keep_broken_torchaudio_out()
 
 
 def convert_folder(folder: Path, output: Path, changes: Mapping[str, Any]) -> Measured:
-    """Write `folder` to `output`, with clips for other fields of QuantConfig, whole or not at all.
+    """Write `folder` to `output` with clips for the fields `changes` of QuantConfig.
 
-    The state of a training by Trainer is left out. Raises ValueError without a sound
-    lsq.safetensors, if it has these values already, or clips of other layers than lsq.convert
-    makes.
+    `output` is written whole or not at all, without the state of a Trainer's training. Raises
+    ValueError if lsq.safetensors is missing or damaged, has these values already, or has clips of
+    other layers than lsq.convert makes.
     """
     state = _read(folder / NAME)
     model = _model(folder, state, _quantization(state, changes, folder))
@@ -103,7 +103,7 @@ def _read(path: Path) -> dict[str, torch.Tensor]:
 def _quantization(
     state: Mapping[str, torch.Tensor], changes: Mapping[str, Any], folder: Path
 ) -> QuantConfig:
-    """The format of the clips, with other values; what a folder does not say is as by default."""
+    """Return the clips' format with `changes`; a field that a folder lacks has its default."""
     formats = [
         clip_format.read(value, name)
         for name, value in state.items()
@@ -131,7 +131,7 @@ def _quantization(
 
 
 def _model(folder: Path, state: Mapping[str, torch.Tensor], quant: QuantConfig) -> nn.Module:
-    """The model in `folder`, converted as the one was whose clips these are."""
+    """Return the model in `folder`, converted so that it has the clips in `state`."""
     transformers = import_module("transformers")
     config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
     kind = getattr(transformers, (config.architectures or [""])[0], transformers.AutoModel)
@@ -140,7 +140,7 @@ def _model(folder: Path, state: Mapping[str, torch.Tensor], quant: QuantConfig) 
     for options in CONVERT_OPTIONS:
         try:
             convert(model, quant, **options)
-        except ValueError as error:  # formats may fit other layers than whole ones
+        except ValueError as error:  # patterns of formats may fit only unfused layers
             refused = refused or error
             continue
         # formats decide which clips there are

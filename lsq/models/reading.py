@@ -1,4 +1,4 @@
-"""Read what modules of transformers and PyTorch are, in the terms of LayerConfig."""
+"""Reading of LayerConfig's fields from modules of transformers and PyTorch."""
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,9 +14,9 @@ from lsq.models.exact import TRUSTED, base_of, module_at
 
 Value = TypeVar("Value")
 Modules = Mapping[str, str | Sequence[str]]
-"""Names of linear layers and norms in a program -> paths of the modules that each joins."""
+"""Linear layers and norms of a program -> paths of the modules that each of them joins."""
 Attributes = Mapping[str, tuple[Callable[[nn.Module], object], bool]]
-"""Fields of LayerConfig -> what reads one from a layer, and whether it reads several values."""
+"""Field of LayerConfig -> a function that reads it from a layer, and if it reads several values."""
 HEADS = ("qkv", "query", "key_value")
 LABELS = {
     "head_width": "widths of heads",
@@ -31,8 +31,7 @@ LABELS = {
 def sources(
     modules: Modules, *, bias: bool = True, norm_bias: bool = True
 ) -> dict[str, tuple[str, ...]]:
-    """Map the program's parameters of `modules` to paths of the layer's; `bias`, `norm_bias`:
-    whether linear layers and norms may have biases."""
+    """Map the program's parameters in `modules` to paths of the layer's, biases if allowed."""
     parameters = {}
     for name, paths in modules.items():
         norm = name.endswith("norm")
@@ -44,7 +43,7 @@ def sources(
 
 
 def at(**paths: str | Sequence[str]) -> Attributes:
-    """Name the attributes of a layer that hold fields of LayerConfig; several must agree."""
+    """Make Attributes from paths of a layer's attributes; several for one field must be equal."""
     several = {field: _several(each) for field, each in paths.items()}
     return {field: (attrgetter(*each), len(each) > 1) for field, each in several.items()}
 
@@ -62,7 +61,7 @@ def read(layer: nn.Module, attributes: Attributes) -> dict[str, object]:
 
 
 def the_same(field: str, values: Iterable[Value]) -> Value | None:
-    """Return the value that all of them are, or None; raises ValueError if they differ."""
+    """Return the value that all `values` equal, None without any; ValueError if they differ."""
     different = dict.fromkeys(values)
     if len(different) > 1:
         label = LABELS.get(field, field)
@@ -71,7 +70,7 @@ def the_same(field: str, values: Iterable[Value]) -> Value | None:
 
 
 def shape_of(layer: nn.Module, modules: Modules) -> dict[str, object]:
-    """Read widths, biases and layout of modules; raises ValueError without a program."""
+    """Read widths, biases and layout of modules; raises ValueError if no program has them."""
     there: dict[str, list[nn.Module]] = {}
     for name, paths in modules.items():
         found = [module_at(layer, path) for path in _several(paths)]
@@ -105,7 +104,7 @@ def _biased(linears: list[nn.Module]) -> bool:
 
 @lru_cache(maxsize=64)
 def reads(forward: Callable, name: str) -> bool:
-    """Whether a function, below its decorators, has a name as a constant, as `getattr` takes it."""
+    """Whether a function's code, without decorators, has a constant `name`, as for `getattr`."""
     return name in inspect.unwrap(forward).__code__.co_consts
 
 
@@ -119,7 +118,7 @@ FUNCTIONS = {
 
 
 def activation_of(function: Callable[[torch.Tensor], torch.Tensor]) -> str:
-    """Name an activation by its values, whatever its class; ValueError for one of no program."""
+    """Return the name of an activation, found by its values; ValueError if no program has it."""
     defined = (getattr(function, "__module__", None) or "").partition(".")[0]
     if not isinstance(function, nn.Module) and defined not in TRUSTED:
         raise ValueError(f"its activation is a function of {defined or 'its own'}")

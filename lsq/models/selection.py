@@ -21,11 +21,11 @@ from lsq.quant.formats import format_choice
 Skip = str | Iterable[str] | Callable[[nn.Module, str], bool]
 """Names or patterns of modules to leave as they are, or a function of a module and its name."""
 FLOAT_MODE = "mode is 'float', in which nothing is rounded"
-"""Why linear layers stay, but not whole ones."""
+"""The reason to leave linear layers, but not whole ones."""
 IN_ATTENTION = "is of a torch.nn.MultiheadAttention, which multiplies by itself"
-"""Why its weights stay where no whole layer around it is known."""
+"""The reason to leave these weights if no whole layer around them is known."""
 VOCABULARY = 8192
-"""Outputs from which on a layer may be taken for a projection onto a vocabulary."""
+"""The least number of outputs of a layer that may be taken for a projection onto a vocabulary."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SHOWN = 8
 
@@ -41,19 +41,18 @@ class Layer:
     reason: str | None
     """Why it was left as it is; None: it was converted."""
     within: str | None = None
-    """The fused layer that it is a part of."""
+    """Name of the fused layer that contains it."""
     head: bool = False
-    """Whether it projects onto the vocabulary, and its logits are computed when they are read."""
+    """Whether it projects onto the vocabulary; its logits are computed when they are read."""
     adapter: bool = False
-    """Whether PEFT has put it beside a layer."""
+    """Whether it belongs to an adapter of PEFT."""
 
     @property
     def weights(self) -> int:
-        """Number of its weights."""
         return self.inputs * self.outputs
 
     def row(self) -> tuple[str, str, str]:
-        """Return its columns in the report; adapters that are left share a line."""
+        """Return its columns in the report; unconverted adapters share a line."""
         if self.adapter and self.reason is not None:
             return "PEFT's adapters", "", self.reason.rpartition(": ")[2]
         kind = "in a fused layer" if self.within is not None else "with its loss" * self.head
@@ -62,13 +61,13 @@ class Layer:
 
 @dataclass(frozen=True, kw_only=True)
 class Whole:
-    """A layer of a model that there is a program for."""
+    """A layer of a model for which a program exists."""
 
     name: str
     """As in named_modules; "" is the model itself."""
     kind: str
     reason: str | None
-    """Why it is not fused, but its linear layers by themselves; None: it is."""
+    """Why it is not fused, and its linear layers are seen one by one; None: it is fused."""
 
     def row(self) -> tuple[str, str, str]:
         return self.name, self.kind, f"not fused: {self.reason}" if self.reason else "fused"
@@ -76,7 +75,7 @@ class Whole:
 
 @dataclass(frozen=True, kw_only=True)
 class Stack:
-    """Weights of several linear layers in one parameter, as of experts, which stay floats."""
+    """A parameter with weights of several linear layers, such as experts; it stays a float."""
 
     name: str
     shape: tuple[int, ...]
@@ -91,11 +90,11 @@ class Report:
 
     layers: tuple[Layer, ...]
     numbers: str = "in int8"
-    """The formats of converted layers in words: see QuantConfig.summary."""
+    """The formats of converted layers in words, see QuantConfig.summary."""
     whole: tuple[Whole, ...] = ()
     stacks: tuple[Stack, ...] = ()
     unknown: str | None = None
-    """The class of a model of transformers, if there is a program for none of its layers."""
+    """The class of a model of transformers, if no program exists for any of its layers."""
 
     @property
     def fused(self) -> tuple[str, ...]:
@@ -136,7 +135,7 @@ class Report:
 
 
 def _lines(entries: Iterable[Layer | Whole | Stack]) -> list[str]:
-    """A line for all rows that differ by numbers in their names alone."""
+    """Format a line for all rows whose names differ by numbers alone."""
     names: dict[tuple[str, str, str], list[str]] = {}
     for name, *columns in (entry.row() for entry in entries):
         pattern = re.sub(r"\b\d+\b", "*", name) or "the model itself"
@@ -154,11 +153,11 @@ def _lines(entries: Iterable[Layer | Whole | Stack]) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Conversion:
-    """A linear layer, or a whole layer that there is a program for, and what becomes of it."""
+    """A linear layer, or a whole layer with a program, and the class that it becomes."""
 
     module: nn.Module
     kind: type[InPlace] | None
-    """The class that it gets; None: it stays, or a whole layer around it is converted."""
+    """The new class; None: it stays, or a whole layer around it is converted."""
     entry: Layer | Whole
 
 
@@ -171,10 +170,7 @@ def conversions(
     tied: bool = False,
     fused: bool = True,
 ) -> list[Conversion]:
-    """List the whole layers of `model` that there is a program for, and all linear layers.
-
-    See lsq.convert for the arguments and errors.
-    """
+    """List whole layers with a program, and all linear layers; see lsq.convert for arguments."""
     names = dict(model.named_modules())
     skips = skipping(skip, names)
     embeddings = {
@@ -203,7 +199,7 @@ def conversions(
             shared = embedding and (
                 f"shares its weight with the embedding {embedding} (tied=True converts it)"
             )
-            # whole layers gain whatever the widths are, and a head's outputs may be any number
+            # whole layers gain at any width, and a head may have any number of outputs
             obstacle = _unfit(inputs, outputs, 1, tiles) or shared
             reason = _unfit(inputs, inputs if head else outputs, minimum_width, tiles)
             reason = reason or (None if head else shared)
@@ -211,7 +207,7 @@ def conversions(
             obstacles[name] = obstacle
         kind = None
         if reason is None and head:
-            from lsq.layers.head import head_class  # what logits are is of no use to other models
+            from lsq.layers.head import head_class  # late: other models do not need it
 
             kind = head_class()
         elif reason is None:
@@ -241,7 +237,7 @@ def _wholes(
         prefix = f"{name}." if name else ""
         left = next((linear for linear in obstacles if linear.startswith(prefix)), None)
         reason = None
-        if left is not None:  # the reason stands beside its name
+        if left is not None:  # the report gives its reason beside its name
             reason = f"its {left.removeprefix(prefix)} is left"
         else:
             try:
@@ -266,7 +262,7 @@ def _within(linear: Conversion, wholes: list[str]) -> Conversion:
 
 
 def stacks_of(model: nn.Module, minimum_width: int) -> tuple[Stack, ...]:
-    """Parameters [layers, ...] outside of torch.nn's modules that are wide enough for weights."""
+    """Return parameters [layers, N, K], outside of torch.nn's modules, that may be weights."""
     return tuple(
         Stack(name=f"{prefix}.{name}" if prefix else name, shape=tuple(parameter.shape))
         for prefix, module in model.named_modules()
@@ -277,8 +273,10 @@ def stacks_of(model: nn.Module, minimum_width: int) -> tuple[Stack, ...]:
 
 
 def skipping(skip: Skip, names: Iterable[str]) -> Callable[[nn.Module, str], bool]:
-    """Return a function of (module, name) that says whether to leave it; `names`: all there are.
-    Raises TypeError if `skip` is something else, and ValueError for a pattern that fits none."""
+    """Return a function of (module, name) that says whether to leave the module.
+
+    Raises TypeError for another type of `skip`, and ValueError for a pattern that fits no name.
+    """
     if callable(skip):
         return skip
     several = isinstance(skip, Iterable) and not isinstance(skip, str)
@@ -302,7 +300,7 @@ def skipping(skip: Skip, names: Iterable[str]) -> Callable[[nn.Module, str], boo
 
 
 def _fits(name: str, pattern: str) -> bool:
-    """Whether a module or one around it has that name, or ends so from a dot on."""
+    """Whether a pattern fits the name of a module or of a module around it, or its end."""
     parts = name.split(".")
     around = (".".join(parts[:end]) for end in range(1, len(parts) + 1))
     return any(fnmatch.fnmatchcase(end, pattern) for path in around for end in _ends(path))
@@ -321,7 +319,7 @@ def _is_conv1d(module: nn.Module) -> bool:
 
 
 def _linears(names: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module, tuple[int, int]]]:
-    """(name, module, (inputs, outputs)) of every weight of a linear layer."""
+    """Yield (name, module, (inputs, outputs)) of every weight of a linear layer."""
     for name, module in names.items():
         if isinstance(module, Projection):
             yield name, module, module.sizes
@@ -336,7 +334,7 @@ def _linears(names: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module, t
 
 
 def _adapters(names: Mapping[str, nn.Module]) -> set[int]:
-    """Ids of modules that PEFT has put beside the layers that it wraps."""
+    """Return ids of modules that PEFT has put beside the layers that it wraps."""
     wrappers = [
         module
         for module in names.values()
@@ -350,7 +348,7 @@ def _adapters(names: Mapping[str, nn.Module]) -> set[int]:
 
 
 def _heads(names: Mapping[str, nn.Module]) -> set[int]:
-    """Ids of linear layers without a bias onto a vocabulary: as models say, else by their width."""
+    """Return ids of projections onto a vocabulary without a bias: as models say, or by width."""
     models = [module for module in names.values() if hasattr(module, "get_output_embeddings")]
     heads = [module.get_output_embeddings() for module in models] or [
         module

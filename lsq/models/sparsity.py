@@ -1,9 +1,9 @@
-"""2:4 sparsity: of four neighbouring inputs of a weight's row, two count; see docs/numbers.md.
+"""2:4 sparsity: of each four neighbouring inputs in a row of a weight, two count (docs/numbers.md).
 
-Masks are chosen while a model trains, and pruned values are drawn to zero (`sparsify`). Sparse
-matrices are stored as the values that are kept and their indices (`pack`), as NVIDIA's mma.sp takes
-them: 2 bits each, the smaller index of a group first, from the lowest bits of a byte on. N rows and
-K columns of a weight.
+`sparsify`: masks are chosen while a model trains, and pruned values are drawn to zero. `pack`: a
+sparse matrix is stored as its kept values and their indices, as NVIDIA's mma.sp takes them. An
+index has 2 bits; the smaller index of a group comes first, in the lower bits. N rows and K columns
+of a weight.
 """
 
 import math
@@ -24,7 +24,7 @@ from lsq.observe.statistics import InputSquares, observing, program_modules
 from lsq.quant.pruning import GROUP, KEPT, Pruning, check_width
 
 Weights = dict[str, tuple[ProgramModule, str]]
-"""Path in a model -> the module that a weight belongs to, and its name there."""
+"""Path of a weight in a model -> its module, and its name in the module."""
 
 
 def sparsify(
@@ -36,25 +36,24 @@ def sparsify(
 ) -> "Sparsity":
     """Make the weights of all products in `model` 2:4 sparse, except projections onto a vocabulary.
 
-    Works in place, on lsq's own layers and on those of lsq.convert, in every mode. Weights keep
-    their names, shapes and all their values; beside each lies its mask, a buffer "<weight>_kept" of
-    one bit for each value. All passes read what the mask leaves.
+    This works in place, on lsq's own and on converted layers, in every mode. Weights keep their
+    names, shapes and all their values. Beside each weight lies its mask, a buffer "<weight>_kept"
+    with a bit for each value; all passes read the masked weight.
 
     Args:
         model: after lsq.convert, before DistributedDataParallel.
         pruning: how masks are chosen, and when.
-        skip: weights to leave dense: names, their ends from a dot on ("qkv_weight"), names of
-            modules around them, patterns with * and ?, or a function of (module, weight's
-            name).
+        skip: weights to leave dense: names, ends of names after a dot ("qkv_weight"), names of
+            modules around them, patterns with * and ?, or a function of (module, weight's name).
         run: computes a batch, without dropout, for measure="output"; the same in all processes.
 
     Returns:
-        What chooses the masks from now on: call `follow(optimizer)`.
+        The Sparsity that chooses the masks from now on: call its `follow(optimizer)`.
 
     Raises:
-        ValueError: there is no weight, its width is no multiple of 4, it is sparse already, on
-            the meta device or a shard; a pattern fits nothing; `run` does not fit, or leaves a
-            weight out.
+        ValueError: there is no weight; a weight's width is no multiple of 4, or it is sparse
+            already, on the meta device or a shard; a pattern fits nothing; `run` does not fit
+            `pruning`, or does not use a weight.
     """
     pruning, every = Pruning() if pruning is None else pruning, _weights(model)
     if (run is None) == (pruning.measure == "output"):
@@ -95,16 +94,15 @@ def wants_sparsity(model: nn.Module) -> bool:
 
 
 def sparsity_of(model: nn.Module, *, updates: int = 0) -> "Sparsity":
-    """Return the Sparsity of layers that were made with QuantConfig(sparsity=...); call its
-    `follow`.
+    """Return the Sparsity of layers made with QuantConfig(sparsity=...); call its `follow`.
 
     Args:
-        model: before or after DistributedDataParallel; with its state, where a training goes
-            on.
-        updates: that it was trained for, in this training.
+        model: bare or in DistributedDataParallel; to resume a training, with its state loaded.
+        updates: the number of updates that this training has made.
 
     Raises:
-        ValueError: there is none, layers want different things, or weights are shards of FSDP2.
+        ValueError: no layer is to be sparse, layers differ in `sparsity`, or a weight is a shard
+            of FSDP2.
     """
     weights = {
         path: (module, name)
@@ -130,10 +128,10 @@ def sparsity_of(model: nn.Module, *, updates: int = 0) -> "Sparsity":
 
 
 class Sparsity:
-    """The masks of a model over a training.
+    """The masks of a model during a training.
 
-    `pruning`: how masks are chosen, and when. `updates`: of the optimizer, so far. `weights`: that
-    have masks.
+    `pruning`: how masks are chosen, and when. `updates`: of the optimizer, so far. `weights`: the
+    weights with masks.
     """
 
     def __init__(self, model: nn.Module, pruning: Pruning, weights: Weights):
@@ -151,7 +149,7 @@ class Sparsity:
         )
 
     def begin(self, updates: int = 0) -> None:
-        """Go on after so many updates, with the masks of a checkpoint or else new ones."""
+        """Go on after `updates` updates, with the masks of a checkpoint or with new ones."""
         self.updates = updates
         modules = self._modules()
         for module in modules:
@@ -164,8 +162,8 @@ class Sparsity:
     def follow(self, optimizer: Optimizer) -> None:
         """Call `draw` before and `step` after every step of `optimizer`, lsq's or another.
 
-        Call both yourself with optimizers that have no step hooks, and around all steps of several.
-        Raises ValueError if it follows one already.
+        Call both yourself if an optimizer has no step hooks, or around the steps of several
+        optimizers. Raises ValueError if it follows an optimizer already.
         """
         if self._hooks:
             raise ValueError(
@@ -180,7 +178,7 @@ class Sparsity:
 
     @torch.no_grad()
     def draw(self) -> None:
-        """SR-STE: add a share of pruned values, by the gradient's size, to their gradients."""
+        """Add a share of pruned values, scaled by the gradient's norm, to gradients (SR-STE)."""
         if not (self.pruning.decay and self.pruning.every and self.pruning.sparse(self.updates)):
             return
         drawn = set()
@@ -192,7 +190,7 @@ class Sparsity:
                     drawn.add(id(part))
 
     def step(self) -> None:
-        """Count an update; choose masks, or make the model dense again, where that is due."""
+        """Count an update; choose masks, or make the model dense again, if that is due."""
         self.updates += 1
         if self.pruning.due(self.updates):
             self.choose()
@@ -208,7 +206,7 @@ class Sparsity:
             values, in_out = module.own_parameter(name), module.declared[name].in_out
             scores = (values.t() if in_out else values).float().abs()
             if path in self._squares:
-                # squares of small weights would vanish
+                # roots, since squares of small weights would vanish
                 scores = scores * self._squares[path].to(scores.device).sqrt()
             mask = choose(scores)
             mask = mask.t() if in_out else mask
@@ -217,8 +215,7 @@ class Sparsity:
 
     @torch.no_grad()
     def measure(self, run: Callable[[], object]) -> None:
-        """Measure mean squares of inputs for the next choice; ValueError if a weight is not
-        used."""
+        """Measure mean squares of inputs for the next choice; ValueError for an unused weight."""
         squares = {module: InputSquares() for module in self._modules()}
         with observing(squares):
             run()
@@ -243,12 +240,14 @@ class Sparsity:
 
     @property
     def changed(self) -> float:
-        """Share of values whose masks the last choice changed, 0 to 1: the flip rate, by which
-        Hu et al. 2024 (arXiv:2404.01847) judge whether `decay` is large enough."""
+        """Share of mask values that the last choice changed: the flip rate.
+
+        Hu et al. 2024 (arXiv:2404.01847) judge by it whether `decay` is large enough.
+        """
         return torch.stack(self._changed).mean().item() if self._changed else 0.0
 
     def finish(self) -> None:
-        """Write zeros into the weights where masks count now, and remove the masks."""
+        """Write zeros into the weights if masks are active, and remove the masks."""
         self.leave()
         for module in self._modules():
             module.weight_masks.remove(module)
@@ -256,7 +255,7 @@ class Sparsity:
         self.weights = {}
 
     def write_zeros(self) -> None:
-        """Write zeros into the weights, and keep the masks."""
+        """Write zeros into the weights if masks are active, and keep the masks."""
         for module in self._modules():
             if module.weight_masks.active:
                 module.weight_masks.write_zeros(module)
@@ -270,11 +269,11 @@ class Sparsity:
             module.weight_masks.followed = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return updates, and mean squares of inputs; the model's state dict has the masks."""
+        """Return updates and mean squares of inputs; the model's state dict has the masks."""
         return {"updates": self.updates, "squares": dict(self._squares)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on after so many updates, with the model's masks; ValueError for other weights."""
+        """Restore a `state_dict`, beside the model's masks; ValueError for other weights."""
         measured = self.weights.keys() if self.pruning.measure == "output" else set()
         if strange := state["squares"].keys() ^ measured:
             raise ValueError(
@@ -318,10 +317,10 @@ def _check(path: str, module: ProgramModule, name: str) -> None:
 
 
 def choose(scores: torch.Tensor) -> torch.Tensor:
-    """The mask bool [N, K] that keeps the two largest of each group of float or int scores [N, K].
+    """Return a mask, bool [N, K], of the two largest scores [N, K] in each group of four.
 
-    Of equal scores the first are kept; NaN counts as the largest. Raises ValueError unless 4
-    divides K.
+    Scores are floats or ints. Of equal scores the first are kept; NaN counts as the largest. Raises
+    ValueError unless 4 divides K.
     """
     check_width("a matrix of scores", scores.shape[1])
     scores = (
@@ -346,15 +345,15 @@ def is_sparse(matrix: torch.Tensor) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Packed:
-    """A matrix [N, K] with two values at most in each group of four; codes take 5/8 of a byte."""
+    """A matrix [N, K] with at most two values in each group of four; a code takes 5/8 of a byte."""
 
     values: torch.Tensor
     """[N, K / 2], any dtype: two of each group in their order, zeros where a group has fewer."""
     indices: torch.Tensor
-    """uint8 [N, ceil(K / 8)]: those of two groups in a byte, of the first one in the lower half."""
+    """uint8 [N, ceil(K / 8)]: indices of two groups in a byte, of the first in the lower half."""
 
     def columns(self) -> torch.Tensor:
-        """int64 [N, K / 2]: the column of each value."""
+        """Return the column of each value, int64 [N, K / 2]."""
         groups = self.values.shape[1] // KEPT
         shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=self.indices.device)
         positions = (self.indices[:, :, None] >> shifts & 3).flatten(1)[:, : groups * KEPT]
@@ -363,7 +362,7 @@ class Packed:
 
 
 def pack(matrix: torch.Tensor) -> Packed:
-    """Store a sparse matrix [N, K] of any dtype; raises ValueError for one that is not sparse."""
+    """Pack a sparse matrix [N, K] of any dtype; raises ValueError if it is not sparse."""
     mask = choose(matrix.double().abs())  # int8 has no 128
     left = ((matrix != 0) & ~mask).nonzero()
     if len(left):
@@ -384,7 +383,7 @@ def pack(matrix: torch.Tensor) -> Packed:
 
 
 def unpack(packed: Packed) -> torch.Tensor:
-    """The matrix [N, K] again."""
+    """Return the matrix [N, K] that was packed."""
     rows, kept = packed.values.shape
     return packed.values.new_zeros(rows, kept // KEPT * GROUP).scatter_(
         1, packed.columns(), packed.values

@@ -1,7 +1,7 @@
-"""lsq in a training by transformers' Trainer.
+"""LsqCallback: lsq in a training by transformers' Trainer.
 
-Clips lie beside the weights in lsq.safetensors, and in the state of the callback, which comes back
-from any folder.
+Checkpoints have clips twice: in lsq.safetensors beside the weights, and in the callback's state
+within Trainer's state, which Trainer restores from any folder.
 """
 
 import base64
@@ -52,16 +52,16 @@ class LsqCallback(TrainerCallback, ExportableState):
     """Give it to a Trainer of a converted model: `Trainer(model, ..., callbacks=[LsqCallback()])`.
 
     Args:
-        every_tensor: log the signals of every quantised tensor, and the noise of every module, not
-            those of the whole model alone.
-        gradients: how workers average gradients, as lsq.dist has it; None: as DDP does by itself.
-        largest_batch: inputs of the model, with labels, that no batch exceeds in any dimension.
-            Memory is planned for it. None: memory is not planned.
+        every_tensor: log signals of every quantised tensor and noise of every module; False: log
+            only figures of the whole model.
+        gradients: how workers average gradients, see lsq.dist; None: as DDP does by itself.
+        largest_batch: inputs of the model, with labels, that no batch exceeds in any dimension:
+            memory is planned for it. None: memory is not planned.
         memory: "planned", or "guard" for a slow training that checks every access; see
             lsq.layers.memory.plan_memory.
-        monitor: arguments of lsq.monitor by name, such as {"every": 100}, apart from `writer`: the
-            noise of modules is watched, logged, and kept in checkpoints. Memory is planned again
-            when a module goes on in floats.
+        monitor: arguments of lsq.monitor by name, such as {"every": 100}, except `writer`. The
+            noise of modules is then watched, logged, and kept in checkpoints. Memory is planned
+            again when a module goes on in floats.
 
     Raises:
         TypeError: `gradients`, `largest_batch` or `monitor` is of another type.
@@ -90,7 +90,7 @@ class LsqCallback(TrainerCallback, ExportableState):
             GradientConfig(**gradients) if isinstance(gradients, Mapping) else gradients
         )
         self.monitor_options = None if monitor is None else _monitor_options(monitor)
-        # of the training that goes on, where they are wanted
+        # for the current training, if they are wanted
         self.model: nn.Module | None = None
         self.monitor: Monitor | None = None
         self.signals: Signals | None = None
@@ -101,13 +101,13 @@ class LsqCallback(TrainerCallback, ExportableState):
         self._looked = False
         """Whether the monitor has readings that are not logged yet."""
         self._observing, self._installed = ExitStack(), ExitStack()
-        # Trainer sets these from the state of another callback; see `state`
+        # Trainer sets these from a checkpoint; see `state`
         self.lost: tuple[str, ...] | list[str] = ()
         self.clips: str | None = None
         self.looks: dict[str, Any] | None = None
 
     def state(self) -> dict[str, Any]:
-        """Return what Trainer puts into checkpoints: clips in base64, monitor, options."""
+        """Return the state that Trainer saves in checkpoints: clips in base64, monitor, options."""
         options = {
             "every_tensor": self.every_tensor,
             "memory": self.memory,
@@ -128,7 +128,7 @@ class LsqCallback(TrainerCallback, ExportableState):
         return {"args": options, "attributes": attributes}
 
     def on_train_begin(self, args, state, control, *, model: nn.Module, **options) -> None:
-        """Take part in a training; raises ValueError if the model or the options do not fit it."""
+        """Take part in a training; raises ValueError if the model or the options do not fit."""
         if not clip_names(model):
             raise ValueError(
                 f"no layer of this {type(model).__name__} is lsq's; call lsq.convert(model) before"
@@ -145,7 +145,7 @@ class LsqCallback(TrainerCallback, ExportableState):
                 f"memory is {self.memory!r}, but no memory is planned without largest_batch; give"
                 " that, too"
             )
-        self._installed.close()  # of a training that has failed
+        self._installed.close()  # left by a training that has failed
         self.model, trainer = model, _trainer_around()
         keep_apart(model)
         kept = self._resume(state)
@@ -231,11 +231,11 @@ class LsqCallback(TrainerCallback, ExportableState):
                     "%s was written without LsqCallback: its clips are measured in the next pass",
                     best,
                 )
-        if self.sparsity is not None:  # so that whatever saves the model saves its zeros
+        if self.sparsity is not None:  # so that saving the model saves its zeros
             self.sparsity.write_zeros()
 
     def _resume(self, state) -> dict[str, Any]:
-        """Load the clips of a checkpoint; return what the callback has kept in it."""
+        """Load the clips of a checkpoint; return the callback's attributes in it."""
         # Trainer wants an entry before it saves
         entry = state.stateful_callbacks.setdefault(type(self).__name__, {})
         kept = entry.get("attributes", {})
@@ -252,7 +252,7 @@ class LsqCallback(TrainerCallback, ExportableState):
     def _take_part_in_exchange(self, trainer: Trainer) -> None:
         if self.gradients is None:
             return
-        # torch.compile wraps, too
+        # torch.compile wraps the model, too
         wrapped = getattr(trainer.model_wrapped, "_orig_mod", trainer.model_wrapped)
         known = distributed.is_available() and distributed.is_initialized()
         if not known or distributed.get_world_size() == 1:
@@ -262,13 +262,13 @@ class LsqCallback(TrainerCallback, ExportableState):
                 f"gradients={self.gradients.mode!r} is for DistributedDataParallel, but this model"
                 f" is trained as a {type(wrapped).__name__}; leave gradients out"
             )
-        elif wrapped is not self._exchanging:  # which a second training goes on with
+        elif wrapped is not self._exchanging:  # a second training keeps the exchange
             self.compression = compress_gradients(wrapped, self.gradients)
             self._exchanging = wrapped
 
 
 def _sharded(model: nn.Module) -> bool:
-    """Whether FSDP2 has its parameters, and its checkpoints the clips."""
+    """Whether parameters are shards of FSDP2, whose checkpoints then have the clips."""
     return any(map(shards.is_shard, model.parameters()))
 
 
@@ -289,7 +289,7 @@ def _trainer_around() -> Trainer:
 
 
 def _monitor_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Check arguments of lsq.monitor, and make Bounds of plain values, as checkpoints hold them."""
+    """Check arguments of lsq.monitor, and make Bounds of plain values, which checkpoints hold."""
     strange = sorted(options.keys() - MONITOR)
     if strange:
         raise ValueError(

@@ -1,5 +1,4 @@
-"""Looks at the quantisers of a model: what each rounds (`observe`, `Signals`), and the noise of
-whole modules (`lsq.monitor`)."""
+"""Statistics of rounded tensors (`observe`, `Signals`) and noise of modules (`lsq.monitor`)."""
 
 from typing import TYPE_CHECKING
 

@@ -1,5 +1,4 @@
-"""Watches the noise of a model's int8 modules while it trains, and lets those go on in floats that
-have too much."""
+"""A monitor of the noise of int8 modules in a training; modules with too much go on in floats."""
 
 import logging
 import math
@@ -25,32 +24,30 @@ logger = logging.getLogger(__name__)
 
 
 class Monitor:
-    """Watch the noise of every int8 module of `model` while it trains, and let those with too much
-    go on in floats. `lsq.monitor` is this class.
+    """Watch the noise of all int8 modules in a training; noisy modules go on in floats.
 
-    Every so many steps a few rows of a batch are computed twice, by each module as it does and in
-    floats: its results, and the gradients of its inputs and weights from those of its results. A
-    module of which one of the three has less signal-to-noise than its bound, several times in a
-    row, goes on in floats: as what it was if `lsq.convert` has made it of a linear layer, in the
-    dtype of its input or of torch.autocast; else by its program in float mode. Parameters, clips
-    and optimizers stay what they are; clips have no gradient any more. Checkpoints of the model
-    keep it: the entry `float_fallback` of a module.
+    `lsq.monitor` is this class. Every `every` steps each module computes a few rows of a batch
+    twice, as it does and in floats: its outputs, and from their gradients the gradients of its
+    inputs and weights. If one of these three has less signal-to-noise than its bound, `patience`
+    times in a row, the module goes on in floats. A converted linear layer then computes as the
+    float layer did, in the dtype of its input or of torch.autocast; another module runs its program
+    in float mode. Parameters, clips and optimizers stay; clips get no gradient any more. The entry
+    `float_fallback` of a module keeps the decision in checkpoints.
 
     Args:
         model: with modules of lsq, bare or in DistributedDataParallel.
-        every: steps between two looks. Call `step` after each step of the optimizer.
-        rows: of the sample; of packed sequences, whole ones until there are as many rows, one at
-            least.
-        bounds: the least signal-to-noise.
-        patience: looks in a row that must find too much noise.
+        every: steps from one look to the next. Call `step` after each step of the optimizer.
+        rows: rows of the sample; of packed sequences, whole ones until there are as many rows.
+        bounds: the least signal-to-noise that a module may have.
+        patience: number of looks in a row that must find too much noise.
         fall_back: False: only warn, once for each module.
-        writer: gets every reading and the number of modules in floats by `add_scalar`, as a
-            torch.utils.tensorboard.SummaryWriter.
+        writer: an object with `add_scalar`, such as torch.utils.tensorboard.SummaryWriter; gets
+            every reading and the number of modules in floats.
         group: the processes that train the same model and decide together; None: all.
 
     Attributes:
-        steps: made so far.
-        readings: module name -> the reading of the last look, the least of all processes.
+        steps: number of steps so far.
+        readings: module path -> its reading in the last look, the least of all processes.
 
     Raises:
         TypeError: `model` is no torch.nn.Module.
@@ -86,7 +83,7 @@ class Monitor:
         self._strikes: dict[str, int] = {}
         """Name of a module -> looks in a row that found too much noise."""
         self._warned: set[str] = set()
-        # modules that are looked at in this step, those with a pass that goes back, their readings
+        # in this step: modules that are watched, modules seen in a trained pass, their readings
         self._watched: dict[ProgramModule, str] = {}
         self._taken: set[ProgramModule] = set()
         self._step_readings: dict[ProgramModule, Reading] = {}
@@ -94,7 +91,7 @@ class Monitor:
 
     @property
     def in_floats(self) -> tuple[str, ...]:
-        """Names of the modules that go on in floats, also by a checkpoint."""
+        """Paths of the modules that go on in floats, also because a checkpoint says so."""
         return tuple(
             name for name, module in self._modules().items() if module.schedule.float_fallback
         )
@@ -147,7 +144,7 @@ class Monitor:
         self._arm()
 
     def close(self) -> None:
-        """Look no more. Modules in floats stay so."""
+        """Stop watching. Modules in floats stay in floats."""
         for module in self._watched:
             module._watcher = None
         self._watched, self._taken, self._step_readings = {}, set(), {}
@@ -157,7 +154,7 @@ class Monitor:
         return {"steps": self.steps, "strikes": dict(self._strikes)}
 
     def load_state_dict(self, state: Mapping) -> None:
-        """Go on from a `state_dict`; ValueError if it is another state."""
+        """Go on from a `state_dict`; ValueError if it is something else."""
         if set(state) != {"steps", "strikes"}:
             raise ValueError(
                 f"the state has {', '.join(map(repr, state))}; a monitor's has 'steps' and"
@@ -191,7 +188,7 @@ class Monitor:
         tensors: Mapping[str, Tensor],
         outputs: Sequence[Tensor],
     ) -> None:
-        """Look at training passes of a step: those that go back, or else all without gradients."""
+        """Sample training passes of a step: passes with a backward, or else all passes."""
         goes_back, again = bool(program.output_gradients), recomputing()
         if not program.weights or (module in self._taken and (again or not goes_back)):
             return
@@ -203,7 +200,7 @@ class Monitor:
             self._taken.add(module)
 
         def look(gradients: Sequence[Tensor | None]) -> None:
-            # parameters are whole here, also under FSDP2, and as the pass has seen them
+            # here parameters are whole, also under FSDP2, and as the pass has read them
             if module in self._watched:
                 self._note(module, sample.reading(gradients))
 

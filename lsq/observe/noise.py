@@ -1,4 +1,4 @@
-"""Noise of one pass of a module: m of its M rows are computed twice, as it does and in floats."""
+"""Noise of one pass of a module: m of M rows are computed twice, as the module does, in floats."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,14 +15,17 @@ from lsq.program.tensor import CLIPS, VirtualTensor
 from lsq.run.executor import Execution
 
 LEAST, MOST = -60.0, 120.0
-"""Decibels are limited to this range: nothing but noise, no noise."""
+"""The range of decibels: LEAST for noise alone, MOST for no noise."""
 CU_SEQLENS = {"sentences": "cu_seqlens", "source": "memory_cu_seqlens"}
-"""Arguments of programs that are sizes of packed sequences -> where these begin."""
+"""Argument of a program with sizes of packed sentences -> its input with their first rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """Signal-to-noise of a module in one pass, in dB: the worst one; of all weights together."""
+    """Signal-to-noise of a module in one pass, in dB.
+
+    Of outputs and of inputs' gradients it is the least, of weights' gradients that of all together.
+    """
 
     output: float | None = None
     input_gradient: float | None = None
@@ -65,19 +68,19 @@ class Bounds:
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """A program of m rows and its tensors; those that gradients come too late for are copies."""
+    """A program of m rows, and its tensors: copied if they may change before gradients come."""
 
     program: Program
     backend: Backend
     tensors: Mapping[str, Tensor]
     rows: Tensor | None
-    """int64 [m], which of the batch; None: the first ones."""
+    """int64 [m]: the rows' indices in the batch; None: the first rows."""
 
     @classmethod
     def of(
         cls, program: Program, tensors: Mapping[str, Tensor], rows: int, backend: Backend
     ) -> "Sample":
-        """Take about `rows` rows of a pass: from all over the batch, or whole first sentences."""
+        """Sample about `rows` rows of a pass: evenly spaced, or the first sentences."""
         smaller, index = _smaller(program, tensors, rows)
         weights = {tensor.name for weight in program.weights.values() for tensor in weight.written}
         kept = {}
@@ -93,7 +96,7 @@ class Sample:
         return cls(program=smaller, backend=backend, tensors=kept, rows=index)
 
     def reading(self, gradients: Sequence[Tensor | None] | None) -> Reading:
-        """Measure the noise of results, and of what follows from `gradients` [M, ...], if any."""
+        """Measure the noise of outputs and, given their `gradients` [M, ...], of gradients."""
         rounded = self._run(self.program, gradients)
         exact = self._run(in_floats(self.program), gradients)
 
@@ -119,7 +122,7 @@ class Sample:
     def _run(
         self, program: Program, gradients: Sequence[Tensor | None] | None
     ) -> dict[int | str, Tensor]:
-        """Outputs by number, gradients by the name of the input or parameter."""
+        """Return outputs by number, and gradients by the name of the input or parameter."""
         leaves = {
             virtual.name: self.tensors[virtual.name].detach().float().requires_grad_()
             for virtual in program.differentiable
@@ -147,7 +150,7 @@ class Sample:
 def _smaller(
     program: Program, tensors: Mapping[str, Tensor], rows: int
 ) -> tuple[Program, Tensor | None]:
-    """Return the program of a sample, and which rows it takes; None: the first ones."""
+    """Return the program of a sample, and the indices of its rows; None: the first rows."""
     build, arguments = call_of(program)
     arguments = dict(arguments)
     every = arguments.get("rows")
@@ -176,15 +179,15 @@ def _part(tensor: Tensor, virtual: VirtualTensor, index: Tensor | None) -> Tenso
 
 
 def decibels(*pairs: tuple[Tensor, Tensor, int]) -> float | None:
-    """Signal-to-noise of tensors together: 10 log10(signal / noise), or None without signal.
+    """Return signal-to-noise of tensors together, 10 log10(signal / noise); None without signal.
 
-    It is the smaller one of two: the ratio of all signal to all noise, which a few large values
-    decide; and the mean over slices of each slice's ratio, which many small ones decide. Slices
-    without a finite signal do not count.
+    noise / signal is the larger of two ratios. A few large values decide the first, all noise over
+    all signal. Many small slices decide the second, the mean ratio of slices. Slices without a
+    finite signal do not count.
 
     Args:
-        pairs: (exact [M, N], rounded [M, N], dimension along which slices go: 1 for rows, 0 for
-            columns) each.
+        pairs: (exact [M, N], rounded [M, N], dimension along which slices lie: 1 for rows, 0 for
+            columns).
     """
     parts = [_slices(*pair) for pair in pairs]
     if not sum(len(signal) for signal, _ in parts):
@@ -197,7 +200,6 @@ def decibels(*pairs: tuple[Tensor, Tensor, int]) -> float | None:
 
 
 def _slices(exact: Tensor, rounded: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """Signal and noise of each slice that counts."""
     exact, rounded = exact.float(), rounded.float()
     if exact.dim() < 2:
         exact, rounded, dim = exact.reshape(1, -1), rounded.reshape(1, -1), 1

@@ -1,5 +1,4 @@
-"""Signals of a training: every few steps the clip of each quantised tensor, the share of values
-that are clipped, the share of codes that are 0, and the gradient of the clip."""
+"""Signals of a training: each rounded tensor's clip, its gradient, clipped and zero shares."""
 
 import logging
 import os
@@ -14,21 +13,21 @@ from lsq.observe.statistics import TensorStatistics, observe, quantized_tensors
 logger = logging.getLogger(__name__)
 
 LEAST_INTERVAL = 25
-"""A step that is looked at takes about half as long again."""
+"""Least number of steps between collections: one makes a step about 1.5 times as long."""
 LARGEST_CLIPPED_SHARE = 0.05
 SMALLEST_CODE = 7
-"""An 8-bit tensor with no larger |code| uses fewer than 4 of the 7 bits of a magnitude."""
+"""An 8-bit tensor without larger |code| uses fewer than 4 of the 7 bits of a magnitude."""
 FIGURES = ("clip", "clipped_share", "zero_share")
 
 
 def interval_of(log_interval: int) -> int:
-    """Return the multiple of a log interval that is LEAST_INTERVAL or more."""
+    """Return the smallest multiple of a log interval that is at least LEAST_INTERVAL."""
     log_interval = max(log_interval, 1)
     return log_interval * -(-LEAST_INTERVAL // log_interval)
 
 
 def complaint(statistics: TensorStatistics, option: str = "QuantConfig(clips={!r})") -> str | None:
-    """Say what is wrong with a tensor, or None."""
+    """Return what is wrong with a tensor and what to try, or None."""
     if statistics.clipped_share > LARGEST_CLIPPED_SHARE:
         return (
             f"{statistics.clipped_share:.1%} of its values are clipped (clip"
@@ -46,13 +45,13 @@ def complaint(statistics: TensorStatistics, option: str = "QuantConfig(clips={!r
 
 
 class Signals:
-    """Collects, logs and summarises the signals of one training: `last`, those of `last_step`.
+    """Collects, logs and summarises signals of a training; `last` has the signals of `last_step`.
 
     Args:
         model: the model itself, without data parallel wrappers.
-        interval: steps between two collections; the first step is collected as well.
-        folder: where TensorBoard's files go, under "lsq"; None writes none.
-        step, option: what a step is called in messages, and what a complaint tells to try.
+        interval: steps between two collections; the first step is collected, too.
+        folder: TensorBoard's files are written to its folder "lsq"; None: no files.
+        step, option: the word for a step in messages, and the option that a complaint suggests.
     """
 
     def __init__(
@@ -74,7 +73,7 @@ class Signals:
 
     @contextmanager
     def observing(self, step: int) -> Iterator[None]:
-        """Collect signals of the first passes inside, in steps (from 1) whose signals are due."""
+        """Collect signals in this context if they are due in `step` (from 1), once a step."""
         due = self.clips and (step == 1 or step % self.interval == 0) and self.last_step != step
         if due:
             self.last_step = step
@@ -84,7 +83,7 @@ class Signals:
             yield
 
     def record(self, step: int, factor: float | Tensor = 1.0) -> None:
-        """Warn, and write, if this step was collected; gradients count times `factor`."""
+        """Log complaints and write files if `step` was collected; `factor` scales gradients."""
         if self.last_step != step:
             return
         for name, statistics in self.last.items():
@@ -96,7 +95,7 @@ class Signals:
             self._write(step, factor)
 
     def figures(self, *, every_tensor: bool) -> dict[str, float]:
-        """Summarise the last signals, of every tensor where wanted."""
+        """Summarise the last signals; `every_tensor`: add those of each tensor."""
         figures = {}
         for kind in ("weight", "activation"):
             tensors = [one for one in self.last.values() if one.kind == kind]
@@ -110,7 +109,7 @@ class Signals:
         return figures
 
     def summary(self) -> str:
-        """Format the last signals, one row for the same tensor of all layers."""
+        """Format the last signals, with one row for the same tensor of all layers."""
         if not self.last:
             return ""
         rows: dict[str, list[TensorStatistics]] = {}

@@ -1,4 +1,4 @@
-"""Statistics of quantised tensors: clips, how much is clipped, how many codes are in use."""
+"""Statistics of rounded tensors: clips, shares of clipped values, codes in use."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -21,7 +21,7 @@ from lsq.quant.numbers import ScaledFormat
 
 @dataclass(frozen=True, kw_only=True)
 class TensorStatistics:
-    """One quantised tensor in one forward pass."""
+    """Statistics of one rounded tensor in one forward pass."""
 
     kind: str
     clip: float
@@ -31,12 +31,12 @@ class TensorStatistics:
     zero_share: float
     """Share of elements whose code, or decoded value, is 0."""
     largest_code: int | None
-    """None: codes are no integers under one scale per clip."""
+    """None: the tensor has no integer codes with one scale for each clip."""
     bits: int | None
 
 
 class Observer(Protocol):
-    """Sees a module's operations that round, and, in a pass that goes back, its weights."""
+    """Sees each operation that a module has run and, in passes with a backward, its weights."""
 
     def __call__(self, declared: Operation, operation: Operation) -> None: ...
 
@@ -44,14 +44,14 @@ class Observer(Protocol):
 
 
 def program_modules(model: nn.Module) -> dict[str, ProgramModule]:
-    """Return modules of lsq in `model`, by name; TypeError if it is no torch.nn.Module."""
+    """Return modules of lsq in `model` by path; TypeError if it is no torch.nn.Module."""
     require_model(model)
     modules = model.named_modules()
     return {name: module for name, module in modules if isinstance(module, ProgramModule)}
 
 
 def quantized_tensors(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield (name, clip) of quantised tensors; the clip "a.input_clip" is that of "a.input"."""
+    """Yield (name, clip) of rounded tensors; "a.input" is the name with clip "a.input_clip"."""
     seen: set[int] = set()
     for path, module in program_modules(model).items():
         for name, clip in module.clips().items():
@@ -62,7 +62,7 @@ def quantized_tensors(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 @contextmanager
 def observe(model: nn.Module) -> Iterator[dict[str, TensorStatistics]]:
-    """Collect statistics of the last forward pass inside: name -> TensorStatistics."""
+    """Collect statistics of the last forward pass in this context: name -> TensorStatistics."""
     statistics: dict[str, TensorStatistics] = {}
     modules = program_modules(model)
     observers = {module: _Statistics(module, path, statistics) for path, module in modules.items()}
@@ -72,7 +72,7 @@ def observe(model: nn.Module) -> Iterator[dict[str, TensorStatistics]]:
 
 @contextmanager
 def observing(observers: Mapping[ProgramModule, Observer]) -> Iterator[None]:
-    """Let observers see the passes of their modules; afterwards those before them do again."""
+    """Let observers see passes of their modules in this context; then restore the former ones."""
     before = {module: module._observer for module in observers}
     for module, observer in observers.items():
         module._observer = observer
@@ -84,7 +84,7 @@ def observing(observers: Mapping[ProgramModule, Observer]) -> Iterator[None]:
 
 
 class InputSquares:
-    """Sums up squares of the inputs of a module's products, as they are read."""
+    """Sums squares of the inputs of a module's products, as the products read them."""
 
     def __init__(self) -> None:
         self.sums: dict[str, Tensor] = {}
@@ -102,7 +102,7 @@ class InputSquares:
         pass
 
     def mean(self, name: str) -> Tensor:
-        """E[x²], float32 [K], of the K inputs of a weight."""
+        """Return E[x²] of the K inputs of a weight, float32 [K]."""
         return (self.sums[name] / max(1, self.rows[name])).float()
 
 
@@ -152,7 +152,7 @@ class _Statistics:
         form: Format | ScaledFormat | None,
         outside: int,
     ) -> None:
-        """`codes`: values, with a ScaledFormat. `form`: None where scales are not the clip's."""
+        """`codes`: values for a ScaledFormat. `form`: None if scales do not come from the clip."""
         bits = None if form is None else integer_bits(form)
         if isinstance(form, ScaledFormat) and bits is not None:
             codes = (codes / clip.view(-1, 1) * form.number.largest).round().nan_to_num()

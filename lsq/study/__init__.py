@@ -1,4 +1,4 @@
-"""Errors of number formats in the tensors of a model, and the loss that they cost."""
+"""Errors of number formats in the tensors of a model, and their cost in loss."""
 
 from lsq.study.costs import Cost, Costs, TensorCosts, correlation, read_costs
 from lsq.study.errors import DEFAULT_FORMATS, Errors, measure, measure_tensors

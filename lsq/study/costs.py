@@ -1,5 +1,4 @@
-"""Costs of formats in loss, tensor by tensor: as a table, and as a JSON file with the fields of
-`Costs`."""
+"""Costs of formats in loss, tensor by tensor: a table, and a JSON file with fields of `Costs`."""
 
 import dataclasses
 import math
@@ -27,15 +26,15 @@ class Cost:
     """The cost of one format in one tensor."""
 
     bits: float
-    """Of a value, scales included."""
+    """Bits of a value, scales included."""
     cost: float | None
-    """Loss with this tensor alone in the format, minus loss without; None: not finite."""
+    """Loss with only this tensor in the format, minus loss without it; None: not finite."""
     first: float
-    """Gradients times changes of values, summed; of either sign."""
+    """Sum of gradients times changes of values; may be negative."""
     second: float
-    """Half of the empirical Fisher information times squared changes, summed."""
+    """Half the sum of empirical Fisher information times squared changes."""
     error: float
-    """Squared changes over squared values; 0 if both are 0."""
+    """Sum of squared changes over sum of squared values; 0 if both are 0."""
 
     def __post_init__(self) -> None:
         for name, value in dataclasses.asdict(self).items():
@@ -51,13 +50,13 @@ class TensorCosts:
     """The costs of all formats in one tensor."""
 
     name: str
-    """Of the weight; activations have the name of the weight that they are multiplied with."""
+    """Name of the weight; activations have the name of the weight that multiplies them."""
     kind: str
     shape: tuple[int, ...]
     values: int
-    """Number of values; of activations, in all batches together."""
+    """Number of values; for activations, in all batches together."""
     transposed: bool
-    """Whether the columns of a weight were cut into blocks."""
+    """Whether columns of the weight, not rows, were cut into blocks."""
     formats: dict[str, Cost]
 
     def __post_init__(self) -> None:
@@ -69,18 +68,17 @@ class TensorCosts:
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """The costs of formats in the tensors of a model; ValueError names a field whose value is not
-    allowed."""
+    """The costs of formats in the tensors of a model; raises ValueError for a wrong field."""
 
     about: dict[str, Any]
     weights: str
-    """SHA-256 of all weights that were measured."""
+    """SHA-256 of all measured weights."""
     clip: str
-    """How clips of weights were measured; those of activations are the largest values."""
+    """Method that measured clips of weights; clips of activations are the largest magnitudes."""
     formats: tuple[str, ...]
     loss: float
     count: float
-    """Number of items of the mean loss, such as tokens."""
+    """Number of items in the mean loss, such as tokens."""
     samples: int
     tensors: tuple[TensorCosts, ...] = ()
     finished: bool = False
@@ -112,7 +110,7 @@ class Costs:
         return tuple(tensor for tensor in self.tensors if tensor.kind == kind)
 
     def difference(self, other: "Costs") -> str:
-        """Say which settings differ from another's, "" if none. Losses may differ by rounding."""
+        """Return which settings differ from `other`'s, or ""; losses may differ by rounding."""
         different = [
             f"{name}: {getattr(self, name)} before, {getattr(other, name)} now"
             for name in ("about", "weights", "clip", "formats", "count", "samples")
@@ -123,7 +121,7 @@ class Costs:
         return "; ".join(different)
 
     def table(self, style: str = "simple") -> str:
-        """Return tables of costs, sums and rank correlations; "github" is Markdown, for files."""
+        """Return tables of costs, sums and rank correlations; style "github" is Markdown."""
         parts = [
             f"Loss {self.loss:.4f}, a mean over {self.count:g}; estimates from {self.samples}"
             " gradients."
@@ -157,7 +155,7 @@ def _figure(cost: float | None) -> str:
 
 
 def correlation(costs: Costs, kind: str) -> float:
-    """Return the rank correlation (Spearman 1904) of second terms with measured costs, or NaN."""
+    """Return the rank correlation (Spearman 1904) of second terms and measured costs, or NaN."""
     measured = [
         cost
         for tensor in costs.of(kind)
@@ -172,7 +170,7 @@ def correlation(costs: Costs, kind: str) -> float:
 
 
 def _ranks(values: torch.Tensor) -> torch.Tensor:
-    """Equal values have the mean of their ranks."""
+    """Return ranks; equal values share the mean of theirs."""
     _, group, count = values.unique(return_inverse=True, return_counts=True)
     return (count.cumsum(0) - (count - 1) / 2).double()[group]
 
@@ -188,14 +186,14 @@ def check_flag(name: str, value: object) -> None:
 
 
 def write_costs(path: Path, costs: Costs) -> None:
-    """Write the file, whole or not at all; OSError if that fails."""
+    """Write a file, whole or not at all; OSError if that fails."""
     fields = dataclasses.asdict(costs)
     tensors = list(fields.pop("tensors"))
     json_file.write(path, {"format": FORMAT, "version": VERSION, **fields}, "tensors", tensors)
 
 
 def read_costs(path: str | Path) -> Costs:
-    """Read a file of write_costs; ValueError if it is damaged, or another file or version."""
+    """Read a file of write_costs; ValueError if it is damaged, or of another kind or version."""
     return json_file.read(Path(path), _costs, REMEDY)
 
 

@@ -1,4 +1,4 @@
-"""Errors of number formats in tensors, beside limits of independent values of variance 1."""
+"""Errors of number formats in tensors, and limits for independent values of a distribution."""
 
 import math
 import statistics
@@ -40,12 +40,12 @@ DECIBELS_PER_BIT = 20 * math.log10(2)
 
 
 def gaussian(bits: float) -> float:
-    """Return the largest SNR in dB of a Gaussian at so many bits a value (Shannon 1959)."""
+    """Return the largest possible SNR in dB of a Gaussian at `bits` a value (Shannon 1959)."""
     return DECIBELS_PER_BIT * bits
 
 
 def laplacian(bits: float) -> float:
-    """Return Shannon's bound for a Laplacian, e / pi 2^(-2 bits); too high below 1 or 2 bits."""
+    """Return Shannon's bound for a Laplacian, e / pi 2^(-2 bits), in dB: too high below 2 bits."""
     return DECIBELS_PER_BIT * bits + 10 * math.log10(math.pi / math.e)
 
 
@@ -59,7 +59,7 @@ class Error:
     format: str
     bits: float
     signal_to_noise: float
-    """In dB; infinite if nothing differs."""
+    """In dB; infinite if no value changes."""
     largest_error: float
     """Relative to the largest magnitude."""
 
@@ -72,7 +72,7 @@ class Entry:
     kind: str
     shape: tuple[int, int]
     values: int
-    """Size of the sample."""
+    """Number of values in the sample."""
     problem: str | None
     zero_rows: int
     errors: tuple[Error, ...]
@@ -93,7 +93,7 @@ class Median(Error):
 
 @dataclass(frozen=True, kw_only=True)
 class Errors:
-    """Errors of formats in tensors; `print` shows medians."""
+    """Errors of formats in tensors; print it for the medians."""
 
     clip: str
     formats: tuple[str, ...]
@@ -123,7 +123,7 @@ class Errors:
         return sorted(medians, key=lambda median: (median.bits, -median.signal_to_noise))
 
     def table(self, style: str = "simple") -> str:
-        """Return tables of medians and the remarks; "github" is Markdown, for files."""
+        """Return tables of medians, and remarks; style "github" is Markdown."""
         parts, width = [], UNLIMITED if style == "github" else None
         for kind in self.kinds:
             rows = [
@@ -145,7 +145,7 @@ class Errors:
     __str__ = table
 
     def remarks(self) -> list[str]:
-        """Say what was not measured, and what to know about the rest."""
+        """Return lines about tensors that were not measured, or only in part."""
         remarks = [
             f"not measured: {entry.kind} {entry.name}: {entry.problem}"
             for entry in self.entries
@@ -159,7 +159,7 @@ class Errors:
         ]
         if zeros:
             remarks.append(f"rows of zeros, which were left out: {_few(zeros)}")
-        # weights without a product that could be seen, such as tables of words
+        # weights without a visible product, such as tables of words
         read = {e.name.partition("[")[0] for e in self.entries if e.kind == ACTIVATION}
         unseen = [e.name for e in self.entries if e.kind == WEIGHT and e.name not in read]
         if self.of_model and unseen:
@@ -173,7 +173,7 @@ class Errors:
         return remarks
 
     def to_json(self) -> dict:
-        """Return plain data; signal-to-noise ratios are null if nothing differs."""
+        """Return plain data; an infinite signal-to-noise ratio is None."""
         medians = {kind: [asdict(median) for median in self.medians(kind)] for kind in self.kinds}
         tensors = [asdict(entry) for entry in self.entries]
         for found in (*sum(medians.values(), []), *(e for t in tensors for e in t["errors"])):
@@ -207,23 +207,23 @@ def measure(
     sample: int = LARGEST_SAMPLE,
     quiet: bool = True,
 ) -> Errors:
-    """Measure errors of formats in the weights of a model, in the inputs of its products, and in
-    the gradients of their outputs.
+    """Measure errors of formats in a model's weights, inputs of products, and output gradients.
 
-    The model computes in floats and in eval mode, modules of lsq too, whatever their formats. Clips
-    and schedules do not change, and gradients of parameters are restored.
+    The model runs in eval mode and in floats, modules of lsq as well, whatever their formats. Clips
+    and schedules do not change; gradients of parameters are restored.
 
     Args:
-        model: any. Products are those of linear layers and convolutions of PyTorch, of torch.addmm
-            (GPT-2's Conv1D), of multi-head attention's projections, and of lsq's programs; the
-            first of each weight counts.
-        run: computes something with the model, such as the loss of a batch; if it returns a scalar
-            tensor, its gradients are computed and measured.
+        model: any. Its products are those of PyTorch's linear layers, convolutions, torch.addmm
+            (GPT-2's Conv1D) and multi-head attention, and of lsq's programs. The first product of
+            each weight counts.
+        run: runs the model, for example on a batch. If it returns a loss, a scalar tensor,
+            gradients are computed and measured.
         formats: names for lsq.quant.numbers.scaled_format.
         clip: how clips are measured, see ScaledFormat.encode.
-        tensors: patterns with * and ? of names of weights, by which tensors are called; none: all.
-        sample: values that are looked at of a large tensor.
-        quiet: no progress bar.
+        tensors: patterns with * and ? of names of weights, which also name activations and
+            gradients; none: all.
+        sample: about how many values of a large tensor are measured.
+        quiet: whether to show no progress bar.
 
     Raises:
         ValueError: a format, a method or a pattern is wrong, `run` returns something else, or the
@@ -243,8 +243,10 @@ def measure_tensors(
     sample: int = LARGEST_SAMPLE,
     quiet: bool = True,
 ) -> Errors:
-    """Measure errors of formats in the float tensors of a state dict that have two dimensions or
-    more, as `measure` does; `chosen` are patterns of names."""
+    """Measure errors of formats in float tensors of two dimensions or more in a state dict.
+
+    `chosen`: patterns of names; for the other arguments and errors see `measure`.
+    """
     forms = _checked(formats, clip, sample)
     weights = dict(weights_of(tensors))
     if not weights:

@@ -1,4 +1,4 @@
-"""Pictures: errors of formats over bits, beside limits, and their costs in loss."""
+"""Pictures of formats: errors over bits, beside limits, and costs in loss over tensors."""
 
 import math
 import statistics
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 
 STYLES = {"gaussian": "-", "laplacian": "--"}
 POINTS = {"alpha": 0.8, "markersize": 5}
-LLOYD_BITS = range(1, 5)  # more take seconds to find
+LLOYD_BITS = range(1, 5)  # more bits take seconds
 NEAR = 0.5
-"""Bits: names of points so near to each other are in one column to their right."""
+"""In bits: points this near to each other have their names in one column to the right."""
 ROWS = 36
 MOST_NAMES = 80
 DECADES = 4
-"""Of the logarithmic axes below the largest cost; nearer to zero they are linear."""
+"""Decades of logarithmic axes below the largest cost; nearer to zero they are linear."""
 
 
 def draw(errors: Errors, path: Path, title: str = "") -> None:
-    """Draw medians of each format beside limits, into a .png, .svg or .pdf; or ValueError."""
+    """Draw medians of formats beside limits into a .png, .svg or .pdf, or raise ValueError."""
     if not errors.kinds:
         raise ValueError("nothing was measured, so there is nothing to draw")
     if path.suffix not in (".png", ".svg", ".pdf"):
@@ -48,8 +48,7 @@ def draw(errors: Errors, path: Path, title: str = "") -> None:
 
 
 def draw_costs(costs: Costs, path: Path) -> None:
-    """Draw measured costs over the tensors, formats in colours, into a .png, .svg or .pdf; the
-    title of a panel counts costs that are not finite."""
+    """Draw measured costs over tensors into a .png, .svg or .pdf; titles count infinite costs."""
     names = list(dict.fromkeys(tensor.name for tensor in costs.tensors))
     shown = names if len(names) <= MOST_NAMES else []
     kinds = [kind for kind in KINDS if costs.of(kind)] or list(KINDS)
@@ -113,7 +112,7 @@ def _panel(axes: "Axes", errors: Errors, kind: str) -> None:
 
 
 def _columns(medians: Sequence[Median]) -> list[list[Median]]:
-    """Group medians that are near to each other, each group from the lowest to the highest."""
+    """Group medians that are near to each other; sort each group by signal-to-noise."""
     columns: list[list[Median]] = []
     for median in sorted(medians, key=lambda median: median.bits):
         if columns and median.bits - columns[-1][-1].bits <= NEAR:
@@ -124,7 +123,7 @@ def _columns(medians: Sequence[Median]) -> list[list[Median]]:
 
 
 def _apart(heights: Sequence[float], least: float) -> list[float]:
-    """Move rising heights apart by `least`, as far up as down."""
+    """Move rising heights apart by at least `least`, and keep their mean."""
     apart = []
     for height in heights:
         apart.append(max(height, apart[-1] + least) if apart else height)

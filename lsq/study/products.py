@@ -1,4 +1,4 @@
-"""The products of a model while it runs, sampled, or with other inputs.
+"""The products of a running model: sample them, or replace their inputs.
 
 M rows, N outputs and K inputs of a weight.
 """
@@ -43,11 +43,11 @@ class Product:
     multiply: Callable[[Tensor], Tensor]
     in_out: bool = False
     channels: int = -1
-    """The dimension of x and y that a product sums over, or makes."""
+    """The dimension of x that the product sums over, and of y that it makes."""
 
 
 class ReplacedProducts(TorchFunctionMode):
-    """Context in which `replace` returns every product of linear, addmm and convolutions."""
+    """Context in which `replace` computes every product of linear, addmm and convolutions."""
 
     def __init__(self, replace: Callable[[Product], Tensor]):
         super().__init__()
@@ -57,7 +57,7 @@ class ReplacedProducts(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is functional.linear:
             return self._linear(*args, **kwargs)
-        if func is functional.multi_head_attention_forward:  # its products are seen by no mode
+        if func is functional.multi_head_attention_forward:  # a mode does not see its products
             functional.linear = self._linear
             try:
                 return func(*args, **kwargs)
@@ -89,7 +89,7 @@ _linear = functional.linear
 
 
 def inputs_replaced(weights: Mapping[str, Tensor], look: Look) -> ReplacedProducts:
-    """Let products with `weights`, or parts of them, read what `look` returns, in this context."""
+    """Let products with `weights`, or parts of them, read what `look` returns in this context."""
     bounds = {
         name: (weight.data_ptr(), weight.data_ptr() + weight.numel() * weight.element_size())
         for name, weight in weights.items()
@@ -111,7 +111,7 @@ def inputs_replaced(weights: Mapping[str, Tensor], look: Look) -> ReplacedProduc
 def gather(
     model: nn.Module, run: Callable[[], Tensor | None], patterns: Iterable[str], largest: int
 ) -> list[Sample]:
-    """Sample the weights of a model, and each product's first activation and gradient of `run`."""
+    """Sample a model's weights, and for each the activation and gradient of its first product."""
     weights = parameters_of(model)
     seen = _Seen(weights, chosen_by(patterns, weights), largest)
     products = ReplacedProducts(seen.noted)
@@ -137,14 +137,14 @@ def gather(
 
 
 class _Seen:
-    """Samples of products, by kind and name of the weight."""
+    """Samples of products by (kind, name of the weight)."""
 
     def __init__(self, weights: dict[str, Tensor], chosen: set[str], largest: int):
         self.chosen, self._largest = chosen, largest
         self.samples: dict[tuple[str, str], Sample] = {}
         self.in_out: set[str] = set()
         self.masked: dict[str, Tensor] = {}
-        """Kept, so that nothing else gets their addresses."""
+        """Masked weights by name; kept here so that no other tensor gets their addresses."""
         self._all = len(weights)
         self._by_address = {weight.data_ptr(): (name, weight) for name, weight in weights.items()}
         self._by_storage = {
@@ -168,11 +168,11 @@ class _Seen:
         y.register_hook(
             lambda gradient: self.note(GRADIENT, weight, gradient.movedim(channels, -1))
         )
-        # y may be a view, which would lose the hook to whoever changes it in place
+        # y may be a view, which loses its hook if it is changed in place
         return y.clone()
 
     def note(self, kind: str, weight: Tensor, tensor: Tensor, *, in_out: bool = False) -> None:
-        """Sample a tensor [..., K] or [..., N] of the first product with `weight`."""
+        """Sample a tensor [..., K] or [..., N], if it is of the first product with `weight`."""
         if in_out:
             self.in_out.add(self._names(weight)[0])
         for parameter, name, rows in self._parts(weight):
@@ -182,8 +182,7 @@ class _Seen:
                 self.samples[kind, name] = take(name, kind, part, self._largest)
 
     def _parts(self, weight: Tensor) -> Iterator[tuple[str, str, slice]]:
-        """Yield (name of the parameter, name of its product, its rows) for the parameters that lie
-        in a weight [N, K]."""
+        """Yield (name, name of its product, its rows) for each parameter in a weight [N, K]."""
         parameters, address = [], weight.data_ptr()
         end = address + weight.nbytes
         while address in self._by_address and weight.is_contiguous():
@@ -200,7 +199,7 @@ class _Seen:
             begin += len(parameter)
 
     def _names(self, weight: Tensor) -> tuple[str, str]:
-        """(name of the parameter, name of its product); they differ for a part of a parameter."""
+        """Return (name of the parameter, name of its product): these differ for a part of it."""
         if weight.data_ptr() in self._by_address:
             name = self._by_address[weight.data_ptr()][0]
             return name, name
@@ -211,12 +210,12 @@ class _Seen:
 
 
 class _Watching(Backend):
-    """Runs operations one by one as another backend does, and samples those of products."""
+    """Runs operations one by one on another backend, and samples tensors of products."""
 
     def __init__(self, inner: Backend, seen: _Seen):
         for name in Backend.__annotations__:
             setattr(self, name, getattr(inner, name))
-        self.refillable = False  # so that every operation comes here with its tensors
+        self.refillable = False  # so that every operation comes with its tensors
         self.scratch, self.check, self.allocate = inner.scratch, inner.check, inner.allocate
         self._inner, self._seen = inner, seen
 
@@ -246,7 +245,7 @@ class _Watching(Backend):
 
 @contextlib.contextmanager
 def _in_floats(model: nn.Module, seen: _Seen) -> Iterator[None]:
-    """Put a model into eval mode within this context; lsq's modules compute in floats, watched."""
+    """Put a model into eval mode in this context; lsq's modules run in floats, and are sampled."""
     trained = [module for module in model.modules() if module.training]
     programs = [module for module in model.modules() if isinstance(module, ProgramModule)]
     before = [(m, m.backend, m.schedule.float_fallback) for m in programs]
@@ -275,7 +274,7 @@ def _values_of(module: ProgramModule, seen: _Seen, name: str) -> Tensor:
 
 @contextlib.contextmanager
 def _gradients_kept(model: nn.Module) -> Iterator[None]:
-    """Take the gradients of parameters away within this context."""
+    """Set gradients of parameters to None in this context, and restore them."""
     before = [(parameter, parameter.grad) for parameter in model.parameters()]
     try:
         for parameter, _ in before:

@@ -1,10 +1,10 @@
-"""Costs of formats in loss, of each tensor: measured, one tensor at a time, and estimated.
+"""Costs of formats in loss for each tensor: measured, one tensor at a time, and estimated.
 
-The second-order estimate: a change d changes the loss by about g d + 1/2 d H d. H is the diagonal
-(LeCun et al. 1989, "Optimal Brain Damage") of the empirical Fisher information (Martens 2014,
-arXiv:1412.1193, section 11): for a mean of T negative log-likelihoods in nats, 1/T times the sum
-over samples of squared gradients. A sample should be one sentence: in the gradient of a batch those
-of its sentences nearly cancel, so that its square is too small by about their number.
+The estimate is of second order: a change d of values changes the loss by about g d + 1/2 d H d. H
+is the diagonal (LeCun et al. 1989, "Optimal Brain Damage") of the empirical Fisher information
+(Martens 2014, arXiv:1412.1193, section 11). For a mean of T negative log-likelihoods in nats, it is
+1/T times the sum over samples of squared gradients. A sample should be one sentence. In a batch the
+gradients of sentences nearly cancel, so that the square is too small by about their number.
 """
 
 import contextlib
@@ -28,12 +28,12 @@ FORMATS = tuple("int8/row int6/row int4/group32 vsquant4 nvfp4 int3/group32 int2
 Loss = Callable[[nn.Module, Any], tuple[Tensor, float]]
 """(model, batch) -> (the sum of its losses, a scalar with gradients; their number)."""
 SEED = 1
-"""Of each backward pass: lsq's own layers may round gradients at random."""
+"""Seed of each pass: lsq's own layers may round gradients at random."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rounding:
-    """Rounds tensors to a format; results have their dtype."""
+    """Rounds tensors to a format, and keeps their dtype."""
 
     form: ScaledFormat
     clip: str
@@ -44,7 +44,7 @@ class Rounding:
         return (rounded.t() if transposed else rounded).reshape(values.shape).to(values.dtype)
 
     def activation(self, values: Tensor) -> Tensor:
-        """Round the input [..., K] of a product; clips are the largest magnitudes."""
+        """Round the input [..., K] of a product, with clips at the largest magnitudes."""
         return self.form.decode(self.form.encode(values)).to(values.dtype)
 
     def bits(self, weight: Tensor, transposed: bool) -> float:
@@ -76,7 +76,7 @@ class Gradients:
     count: float = 0.0
     sums: dict[str, Tensor] = field(default_factory=dict)
     squares: dict[str, Tensor] = field(default_factory=dict)
-    """Sums of each sample's squared gradients."""
+    """Sums over samples of squared gradients."""
     activations: dict[tuple[str, str], Sums] = field(default_factory=dict)
     """By (name of the weight, format)."""
 
@@ -89,7 +89,7 @@ def gradients(
     activations: Collection[str],
     rounding: Mapping[str, Rounding],
 ) -> Gradients:
-    """Compute gradients of `weights`, and of inputs of products with those in `activations`."""
+    """Compute gradients of `weights`, and of their products' inputs for names in `activations`."""
 
     def zeros() -> dict[str, Tensor]:
         return {name: torch.zeros_like(w, dtype=torch.float32) for name, w in weights.items()}
@@ -105,7 +105,7 @@ def gradients(
         def look(name: str, x: Tensor, transposed: bool, read=read) -> Tensor:
             if name not in activations:
                 return x
-            # a tensor of its own, since another product may read x, too
+            # a tensor for this product alone, since others may read x, too
             own = x.view_as(x) if x.requires_grad else x.detach().requires_grad_()
             read.append((name, own))
             return own
@@ -133,16 +133,16 @@ def gradients(
 
 @dataclass(frozen=True, kw_only=True)
 class Keep:
-    """Where a measurement is kept and reported while it goes on."""
+    """Where a running measurement is kept and reported."""
 
     path: Path | None = None
-    """File that is written after each tensor; what an existing file holds is not measured again."""
+    """File to write after each tensor; tensors in an existing file are not measured again."""
     anew: bool = False
-    """Whether all is measured again, and an existing file replaced after the first tensor."""
+    """Whether to measure all tensors, and replace an existing file after the first."""
     about: Mapping[str, Any] = field(default_factory=dict)
-    """Description of the model and the batches for the result; plain values, as JSON has them."""
+    """Description of the model and the batches for the result: plain values, as in JSON."""
     progress: Callable[[int, int, str], object] | None = None
-    """Called after each tensor with (number of tensors done, number of all, name)."""
+    """Called after each tensor with (number of tensors done, number of all tensors, name)."""
 
     def write(self, costs: Costs) -> None:
         if self.path is not None:
@@ -161,29 +161,28 @@ def sensitivity(
     activations: bool = True,
     keep: Keep | None = None,
 ) -> Costs:
-    """Measure the cost of each format in each weight of two dimensions or more, and in the inputs
-    of its products.
+    """Measure costs of formats in weights of two dimensions or more, and in their products' inputs.
 
-    The model is in eval mode meanwhile, so that nothing is random; afterwards all is as it was, bit
-    by bit, also after an exception. Activations of lsq's own layers, whose programs round by
-    themselves, are not seen, and the cost of a weight comes on top of their rounding.
+    Meanwhile the model is in eval mode, so that nothing is random. Afterwards it is restored bit by
+    bit, also after an exception. Activations of lsq's own layers are not seen, since their programs
+    round by themselves; the cost of their weights comes on top of this rounding.
 
     Args:
         model: on any device.
         loss: (model, batch) -> (sum of the batch's losses, a scalar with gradients; their number).
             The estimate is for negative log-likelihoods in nats, such as cross-entropy.
-        batches: for the measurement; the loss is the mean over all.
+        batches: for the measurement; the loss is the mean over all of them.
         samples: for the estimate, best one sentence each; None: the batches.
-        formats: names of lsq.quant.numbers.scaled_format; blocks lie along the dimension that the
-            product sums over.
-        clip: how clips of weights are measured. Those of activations are their largest values.
+        formats: names for lsq.quant.numbers.scaled_format; blocks lie along the dimension that
+            the product sums over.
+        clip: how clips of weights are measured; clips of activations are the largest magnitudes.
         tensors: patterns with * and ? of names of weights; none: all.
-        activations: whether they are measured, too.
-        keep: where the measurement is kept and reported; None: nowhere.
+        activations: whether to measure activations, too.
+        keep: where to keep and report the measurement; None: nowhere.
 
     Raises:
         ValueError: an argument is wrong, a pattern fits nothing, a weight or the loss is not
-            finite, the loss is another every time, or its file holds something else.
+            finite, the loss differs between equal runs, or the file of `keep` has other settings.
         OSError: that file cannot be written.
     """
     if clip not in METHODS:
@@ -247,7 +246,7 @@ class _Trial:
     weights: Mapping[str, nn.Parameter]
     rounding: Mapping[str, Rounding]
     values: dict[str, int] = field(default_factory=dict)
-    """Name of a weight -> number of values that products multiplied with it."""
+    """Name of a weight -> number of values in the inputs of its products."""
     transposed: set[str] = field(default_factory=set)
 
     def look(self, name: str, x: Tensor, transposed: bool) -> Tensor:
@@ -258,7 +257,7 @@ class _Trial:
 
     @torch.no_grad()
     def mean_loss(self, look: Look) -> tuple[float, float]:
-        """Return (mean of the losses of all batches, their number); ValueError without any."""
+        """Return (mean loss of all batches, number of losses); ValueError if there are none."""
         total = count = 0.0
         with inputs_replaced(self.weights, look):
             for batch in self.batches:
@@ -324,7 +323,7 @@ def _cost(sums: Sums, count: float, bits: float, cost: float) -> Cost:
 
 
 def _weights(model: nn.Module, patterns: Iterable[str]) -> dict[str, nn.Parameter]:
-    """Return the weights to measure; ValueError if there is none, or a value is not finite."""
+    """Return the weights to measure; ValueError if there are none, or a value is not finite."""
     parameters = {name: weight for name, weight in parameters_of(model).items() if weight.numel()}
     chosen = chosen_by(patterns, parameters)
     weights = {name: weight for name, weight in parameters.items() if name in chosen}
@@ -344,7 +343,7 @@ def _digest(weights: Mapping[str, Tensor]) -> str:
 
 
 def _resumed(costs: Costs, wanted: Collection[tuple[str, str]], path: Path) -> Costs:
-    """Return the costs in a file, or `costs` without one; ValueError if it has other settings."""
+    """Return the costs in a file, or `costs` if there is none; ValueError for other settings."""
     if not path.exists():
         return costs
     read = read_costs(path)
@@ -363,7 +362,7 @@ def _resumed(costs: Costs, wanted: Collection[tuple[str, str]], path: Path) -> C
 
 @contextlib.contextmanager
 def _still(model: nn.Module, weights: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Put a model into eval mode within this context, with gradients of weights, not of clips."""
+    """Put a model into eval mode in this context; let weights have gradients, and clips none."""
     before = [(module, module.training) for module in model.modules()]
     wanted = {weight: True for weight in weights}
     for module, _ in before:
@@ -378,7 +377,7 @@ def _still(model: nn.Module, weights: Iterable[nn.Parameter]) -> Iterator[None]:
     finally:
         for parameter in changed:
             parameter.requires_grad_(not wanted[parameter])
-        for module, training in before:  # a module before those in it
+        for module, training in before:  # outer modules come first
             module.train(training)
 
 

@@ -1,4 +1,4 @@
-"""Tables as text that fits into the terminal."""
+"""Tables as text that fits the terminal."""
 
 import shutil
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from lsq import extras
 
 UNLIMITED = 10**6
 STEPS = ((None, None), (None, 10), (20, 10), (12, 10))
-"""(text, titles): columns at most, the first that fits. Numbers are not broken."""
+"""(text, titles): largest widths of cells; the first pair that fits counts. Numbers never wrap."""
 
 
 def fitted(
@@ -19,7 +19,7 @@ def fitted(
     keys: int = 1,
     width: int | None = None,
 ) -> str:
-    """Format a table as wide as the terminal, or `width`: text wraps, columns go on below."""
+    """Format a table as wide as `width` or the terminal: text wraps, last columns go on below."""
     extras.require("a table", "study")
     from tabulate import tabulate
 

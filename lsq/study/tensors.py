@@ -1,5 +1,4 @@
-"""Tensors to measure, as matrices [R, C] whose rows a product sums over; large ones by a sample of
-rows."""
+"""Tensors to measure: matrices [R, C] whose rows a product sums; of large ones a sample of rows."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -13,11 +12,11 @@ from lsq.config import require_model
 from lsq.quant.numbers import as_matrix
 
 WEIGHT, ACTIVATION, GRADIENT = KINDS = ("weight", "activation", "gradient")
-"""Activations are inputs of products; gradients are those of their outputs."""
+"""Activations are inputs of products; gradients are of products' outputs."""
 PLURALS = {kind: kind + "s" for kind in KINDS}
 LARGEST_SAMPLE = 2**18
 WIDEST_KERNEL = 16
-"""Kernels of convolutions are narrower than this."""
+"""A third dimension narrower than this is the kernel of a convolution."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -32,7 +31,7 @@ class Sample:
 
     @property
     def problem(self) -> str | None:
-        """Why no error is measured, or None."""
+        """The reason why no error is measured, or None."""
         if 0 in self.shape:
             return "it has no values"
         if self.unusable:
@@ -42,13 +41,13 @@ class Sample:
 
 @torch.no_grad()
 def take(name: str, kind: str, tensor: Tensor, largest: int = LARGEST_SAMPLE) -> Sample:
-    """Sample whole rows, none of zeros, with about `largest` values of a tensor's matrix."""
+    """Sample rows, except rows of zeros, with about `largest` values of a tensor's matrix."""
     shape = as_matrix(tensor.shape)
     matrix = tensor.detach().reshape(shape)
     rows = (matrix != 0).any(1).nonzero().flatten()
     count = min(len(rows), max(1, largest // max(shape[1], 1)))
     chosen = rows[torch.arange(count, device=rows.device) * len(rows) // max(count, 1)]
-    # where large values become infinite
+    # in float32, where large values become infinite
     narrow = matrix.float() if matrix.dtype.itemsize > 4 else matrix
     return Sample(
         name=name,
@@ -61,7 +60,7 @@ def take(name: str, kind: str, tensor: Tensor, largest: int = LARGEST_SAMPLE) ->
 
 
 def as_rows(weight: Tensor) -> Tensor:
-    """Put the dimension that a product sums over last: kernels [O, I, ...] become [O, -1]."""
+    """Put the dimensions that a product sums last: kernels [O, I, ...] become [O, -1]."""
     is_kernel = weight.dim() > 3 or weight.dim() == 3 and weight.shape[2] < WIDEST_KERNEL
     return weight.flatten(1) if is_kernel and weight.numel() else weight
 
@@ -69,7 +68,7 @@ def as_rows(weight: Tensor) -> Tensor:
 def weights_of(
     tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) of float tensors of two or more dimensions, each memory once."""
+    """Yield (name, tensor) of float tensors of two or more dimensions; shared tensors once."""
     seen = set()
     for name, tensor in tensors.items() if isinstance(tensors, Mapping) else tensors:
         if isinstance(tensor, Tensor) and tensor.dim() >= 2 and tensor.is_floating_point():
@@ -80,7 +79,7 @@ def weights_of(
 
 
 def chosen_by(patterns: Iterable[str], names: Iterable[str]) -> set[str]:
-    """Return names that a pattern with * and ? fits, all without patterns; else ValueError."""
+    """Return names that a pattern fits, all without patterns; ValueError if a pattern fits none."""
     names, patterns = list(names), list(patterns)
     chosen = set() if patterns else set(names)
     for pattern in patterns:

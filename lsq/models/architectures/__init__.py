@@ -1,4 +1,4 @@
-"""Layers of transformers and PyTorch that have a program."""
+"""Classes of layers of transformers and PyTorch for which there is a program."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ _NAMES = {
     "pytorch.EncoderLayer": ["TransformerEncoderLayer"],
 }
 LAYERS = {name: home for home, names in _NAMES.items() for name in names}
-"""Names of their classes -> the file of this folder and the class in it, or a function of the layer
-that returns the class."""
+"""Name of a layer's class -> "file.name" in this folder: the class to use, or a function of the
+layer that returns it."""
 
 
 def fused_class(layer: nn.Module) -> type[FusedLayer] | None:
-    """Return the class that a layer becomes; None if it has no program, or is fused already."""
+    """Return the class that a layer becomes; None if no program exists, or it is fused already."""
     kind = type(layer)
     if kind.__name__ not in LAYERS:
         return None

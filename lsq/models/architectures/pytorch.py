@@ -1,4 +1,4 @@
-"""Layers of PyTorch's own torch.nn.TransformerEncoder."""
+"""Layers of torch.nn.TransformerEncoder."""
 
 import torch
 from torch import nn
@@ -9,7 +9,7 @@ from lsq.models.reading import activation_of, at, sources
 
 
 class EncoderLayer(FusedLayer):
-    """PyTorch's encoder layer; masks say if a pass is causal, and padding comes out as zeros."""
+    """PyTorch's encoder layer: masks decide if a pass is causal, and padding becomes zero."""
 
     STATE = (*FusedLayer.STATE, "causal")
     PARTS = {}
@@ -46,7 +46,7 @@ class EncoderLayer(FusedLayer):
 
     @classmethod
     def _check_attention(cls, layer: nn.Module) -> None:
-        """PyTorch's attention has one implementation, and each pass says whether it is causal."""
+        """Check nothing: PyTorch has one implementation, and masks decide whether it is causal."""
 
     @property
     def attention_kind(self) -> str:
@@ -59,7 +59,7 @@ class EncoderLayer(FusedLayer):
         src_key_padding_mask: torch.Tensor | None = None,
         is_causal: bool = False,
     ) -> torch.Tensor:
-        if src.is_nested:  # so TransformerEncoder leaves padding out in evaluation
+        if src.is_nested:  # TransformerEncoder leaves padding out in evaluation
             return self._nested(src)
         read = None
         if src.dim() in (2, 3) and (src_mask is not None or not is_causal):
@@ -81,7 +81,7 @@ class EncoderLayer(FusedLayer):
         return torch._nested_tensor_from_mask(y, present, mask_check=False)
 
     def _sentences(self, src: torch.Tensor) -> torch.Tensor:
-        """src, of one sentence [T, H], or as batch_first says, as [B, T, H]."""
+        """Return src as [B, T, H]: one sentence [T, H], or a batch ordered by batch_first."""
         if src.dim() == 2:
             return src[None]
         return src if self.self_attn.batch_first else src.transpose(0, 1)
@@ -101,10 +101,11 @@ class EncoderLayer(FusedLayer):
 def _read(
     mask: torch.Tensor | None, padding: torch.Tensor | None, shape: tuple[int, ...]
 ) -> tuple[bool, torch.Tensor | None] | None:
-    """Read (whether a pass is causal, bool [B, T] of its tokens or None for all) off its masks.
+    """Return (whether a pass is causal, its tokens bool [B, T] or None for all), from its masks.
 
-    `mask`: [T, T], True where a query does not see, or numbers that are added to scores. `padding`:
-    [B, T] or [T], the same of keys. None where attention is something else, or PyTorch refuses.
+    `mask`: [T, T], True where a query does not see a key, or numbers that are added to scores.
+    `padding`: [B, T] or [T], the same for keys. Returns None if attention is neither full nor
+    causal, or PyTorch refuses the masks.
     """
     present = None if padding is None or padding.shape != shape else _seen(padding)
     if padding is not None and present is None:
@@ -122,7 +123,7 @@ def _read(
 
 
 def _seen(mask: torch.Tensor) -> torch.Tensor | None:
-    """Where a mask of PyTorch's hides nothing; None: it adds something else to scores."""
+    """Return where a mask hides nothing; None if it adds other numbers to scores."""
     if mask.dtype == torch.bool:
         return ~mask
     seen = mask == 0

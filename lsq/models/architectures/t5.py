@@ -1,7 +1,8 @@
-"""Blocks of T5 and mT5: an encoder's and a decoder's. T time, N heads.
+"""Blocks of encoders and decoders of T5 and mT5. T time, N heads.
 
-All blocks of a stack add the biases of one table to scores. The first block passes biases of all
-pairs [1, N, T, T] on, with the table as an attribute; without it, the table is read off them.
+All blocks of a stack add biases of one table to scores. The first block hands on the biases of all
+pairs of tokens, [1, N, T, T], with the table as their attribute; without it, the table is
+recovered from the biases.
 """
 
 from functools import lru_cache
@@ -18,12 +19,12 @@ from lsq.models.fused_layer import FusedLayer, SideInputs, cache_of
 from lsq.models.reading import Attributes, at, sources
 
 TABLE = "_lsq_table"
-"""The attribute of biases of pairs that is the table [buckets, N] they are made of."""
+"""The attribute of biases of pairs that holds their table [buckets, N]."""
 SELF, OTHER = "layer.0.SelfAttention", "layer.1.EncDecAttention"
 
 
 def _modules(last: int) -> dict[str, str | list[str]]:
-    """Paths of the modules of a block whose feed-forward part has this number."""
+    """Return paths of the modules of a block whose feed-forward part is layer.`last`."""
     dense = f"layer.{last}.DenseReluDense"
     cross = {
         "encoder_attn_layer_norm": "layer.1.layer_norm",
@@ -113,11 +114,11 @@ class EncoderBlock(FusedLayer):
     def _biased(
         self, x: torch.Tensor, packing: Packing, pairs: torch.Tensor | None, **side
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`fused` with biases of pairs, given or made here -> (its result, the biases)."""
+        """Run `fused` with biases of pairs, made here if not given; return both results."""
         if pairs is None:
             attention = self.layer[0].SelfAttention
             pairs = attention.compute_bias(packing.shape[1], packing.shape[1])
-            # A copy: under FSDP2 the weight is gone when other blocks run.
+            # a copy: under FSDP2 the weight is gone when other blocks run
             setattr(pairs, TABLE, attention.relative_attention_bias.weight.clone())
         table = getattr(pairs, TABLE, None)
         if table is None:
@@ -126,7 +127,7 @@ class EncoderBlock(FusedLayer):
 
 
 class DecoderBlock(EncoderBlock):
-    """An EncoderBlock, causal, with attention to an encoder's output in between."""
+    """A causal EncoderBlock with cross-attention between its two parts."""
 
     causal, CROSS = True, True
     PARTS, MODULES = _parts(2), _modules(2)
@@ -140,7 +141,7 @@ def block_class(layer: nn.Module) -> type[FusedLayer]:
 
 
 def _table_of(biases: torch.Tensor, relative: RelativeBias, causal: bool) -> torch.Tensor:
-    """Biases [1, N, T, T] of pairs -> their table [buckets, N], 0 for absent distances."""
+    """Recover the table [buckets, N] from biases of pairs [1, N, T, T], 0 for absent distances."""
     query, key, known = _pair_of_buckets(relative, biases.shape[3], causal, biases.device)
     return biases[0, :, query, key].t() * known
 
@@ -149,7 +150,7 @@ def _table_of(biases: torch.Tensor, relative: RelativeBias, causal: bool) -> tor
 def _pair_of_buckets(
     relative: RelativeBias, time: int, causal: bool, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A query and a key int64 [buckets] for each bucket, and bool [buckets, 1] if there are."""
+    """Return a query and a key of each bucket, [buckets], and whether they exist, [buckets, 1]."""
     bucket, nearest = bucket_of_distances(relative, causal).tolist(), {}
     for distance in sorted(range(-relative.farthest, relative.farthest + 1), key=abs):
         nearest.setdefault(bucket[distance + relative.farthest], distance)

@@ -1,4 +1,4 @@
-"""Layers of transformers whose passes need nothing but what FusedLayer reads."""
+"""Layers of transformers that need no forward of their own, only FusedLayer's."""
 
 from collections.abc import Mapping
 from operator import attrgetter
@@ -170,7 +170,7 @@ class LlamaLayer(FusedLayer):
 
 
 def _window(attention: nn.Module) -> int | None:
-    """The window that its code reads: of the layer, or, in Mistral, of the configuration."""
+    """Return the window that the layer's code uses: an attribute, in Mistral from its config."""
     if "sliding_window" in vars(attention):
         return attention.sliding_window
     if reads(type(attention).forward, "sliding_window"):
@@ -179,7 +179,7 @@ def _window(attention: nn.Module) -> int | None:
 
 
 class MarianEncoderLayer(FusedLayer):
-    """Self-attention and a feed-forward block, a LayerNorm behind each: Marian, BART."""
+    """Self-attention and a feed-forward block, a LayerNorm after each: Marian, BART."""
 
     PARTS = {"self_attn": "Attention"}
     MODULES = {
@@ -203,7 +203,7 @@ class MarianEncoderLayer(FusedLayer):
 
 
 class MarianDecoderLayer(FusedLayer):
-    """Causal self-attention, attention to an encoder, feed-forward, a LayerNorm behind each."""
+    """Causal self-attention, cross-attention, feed-forward block, a LayerNorm after each."""
 
     causal, CROSS = True, True
     PARTS = {"self_attn": "Attention", "encoder_attn": "Attention"}
