@@ -128,9 +128,9 @@ def threads(rows: int) -> int:
 
 
 def shared_bytes(heads: Heads, rows: int, dtype: torch.dtype) -> int:
-    """Return the shared memory of a gradient block, in bytes: tiles of queries, keys, values and
-    their context's gradient in `dtype`, and two tiles of pairs. All are bfloat16 parts, with rows
-    16 bytes apart (attention_gradient.cu)."""
+    """Return a gradient block's shared memory in bytes: tiles of queries, keys, values, their
+    context's gradient in `dtype`, and two of pairs, as bfloat16 parts, rows 16 bytes apart
+    (attention_gradient.cu)."""
     single = dtype == torch.float32
     of_float, of_pair = (3, 3) if single else (1, 2)
     operands = 3 * (of_float if _floats(heads) else 1) + of_float

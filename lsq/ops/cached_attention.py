@@ -2,10 +2,9 @@
 
     context = softmax(q k^T / sqrt(width)) v
 
-A list of positions in the cache gives the keys of a row. So hypotheses share the keys of a common
-beginning, a hypothesis that continues another one copies its list, and rows of a sentence share the
-list of its source. R rows, N heads, D columns of a head, H = N * D, L lists, at most C positions in
-a list.
+A list of positions in the cache gives the keys of a row. Hypotheses share the keys of a common
+beginning, a continued hypothesis copies its list, and the rows of a sentence share the list of its
+source. R rows, N heads, D columns of a head, H = N * D, L lists, at most C positions in a list.
 """
 
 from __future__ import annotations

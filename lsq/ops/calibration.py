@@ -19,7 +19,7 @@ from lsq.quant.numbers import INTEGERS, Grain, ScaledFormat
 class LeastErrorClip(Operation):
     """The clip of least squared rounding error of each row (lsq.quant.octav_clip), in one launch.
 
-    CPU and CUDA compute the same bits, with the same candidates and order of sums. `clip` may be
+    CPU and CUDA compute the same bits, by equal candidates and order of sums. `clip` may be
     `before`.
     """
 
@@ -189,10 +189,9 @@ SAMPLE = 65536  # About as many values of a tensor with one clip are read, in wh
 def least_error_clip(
     form: ScaledFormat, x: torch.Tensor, target: Backend, *, per_row: bool
 ) -> torch.Tensor:
-    """Return the clips float32 [R] or [1] of least error of finite float32 x [R, N].
+    """Return the clips float32 [R] or [1] of least error of finite float32 x [R, N], with `target`.
 
-    `target` rounds under each candidate. Clips above the largest magnitude pay for formats that are
-    coarse at their upper end.
+    Clips above the largest magnitude pay for formats that are coarse at their upper end.
     """
     if not per_row:
         x = x[:: max(1, x.numel() // SAMPLE)].contiguous()

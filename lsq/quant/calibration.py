@@ -84,8 +84,8 @@ def check_usable(unusable: int, values: int) -> None:
 
 
 def fill_empty(clip: Tensor) -> Tensor:
-    """Replace clips of rows of zeros, which are SMALLEST_CLIP, by the mean of the other clips
-    [R]."""
+    """Replace clips [R] of rows of zeros, which are SMALLEST_CLIP, by the mean of the other
+    clips."""
     empty = clip == SMALLEST_CLIP
     return (
         torch.where(empty, clip[~empty].mean(), clip) if empty.any() and not empty.all() else clip
@@ -95,13 +95,12 @@ def fill_empty(clip: Tensor) -> Tensor:
 def octav_clip(
     x: Tensor, bits: int = 8, per_channel: bool = False, *, before: Tensor | None = None
 ) -> Tensor:
-    """Return the clip of least squared quantisation error: OCTAV's fixed point, then a search
-    around it.
+    """Return the clip of least squared quantisation error: OCTAV's fixed point, then a search.
 
     OCTAV models the squared rounding error of every nonzero |x| <= c as c^2/(12 Q^2). The model is
     inexact for few bits, few samples or rare outliers. So the error itself is measured at 131
     clips: from the fixed point up to the largest |x|, then ever closer around the best. At most
-    about LARGEST_SAMPLE values of a row are read, evenly spaced.
+    LARGEST_SAMPLE values of a row are read, evenly spaced.
 
     A row whose clip `before` has not changed much needs less: the error is measured at 11 clips
     within 31 % of it, then at 11 within 4 % of the best. The whole search is made if the best of

@@ -240,7 +240,7 @@ def _best_multiplier(groups: torch.Tensor) -> torch.Tensor:
 
 
 def _group_codes(groups: torch.Tensor, multiplier: torch.Tensor) -> torch.Tensor:
-    """Return q as floats."""
+    """q, as floats."""
     return (groups / multiplier).round().clamp(-8, 7)
 
 

@@ -70,12 +70,12 @@ class FloatScales:
 
 @dataclass(frozen=True)
 class PowerScales:
-    """E8M0: powers of two from 2^-127 to 2^127 as uint8, 255 for NaN (OCP Microscaling Formats 1.0,
+    """E8M0: powers of two, 2^-127 to 2^127, as uint8; 255: NaN (OCP Microscaling Formats 1.0,
     2023).
 
-    A scale becomes the next power at or above it (Chen et al. 2025, arXiv:2510.25602), so that no
-    further value is clipped; 0 becomes 2^-127. The standard suggests a rounding that clips, but
-    leaves it open.
+    A scale becomes the next power at or above it (Chen et al. 2025, arXiv:2510.25602): nothing more
+    is clipped; 0 becomes 2^-127. The standard leaves the rounding open, and suggests one that
+    clips.
     """
 
     fine = False
@@ -134,13 +134,9 @@ class ScaledFormat:
     ) -> Encoded:
         """Encode float x, of any shape, to codes and scales; all is computed in float32.
 
-        Args:
-            clip: how clips are measured (METHODS), or clips of the shape of the blocks, or one for
-                all.
-            percentile: for this method, % of |x| that lie inside.
-
-        Raises:
-            ValueError: the method, the percentile or a clip is not allowed.
+        `clip` is one of METHODS (`percentile` % of |x| lie inside), or clips of the shape of the
+        blocks, or one for all. Raises ValueError: the method, the percentile or a clip is not
+        allowed.
         """
         shape = as_matrix(x.shape)
         matrix = x.detach().float().reshape(shape)

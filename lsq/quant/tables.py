@@ -42,8 +42,7 @@ class NumberFormat:
     def word(self) -> tuple[int, int]:
         """(codes, bytes) of the least whole number of bytes that codes fill: (8, 3) for 3 bits.
 
-        If the number of codes is no power of 2, it is as many codes as a byte holds: (5, 1) for 3
-        codes.
+        Without a power of 2, it is as many codes as fit into a byte: (5, 1) for 3 codes.
         """
         radix = len(self.values)
         width = (radix - 1).bit_length()
