@@ -38,8 +38,8 @@ def sums_of_attention_gradient(op: AttentionGradient) -> list[KernelSums]:
 
 @scratch_of.register(AttentionGradient)
 def scratch_of_attention_gradient(op: AttentionGradient) -> list[Spec]:
-    """Sums of each row's weighted probabilities; each tensor's gradient in float32 and its sums
-    over rows; the blocks' parts of the gradient of biases."""
+    """Return memory for sums of each row's weighted probabilities; each tensor's gradient in
+    float32 and its sums over rows; the blocks' parts of the gradient of biases."""
     found = [((op.heads.rows, op.heads.count), torch.float32)]
     found += [((rows, one.columns), torch.float32) for one, rows, _ in op.sides]
     found += [spec for sums in kernel_sums(op) for spec in sums.scratch]
@@ -129,8 +129,7 @@ def threads(rows: int) -> int:
 
 def shared_bytes(heads: Heads, rows: int, dtype: torch.dtype) -> int:
     """Return a gradient block's shared memory in bytes: tiles of queries, keys, values, their
-    context's gradient in `dtype`, and two of pairs, as bfloat16 parts, rows 16 bytes apart
-    (attention_gradient.cu)."""
+    context's gradient in `dtype`, and two of pairs, as bfloat16 parts, with rows 16 bytes apart."""
     single = dtype == torch.float32
     of_float, of_pair = (3, 3) if single else (1, 2)
     operands = 3 * (of_float if _floats(heads) else 1) + of_float

@@ -19,8 +19,7 @@ from lsq.quant.numbers import INTEGERS, Grain, ScaledFormat
 class LeastErrorClip(Operation):
     """The clip of least squared rounding error of each row (lsq.quant.octav_clip), in one launch.
 
-    CPU and CUDA compute the same bits, by equal candidates and order of sums. `clip` may be
-    `before`.
+    CPU and CUDA compute the same bits: equal candidates, equal order. `clip` may be `before`.
     """
 
     x: In[Activations]  # [R, N], N at least 1; or [N, R]. NaN and infinity count as 0.

@@ -82,8 +82,7 @@ class MessageLayout:
         return messages[..., : self.length].view(torch.int8)
 
     def scales(self, messages: torch.Tensor) -> torch.Tensor:
-        """Return the scales of messages uint8 [..., M] as a view, bfloat16 [..., B]; NaN:
-        overflow."""
+        """Return a view of the scales of messages uint8 [..., M]: bfloat16 [..., B], maybe NaN."""
         return messages[..., self.length : self.length + _SCALE_BYTES * self.blocks].view(
             torch.bfloat16
         )
@@ -213,8 +212,7 @@ def message_scale(largest: torch.Tensor, code: int) -> tuple[torch.Tensor, torch
 
 
 def _require(what: str, tensor, shape: tuple) -> None:
-    """Raise ValueError for a tensor of another shape; a word in `shape` stands for any size above
-    0."""
+    """Raise ValueError for a tensor of another shape; a word in `shape` means any size above 0."""
     fits = len(tensor.shape) == len(shape) and all(
         found > 0 if isinstance(wanted, str) else found == wanted
         for found, wanted in zip(tensor.shape, shape, strict=True)

@@ -3,11 +3,11 @@
     out[m, n] = sum over groups g of
         a.scale[m, g] b.scale[n, g] (sum over k in g of a[m, k] b[n, k])
 
-Inner sums are exact. Their multiples are added in float32 in the order of groups. (Dai et al. 2021,
+Inner sums are exact. They are scaled and added in float32 in the order of groups (Dai et al. 2021,
 VS-Quant, arXiv:2102.04503, with float scales; powers of two make it MXINT8 of OCP Microscaling
-Formats 1.0, 2023.) Only CPUs have this product: Project multiplies the codes of FakeQuantize by the
-groups of pack_weight. M rows, N columns, K values along the inner dimension, G groups; the last
-group may be smaller.
+Formats 1.0, 2023). Only CPUs have this product: Project multiplies codes of FakeQuantize by packed
+groups of pack_weight. M rows, N columns, K values along the inner dimension, G groups; the last one
+may be smaller.
 """
 
 from __future__ import annotations
@@ -41,8 +41,7 @@ class GroupedCodes(Value):
     scale_columns = extent(1, "scale")
 
     def regrouped(self, group: int) -> GroupedCodes:
-        """Return the matrix in groups of another size. Raises ValueError: each group has its own
-        scale."""
+        """Return the matrix in other groups. Raises ValueError: groups have scales of their own."""
         check(
             group == self.group or self.scale.shape[1] == 1,
             f"codes have scales of groups of {self.group}, which cannot become groups of {group}:"

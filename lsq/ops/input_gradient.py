@@ -22,14 +22,14 @@ from lsq.program.operation import Operation
 from lsq.program.values import Coded, RoundedGradient, Weight
 
 GEMM = "project_input_gradient"  # Name of the product of codes in lsq.gemm.
-PART_ROWS = 32  # Rows of one partial sum on the CPU; blocks of the product do not change sums.
+PART_ROWS = 32  # Rows of one partial sum on the CPU, independent of the product's blocks.
 
 
 class ProjectInputGradient(Operation):
     """The gradient of the input [M, K] of a Project, before the input's rounding and epilogue.
 
     Raises:
-        ValueError: both dx and rounded are given.
+        ValueError: it has both dx and rounded.
     """
 
     gradient: In[RoundedGradient] | None  # [M, P], under backward="int8".
@@ -39,12 +39,12 @@ class ProjectInputGradient(Operation):
     x: In[Coded] | None  # [M, K]; None in float mode.
     nonlinearity: In[Nonlinearity] | None  # Of the product that made x.
     accumulated: In[Activations] | None
-    """[M, K], gradient from other readers of x; may be dx if the result is dx."""
+    """[M, K], gradient from other readers of x; may be dx if `gradient` is given."""
     added: In[Activations] | None  # [M, K], another gradient of dx's tensor, added last.
     dx: Out[Activations] | None  # [M, K]
     rounded: Out[RoundedGradient] | None  # [M, K], in place of dx.
     sum: Out[Floats] | None  # [K], over rows: the gradient of a bias.
-    dclip: Out[Floats] | None  # [1], of x.
+    dclip: Out[Floats] | None  # [1], gradient of x's clip.
     parts: Out[Floats] | None  # Parts of `sum` and `dclip`, in place of these; see lsq.ops.sums.
 
     def __post_init__(self):

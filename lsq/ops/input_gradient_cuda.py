@@ -33,8 +33,7 @@ def _tile(op: ProjectInputGradient) -> TileConfiguration | None:
 
 @kernel_sums.register(ProjectInputGradient)
 def sums_of_project_input_gradient(op: ProjectInputGradient) -> list[KernelSums]:
-    """Tiles leave a part for each row of warps, and in it a number for the clip for each warp
-    across."""
+    """Tiles leave a part for each row of warps, with a number for the clip from each warp."""
     tile, clips, spec = _tile(op), 1, parts_of(op.rows, op.columns)
     if tile is not None:
         across, down = tile.blocks(op.rows, op.columns)

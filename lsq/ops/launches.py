@@ -59,7 +59,7 @@ def check_columns(multiple: int, **columns: int) -> None:
 
 
 def started(rounded: Coded | None) -> dict[str, int]:
-    """Return the -D definition of a kernel that rounds."""
+    """Return -DSTARTED of a kernel that rounds: 1 if the scale is written before it."""
     return {"STARTED": int(rounded is not None and rounded.started)}
 
 

@@ -19,7 +19,7 @@ from lsq.program.values import Coded, Dropout, dropped
 from lsq.quant import pack_bits, unpack_bits
 
 SLOPE_UNIT = 112
-"""Factor of slopes: slopes up to 1.13 times this fit into int8 (csrc/arithmetic.h: kSlopeUnit)."""
+"""Unit of slopes: round(slope * this) fits into int8 up to a slope of 1.13 (kSlopeUnit)."""
 
 
 class Activation(IntEnum):

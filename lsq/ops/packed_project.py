@@ -26,7 +26,7 @@ INT4_BLOCK = 1088  # Bytes of two tiles of 4-bit codes with their multipliers.
 class PackedWeight(Value):
     """Codes [P, K] as tiles, and their scales."""
 
-    tiles: Bytes  # tiles.packed_bytes(P, K) bytes, or fewer if packed more; aligned to 64 bytes.
+    tiles: Bytes  # tiles.packed_bytes(P, K) bytes, fewer if sparse or int4; aligned to 64 bytes.
     scale: Floats  # [P]
     inner: int  # K.
     sparse: bool  # Whether tiles hold only two of four inputs.
@@ -77,7 +77,7 @@ class PackedWeight(Value):
         """Pack int8 [P, stored columns], the rows of Int4 with K = `inner` inputs; see `of`."""
         chosen, columns = _chosen(instructions), len(stored)
         blocks = _int4_shape(columns, inner)
-        memory = _aligned(blocks.numel() + 4 * tiles.PAIR * blocks[0])  # and a sum for each column
+        memory = _aligned(blocks.numel() + 4 * tiles.PAIR * blocks[0])  # with a sum for each column
         loader.call("lsq_pack_int4", stored.contiguous(), columns, inner, memory)
         return cls._of(memory, scale, inner, chosen, bits=4)
 

@@ -27,8 +27,7 @@ GEMM = "project"  # Name of the product of codes in lsq.gemm.
 
 
 class Project(Operation):
-    """dropout(activation(x weight^T + bias)) [M, P], as a product of codes, or of floats in float
-    mode."""
+    """dropout(activation(x weight^T + bias)) [M, P] of codes, or of floats in float mode."""
 
     x: In[Rows]  # [M, K]
     weight: In[Weight]
@@ -40,7 +39,7 @@ class Project(Operation):
     rounded: Out[Coded] | None  # [M, P]; from codes, with P a multiple of 8.
     nonlinearity: Out[Nonlinearity] | None  # Activation and dropout, between bias and rounding.
     accumulates: Host[bool] = False
-    """Whether an earlier product, which reads x, too, adds up the gradient of x."""
+    """Whether this product only adds to x's gradient, which an earlier reader of x finishes."""
 
     rows = extent(0, "x.tensor")
     columns = extent(0, "weight")  # P.

@@ -30,7 +30,7 @@ def projection(key: ProductKey) -> Project:
 
 
 def gradient_of_input(key: ProductKey) -> ProjectInputGradient:
-    """Return M rows, N inputs, K outputs, with the straight-through mask and another gradient."""
+    """Return an input gradient of M rows, N inputs and K outputs, with a mask and `added`."""
     weight = Weight(
         format=QUANT.weights,
         codes=_codes("weight", key.k, key.n),
@@ -47,7 +47,7 @@ def gradient_of_input(key: ProductKey) -> ProjectInputGradient:
 
 
 def gradient_of_weight(key: ProductKey) -> ProjectWeightGradient:
-    """Return M outputs, N inputs and K rows, with PACT; the kernels of its operands run as well."""
+    """Return a PACT weight gradient of M outputs, N inputs, K rows; operand kernels run as well."""
     weight = Weight(
         format=QUANT.weights,
         codes=_codes("weight", key.m, key.n),

@@ -68,8 +68,8 @@ class ResidualSum(Value):
         return self.residual, self.update, self.z
 
     def gradient(self, builder, normed: bool) -> ResidualSumGradient:
-        """Return fields for the gradients, with the gradient of z so far; the caller adds the
-        residual's. `normed`: whether another gradient of z comes through a norm."""
+        """Return fields for the gradients, with the gradient of z so far; the caller accumulates
+        dresidual. `normed`: whether another gradient of z comes through a norm."""
         total = builder.bias_gradient(self.update)
         found = ResidualSumGradient(dropout=self.dropout, dupdate_sum=total)
         if self.update is None:
@@ -176,10 +176,10 @@ class ResidualNorm(Operation):
 class ResidualNormGradient(Operation):
     """The gradients of ResidualNorm; without a norm, the residual's gradient is that of z."""
 
-    dout: In[Activations] | None  # [M, H], of the norm's result; None without a norm.
-    normalised: In[NormalisedRows] | None  # [M, H]; None: z is read.
+    dout: In[Activations] | None  # [M, H], gradient of the norm's result; None without a norm.
+    normalised: In[NormalisedRows] | None  # [M, H]; None: `z` is read.
     z: In[Activations] | None  # [M, H]
-    mean: In[Floats] | None  # [M], of LayerNorm, with z.
+    mean: In[Floats] | None  # [M], of LayerNorm, where `z` is read.
     rstd: In[Floats] | None  # [M]
     centred: bool = False  # Whether the norm has subtracted the mean, as LayerNorm does.
     weight: In[Floats] | None  # [H]

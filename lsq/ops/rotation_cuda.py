@@ -34,8 +34,7 @@ def sums_of_rotate_gradient(op: RotateGradient) -> list[KernelSums]:
 
 @scratch_of.register(RotateGradient)
 def scratch_of_rotate_gradient(op: RotateGradient) -> list[Spec]:
-    """Return memory for the bias's sums over rows and, for norms, each block's sums of columns and
-    totals."""
+    """Return memory for the bias's sums over rows; with norms, also parts and sums of columns."""
     norms = [parts_of(op.rows, op.columns), ((op.columns,), torch.float32)]
     (sums,) = kernel_sums(op)
     return [*sums.scratch, *([] if op.norms is None else norms)]

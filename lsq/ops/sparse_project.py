@@ -32,8 +32,7 @@ class SparseWeight(Value):
 
     @classmethod
     def of(cls, values: torch.Tensor, indices: torch.Tensor, scale: torch.Tensor) -> SparseWeight:
-        """Arrange a sparsity.Packed: int8 [P, K / 2], uint8 [P, ceil(K / 8)], with scale float32
-        [P].
+        """Arrange a sparsity.Packed, int8 [P, K / 2] and uint8 [P, ceil(K / 8)]; scale float32 [P].
 
         Raises:
             ValueError: P is no multiple of 16.
@@ -49,8 +48,8 @@ class SparseWeight(Value):
         missing = steps * GROUPS - groups
         indices = torch.nn.functional.pad(indices, (0, missing), value=EMPTY)
         values = torch.nn.functional.pad(values, (0, 2 * missing))
-        # [tile, half of its rows, row, step, part, word of b, ...] -> groups in register
-        # order
+        # [tile, half of its rows, row, step, part, word of b, ...] -> groups as registers
+        # hold them
         indices = _in_order(indices.view(rows // OUTPUTS, 2, 8, steps, 4, 4))
         values = _in_order(values.reshape(rows // OUTPUTS, 2, 8, steps, 4, 4, 2))
         shifts = torch.arange(0, 32, 4, device=indices.device)

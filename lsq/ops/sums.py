@@ -1,7 +1,7 @@
 """Scales that a pass writes in one launch at its beginning, and sums over rows added up at its end.
 
 Blocks of a GPU leave partial sums. Each of B blocks leaves a row: S sums over N columns side by
-side, then numbers for the clip. FinishSums adds up all parts of a pass. CPU loops finish their own
+side, then numbers for the clip. FinishSums adds up all parts of a pass. CPU loops finish their
 sums.
 
 The scale under a clip is known before the rounding, unless a rounded value is NaN. So StartScales

@@ -15,8 +15,7 @@ from lsq.program.values import Coded
 
 COLUMNS = 32  # Columns that a block of lsq_finish_sums adds up.
 PADDING = 4
-"""Columns behind the sums in a row of parts, which stay 16-byte aligned; the first is for the
-clip."""
+"""Columns behind the sums in a row of parts, which keep it 16-byte aligned; the first: the clip."""
 
 
 @launches.register(StartScales)
@@ -40,8 +39,7 @@ def parts_of(rows: int, columns: int, sums: int = 1) -> Spec:
 
 @dataclass(frozen=True)
 class KernelSums:
-    """Sums that a kernel leaves in parts; its own launch adds them up, or the last one of the
-    pass."""
+    """Sums that a kernel leaves in parts; its own launch or the last of the pass adds them up."""
 
     holder: Declared  # Its `parts` is memory of the pass, or None.
     spec: Spec  # Shape and dtype of the parts.
@@ -79,8 +77,7 @@ class KernelSums:
         return [partial]
 
     def finish(self, parts: torch.Tensor) -> list[Launch]:
-        """Return the launch that adds up parts now; none if the pass does so, or no total is
-        wanted."""
+        """Return the launch that adds up parts; none if the pass does so, or no total is wanted."""
         return finish(self.of(parts)) if self.holder.parts is None else []
 
 

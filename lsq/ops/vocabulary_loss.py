@@ -54,7 +54,7 @@ from lsq.program.operation import Operation, Spec
 from lsq.program.values import RoundedGradient, Rows, Weight
 
 BLOCK_ROWS = 256  # Rows of float logits in memory at a time.
-BLOCK_COLUMNS = 256  # Words of one partial sum on the CPU; blocks of the product do not matter.
+BLOCK_COLUMNS = 256  # Words of one partial sum on the CPU, independent of the product's blocks.
 
 
 class KeptWords(Value):
@@ -102,7 +102,7 @@ class Prediction(Value):
         return dataclasses.replace(self, x=self.x.bare(), weight=self.weight.bare())
 
     def limits(self, kept: KeptWords | None = None) -> dict[str, int]:
-        """See Operation.limits. Padded words are no targets."""
+        """See Operation.limits; padded words are no targets."""
         found = {"prediction.target": self.vocabulary}
         return found if kept is None else found | {"kept.likeliest": self.vocabulary}
 
@@ -125,7 +125,7 @@ class Prediction(Value):
         self, logits: torch.Tensor, normaliser: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Reference: the other word [M] with the largest p times scale, and the gradients [2, M] of
-        the logits of target and other word; 0 for an other word that is the target."""
+        the logits of target and other word; 0 for the other word if it is the target."""
         rows = torch.arange(self.rows)
         likeliest = self._of_others(logits, normaliser).argmax(dim=1)
         likeliest = torch.where(self.target == self.padding, 0, likeliest)
@@ -283,8 +283,7 @@ class VocabularyLoss(Operation):
         return results | {"bound": bound, "kept": {"likeliest": likeliest, "gradient": gradient}}
 
     def cpu_scratch(self):
-        """Return memory for six sums of each row and block of columns, the logits of targets, the
-        product."""
+        """Return memory for six sums of each row and column block, targets' logits, the product."""
         given = self.prediction
         parts = (6, given.column_blocks, given.rows), torch.float32
         return [parts, ((given.rows,), torch.float32), given.cpu_memory(PRODUCT)]
@@ -335,7 +334,7 @@ class VocabularyLossGradient(Operation):
     """The gradient of the logits, which it computes again: floats, or codes.
 
     Raises:
-        ValueError: both dlogits and rounded are given, or only one of rounded and bound.
+        ValueError: it has neither dlogits alone nor rounded together with bound.
     """
 
     prediction: In[Prediction]

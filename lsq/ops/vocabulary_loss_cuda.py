@@ -27,8 +27,7 @@ CUDA_BLOCK_ROWS = 256  # Rows of float logits in memory at a time: 34 MB for 32,
 
 @scratch_of.register(VocabularyLoss)
 def scratch_of_vocabulary_loss(op: VocabularyLoss):
-    """Return memory for both losses of each row; for codes, also tiles' sums and the targets'
-    logits."""
+    """Return memory for both losses of rows; for codes, also tiles' sums and targets' logits."""
     given = op.prediction
     row = (given.rows,), torch.float32
     if given.x.coded is None:
@@ -117,8 +116,7 @@ def _blocks(
     *arguments,
     **defines: int,
 ) -> list[Launch | Product]:
-    """Return, in float mode, for each block of rows its product and a launch of `kernel` on the
-    logits.
+    """Return, in float mode, the products of blocks of rows, each with a launch of `kernel` on it.
 
     `kernel` takes op, logits, their stride, the first row and `arguments`.
     """

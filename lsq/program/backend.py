@@ -63,8 +63,7 @@ class Backend:
         return torch.empty(shape, dtype=dtype, device=self.device)
 
     def send(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Copy small CPU tensors to this device in one transfer, aligned for kernels, without
-        waiting."""
+        """Copy small CPU tensors to this device at once, aligned for kernels, without waiting."""
         if self.device.type == "cpu":
             return list(tensors)
         given = [tensor.contiguous() for tensor in tensors]

@@ -332,8 +332,7 @@ class Builder(Recorder):
         return gradient
 
     def product_gradient(self, tensor: VirtualTensor) -> ProductGradient:
-        """Return the tensor for the gradient of a product. Raises ValueError: it has two
-        readers."""
+        """Return where the gradient of a product goes. Raises ValueError: it has two readers."""
         if tensor in self._product_gradients:
             raise ValueError(f"the product {tensor.name} has two readers in program {self.name}")
         producer = self._producers.get(tensor)

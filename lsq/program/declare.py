@@ -44,7 +44,7 @@ Codes = Annotated[torch.Tensor, torch.int8]
 Bits = Annotated[torch.Tensor, torch.uint8]
 """One bit for each element: element i is bit i % 8 of byte i // 8."""
 Offsets = Annotated[torch.Tensor, torch.int32]
-"""Row at which each sequence begins."""
+"""First row of each sequence, and the end of the last (cu_seqlens)."""
 Indices = Annotated[torch.Tensor, torch.int64]
 """Whole numbers from 0 up to the bound in Operation.limits."""
 Key = Annotated[torch.Tensor, torch.int64]
@@ -363,7 +363,7 @@ def check_shapes(cls: type[Declared], shapes: tuple[Sequence[int] | None, ...]) 
 
 Shapes = tuple[tuple[str, ...], ...]
 _MATRIX = (), ("codes",), ("coded", "codes"), ("floats",)
-"""Paths from a field to the tensor whose shape its docstring states: itself, or one in its
+"""Paths from a field to the tensor whose shape its docstring states: the field, or part of its
 value."""
 
 

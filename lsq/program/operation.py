@@ -45,8 +45,7 @@ class Operation(Declared):
         raise NotImplementedError(f"{type(self).__name__} has no gradient")
 
     def cpu_scratch(self) -> Sequence[Spec]:
-        """Return the scratch memory of `cpu`: it depends on shapes and dtypes, and grows with
-        them."""
+        """Return the scratch memory of `cpu`; it depends on, and grows with, shapes and dtypes."""
         return ()
 
     def cpu(self, *scratch: torch.Tensor) -> None:
@@ -63,14 +62,12 @@ class Operation(Declared):
         return [found] if isinstance(found, Launch) else found
 
     def leave_sums(self, tensor: Callable[..., VirtualTensor]) -> Sequence[Value]:
-        """Leave partial sums over rows, in a program for a GPU; return the PartialSums to add
-        up."""
+        """Leave partial sums over rows, in a program for a GPU; return them, to be added up."""
         return tuple(left for sums in cuda.kernel_sums(self) for left in sums.leave(tensor))
 
     def unrounded(self, run: Callable[["Operation"], None]) -> torch.Tensor:
-        """Return the float values that this operation rounds under a clip, for calibration. This
-        default, for operations with a float result `out`, lets `run` run them without the
-        rounding."""
+        """Return the float values that this operation rounds under a clip, for calibration. By
+        default, `run` runs it without the rounding, with a float result `out`."""
         rounding, bare = self.rounding(), self.bind(lambda tensor: tensor)
         for field in self.fields:
             if getattr(self, field.name) is rounding:
@@ -84,8 +81,7 @@ class Operation(Declared):
 
     @property
     def same_values(self) -> tuple:
-        """Tensors with the same values, except for rounding, that share a gradient; some may be
-        None."""
+        """Tensors with the same values, but for rounding, that share a gradient; some are None."""
         return ()
 
     def limits(self) -> dict[str, int]:

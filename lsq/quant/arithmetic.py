@@ -32,14 +32,12 @@ LARGEST = 127
 
 
 class Quantized(NamedTuple):
-    """A tensor as integers: its values are codes * scale, where scale is one number or one for each
-    row."""
+    """A tensor as integers: its values are codes * scale, with one scale or one for each row."""
 
     codes: Tensor
     """int8, the shape of x, from -Q to Q; 0 where x is NaN."""
     scale: Tensor
-    """[1] or [R], clip/Q; NaN where the tensor or the row holds a NaN, so that its values become
-    NaN."""
+    """[1] or [R], clip/Q; NaN where the tensor or row holds a NaN: its values become NaN."""
     clipped: Tensor
     """bool, the shape of x: |x| > clip."""
 
@@ -53,15 +51,13 @@ def maximum_code(bits: int) -> int:
 
 
 def scale_of(clip: Tensor, bits: int = 8) -> Tensor:
-    """Return the value of one code, clip/Q, in the shape of `clip`: float64 for float64 clips, else
-    float32."""
+    """Return the value of one code, clip/Q, shaped as `clip`; float64 for float64, else float32."""
     dtype = torch.float64 if clip.dtype == torch.float64 else torch.float32
     return clip.to(dtype) / maximum_code(bits)
 
 
 def check_clip(clip: Tensor, name: str) -> None:
-    """Raise ValueError, with `name` in it, for a clip that is NaN or not from SMALLEST_CLIP to
-    LARGEST_CLIP."""
+    """Raise ValueError, with `name`, for a clip not from SMALLEST_CLIP to LARGEST_CLIP, or NaN."""
     unusable = clip[~((clip >= SMALLEST_CLIP) & (clip <= LARGEST_CLIP))]
     if unusable.numel():
         raise ValueError(
@@ -86,8 +82,7 @@ def largest_clips(rows: Tensor, before: Tensor) -> Tensor:
 def quantize(x: Tensor, clip: Tensor, bits: int = 8) -> Quantized:
     """Round x, of any shape and float dtype, to codes under clip [1], or [R] for x [R, ...].
 
-    x/scale is computed in the wider of both dtypes. Raises ValueError: the shape of `clip` does not
-    fit x.
+    x/scale is computed in the wider dtype. Raises ValueError: the shape of `clip` does not fit x.
     """
     maximum = maximum_code(bits)
     scale = scale_of(clip, bits)
@@ -100,8 +95,7 @@ def quantize(x: Tensor, clip: Tensor, bits: int = 8) -> Quantized:
 
 
 def pack_bits(mask: Tensor) -> Tensor:
-    """Pack bool, any shape, into uint8 [ceil(numel/8)]: element i of the flattened mask is bit i%8
-    of byte i//8."""
+    """Pack bool, any shape, into uint8 [ceil(numel/8)]: element i is bit i%8 of byte i//8."""
     flat = mask.flatten().to(torch.uint8)
     flat = torch.nn.functional.pad(flat, (0, -flat.numel() % 8)).view(-1, 8)
     return (flat << torch.arange(8, dtype=torch.uint8, device=mask.device)).sum(

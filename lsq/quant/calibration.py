@@ -84,8 +84,7 @@ def check_usable(unusable: int, values: int) -> None:
 
 
 def fill_empty(clip: Tensor) -> Tensor:
-    """Replace clips [R] of rows of zeros, which are SMALLEST_CLIP, by the mean of the other
-    clips."""
+    """Replace clips [R] of rows of zeros, which are SMALLEST_CLIP, by the mean of the others."""
     empty = clip == SMALLEST_CLIP
     return (
         torch.where(empty, clip[~empty].mean(), clip) if empty.any() and not empty.all() else clip
@@ -133,8 +132,7 @@ def _search_anew(rows: Tensor, maximum: int) -> Tensor:
 
 
 def _search_near(rows: Tensor, before: Tensor, maximum: int) -> tuple[Tensor, Tensor]:
-    """Return clips [R] of rows [R, N] >= 0 near `before` [R, 1], and bool [R]: whether the least
-    error lies there."""
+    """Return clips [R] near `before` [R, 1] for rows [R, N] >= 0; bool [R]: the best lies there."""
     floats = {"dtype": torch.float32, "device": rows.device}
     candidates = before * torch.linspace(11 / 16, 21 / 16, 11, **floats)
     clip = _best_clip(rows, candidates, maximum)
@@ -152,9 +150,11 @@ def sample_stride(values: int) -> int:
 
 
 def _octav_fixed_point(rows: Tensor, maximum: int) -> Tensor:
-    """Return the clips [R, 1] at which OCTAV's error model is stationary, for rows in [0, 1]. The
-    paper's iteration runs inside a bracket from the sign of the derivative: alone, it jumps for
-    ever across a magnitude that many values share."""
+    """Return the clips [R, 1] at which OCTAV's error model is stationary, for rows in [0, 1].
+
+    The paper's iteration runs inside a bracket from the sign of the derivative. Without it, it
+    would jump for ever across a magnitude that many values share.
+    """
     nonzero = (rows > 0).sum(1, keepdim=True)
     clip = rows.mean(1, keepdim=True)
     low, high = torch.zeros_like(clip), torch.ones_like(clip)

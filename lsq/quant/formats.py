@@ -50,8 +50,7 @@ class Grain:
         return -(-shape[0] // rows), -(-shape[1] // columns)
 
     def split(self, matrix: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the blocks [B, N] of a matrix [R, C], row by row, and bool [B, N]: within the
-        matrix.
+        """Return blocks [B, N] of a matrix [R, C], row by row, and bool [B, N]: inside the matrix.
 
         Zeros fill up blocks that reach beyond the matrix. The mask is None if no block does.
         """
@@ -122,8 +121,7 @@ class Format:
     bits: int
     """Width of a code, 2 to 8."""
     grain: Grain
-    """Values that share a scale for products: Grain.TENSOR or Grain.ROW. A format may divide rows
-    further."""
+    """Values that share a scale: Grain.TENSOR or Grain.ROW for products; formats may go finer."""
     storage: torch.dtype = torch.int8
     """Dtype of one stored code."""
 
@@ -171,8 +169,7 @@ class WeightFormat(Format):
 
 
 GROUP, TRIED, PARTS = 32, 4, 64
-"""Of Int4: inputs that share a multiplier; multipliers to try; units of a step in which errors are
-counted."""
+"""Of Int4: inputs that share a multiplier, multipliers to try, and parts of a step in errors."""
 
 
 class Int4Codes(WeightFormat):
@@ -225,9 +222,8 @@ class Int4(Int4Codes):
 
 def _best_multiplier(groups: torch.Tensor) -> torch.Tensor:
     """Return the multipliers float32 [N, G, 1] of least squared error for groups [N, G, 32] in
-    steps of the scale. The first gives the largest value code -8; smaller ones clip it, but have
-    finer steps. Errors are whole numbers of 1/64 steps, so that their sums do not depend on the
-    order."""
+    steps of the scale. The first gives the largest value code -8; smaller ones clip it with finer
+    steps. Errors are whole numbers of 1/64 steps, so that their sums do not depend on the order."""
     low, high = groups.aminmax(dim=2, keepdim=True)
     sign = torch.where(-low > high, 1.0, -1.0)
     first = (torch.maximum(-low, high) / 8).ceil()
@@ -251,8 +247,7 @@ WEIGHT_FORMATS: dict[str, Callable[[int, Grain], WeightFormat]] = {
 """QuantConfig.weight_format -> function of (bits of integers, grain of clips) that makes the
 format. C++ has lsq_round_<name> for each format, and lsq_unpack_<name> for packed formats."""
 GRADIENT = Format(name="gradient", bits=8, grain=Grain.ROW)
-"""Format of gradients under backward="int8": rounded at random without bias, a scale for each
-row."""
+"""Format of gradients under backward="int8": rounded at random without bias; scales of rows."""
 NORMALISED = Format(name="normalised", bits=8, grain=Grain.ROW)
 """Format of the normalised rows that the backward pass of a norm reads, rounded to the nearest."""
 

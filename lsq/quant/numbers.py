@@ -71,12 +71,9 @@ class FloatScales:
 @dataclass(frozen=True)
 class PowerScales:
     """E8M0: powers of two, 2^-127 to 2^127, as uint8; 255: NaN (OCP Microscaling Formats 1.0,
-    2023).
-
-    A scale becomes the next power at or above it (Chen et al. 2025, arXiv:2510.25602): nothing more
-    is clipped; 0 becomes 2^-127. The standard leaves the rounding open, and suggests one that
-    clips.
-    """
+    2023). A scale becomes the next power at or above it (Chen et al. 2025, arXiv:2510.25602), so
+    nothing more is clipped; 0 becomes 2^-127. The standard leaves the rounding open, and suggests
+    one that clips."""
 
     fine = False
 
@@ -235,8 +232,8 @@ def _least_squares(
 ) -> Tensor:
     """Return the clips [B, 1] of least squared error: OCTAV's for integers. Other numbers try 42
     clips from 2 down to 2^-10 in equal ratios, then 17 around the best; clips above 1 pay for
-    formats that are coarse at their upper end. Errors include the rounding of scales, unless other
-    blocks affect it."""
+    formats that are coarse at their upper end. Errors are under stored scales, unless these depend
+    on other blocks."""
     if form.scales.fine and form.number in INTEGERS:
         return largest * octav_clip(blocks, INTEGERS[form.number], per_channel=True).unsqueeze(1)
 
@@ -288,8 +285,8 @@ SCALES: dict[str, FloatScales | PowerScales | ScaledFormat] = {
     "uint4": ScaledFormat(name="uint4", number=multiplier(4), grain=Grain.ROW, scales=FLOAT32),
     "uint6": ScaledFormat(name="uint6", number=multiplier(6), grain=Grain.ROW, scales=FLOAT32),
 }
-"""Name -> storage of scales: e4m3 has one float32 scale for the tensor, uint4 and uint6 one for
-each row."""
+"""Name -> storage of scales: e4m3 has a float32 scale for the tensor, uint4 and uint6 for each
+row."""
 PRESETS = {
     "int8-tensor": "int8/tensor/float32",
     "int8-row": "int8/row/float32",
@@ -345,9 +342,7 @@ def scaled_format(name: str) -> ScaledFormat:
 
 def all_parts(name: str) -> str:
     """Return a format's name in three parts: int8-row and int8/row both become int8/row/float32.
-
-    Other names stay.
-    """
+    Other names stay."""
     written = PRESETS.get(name, name)
     return f"{written}/float32" if written.count("/") == 1 else written
 

@@ -27,9 +27,8 @@ class Pruning:
     diagonal of the Hessian that SparseGPT (Frantar & Alistarh 2023, arXiv:2301.00774) inverts, and
     orders weights as Wanda (Sun et al. 2023, arXiv:2306.11695) does."""
     every: int = 16
-    """Updates from one choice of masks to the next. Gradients go straight through to all weights,
-    so that pruned weights may come back. 0: the first masks stay, and pruned weights get no
-    gradient."""
+    """Updates from one choice of masks to the next; gradients go straight through, so pruned
+    weights may come back. 0: the first masks stay, and pruned weights get no gradient."""
     decay: float = 1.0
     """Decay of pruned weights, relative (SR-STE, Zhou et al. 2021, arXiv:2102.04010). Each update
     draws a pruned weight to zero by this share of itself, times the norm of the weight's gradient
@@ -37,8 +36,7 @@ class Pruning:
     begin: int = 0
     """Dense updates before the first choice."""
     end: int | None = None
-    """Number of updates after which all weights count again, from zero where they were pruned;
-    None: never."""
+    """Updates after which all weights count again, from 0 where they were pruned; None: never."""
 
     def __post_init__(self) -> None:
         for name, allowed in (("pattern", PATTERNS), ("measure", MEASURES)):

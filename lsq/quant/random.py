@@ -102,8 +102,7 @@ def keep_factor(probability: float) -> float:
 
 
 def uniform_rows(key: torch.Tensor, subsequence: int, rows: int, columns: int) -> torch.Tensor:
-    """Return float32 numbers [rows, columns] in [0, 1): each row from one word, by a Weyl
-    sequence."""
+    """Return float32 numbers [rows, columns] in [0, 1): a row from one word, by a Weyl sequence."""
     steps = torch.arange(columns) * _GOLDEN
     words = (philox(int(key), subsequence, rows)[:, None] + steps) & _MASK
     return (words >> 8).to(torch.float32) * 2.0**-24

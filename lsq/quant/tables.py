@@ -75,8 +75,8 @@ class NumberFormat:
         return torch.tensor(self.values, dtype=torch.float32, device=codes.device)[codes.int()]
 
     def pack(self, codes: Tensor) -> Tensor:
-        """Pack codes, any shape, into bytes uint8 [whole words]: the first code of a word is its
-        lowest digit."""
+        """Pack codes, any shape, into uint8 [whole words]; a word's lowest digit is its first
+        code."""
         count, stored = self.word
         flat = codes.flatten().to(torch.int64)
         digits = torch.nn.functional.pad(flat, (0, -flat.numel() % count)).view(-1, count)
@@ -85,8 +85,7 @@ class NumberFormat:
         return (words >> shifts & 255).to(torch.uint8).flatten()
 
     def unpack(self, packed: Tensor, shape: torch.Size | tuple[int, ...]) -> Tensor:
-        """Invert pack: return codes uint8 of this shape. Raises ValueError: `packed` holds another
-        number of bytes."""
+        """Invert `pack`: codes uint8 of this shape. Raises ValueError: the size is not theirs."""
         count, stored = self.word
         numel = math.prod(shape)
         wanted = -(-numel // count) * stored
@@ -172,9 +171,8 @@ def integer(bits: int) -> NumberFormat:
     """Return int<bits>: values from -Q to Q with Q = 2^(bits-1) - 1; codes are two's complement.
 
     Error: at most 1/2 of the scale for values that are not clipped. The code of -2^(bits-1) is
-    never used, as in `quantize`, so that negating is safe and nothing is biased; Chen et al. 2025
-    (arXiv:2510.25602) measure the effect in training. Raises ValueError: `bits` is not a whole
-    number from 2 to 8.
+    never used, as in `quantize`, so that negating is safe and nothing is biased (Chen et al. 2025,
+    arXiv:2510.25602, measure that). Raises ValueError: `bits` is no whole number from 2 to 8.
     """
     largest = maximum_code(bits)
     values = [*range(largest + 1), *range(-largest - 1, 0)]
@@ -303,9 +301,8 @@ def lloyd_max(source: str, bits: int) -> NumberFormat:
     """Return the 2^bits values of least squared error for a source of variance 1 (Max 1960; Lloyd
     1957, published 1982).
 
-    The scale then stands for the standard deviation, and the largest value is a few of them. 0 is
-    not among the values. Error: unbounded beyond the largest; on average the published distortions.
-    No NaN.
+    The scale then stands for the standard deviation, and the largest value is a few of them. There
+    is no 0, no NaN. Error: unbounded beyond the largest; on average the published distortions.
     """
     positive, _ = _lloyd(source, 2 ** (bits - 1))
     return NumberFormat(
@@ -320,8 +317,7 @@ def lloyd_max_distortion(source: str, bits: int) -> float:
 
 @cache
 def _lloyd(source: str, levels: int) -> tuple[tuple[float, ...], float]:
-    """Return (values above 0, distortion). Both densities are log-concave, so the only optimum is
-    symmetric."""
+    """Return (values above 0, distortion); both densities are log-concave, so it is symmetric."""
     integrals = SOURCES[source]
     values = torch.linspace(0.5, levels - 0.5, levels, dtype=torch.float64, device="cpu") * (
         4 / levels
