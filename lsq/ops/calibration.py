@@ -182,7 +182,7 @@ def _naming(tensor: str) -> Iterator[None]:
 
 FIRST, LEAST, TRIED, NEAR = 1.0, -6.0, 15, 9
 """Candidates: largest magnitude times 15 powers of two, FIRST to LEAST; then 9 near the best."""
-SAMPLE = 65536  # About as many values of a tensor with one clip are read, in whole rows.
+SAMPLE = 65536  # Values read of a tensor with one clip, roughly: whole rows are read.
 
 
 def least_error_clip(

@@ -6,24 +6,24 @@ fairseq, e' = e / (V - 1):
     nll = -log p[target];  smooth = -sum_v log p[v];  loss = (1 - e - e') * nll + e' * smooth
     g[v] = dloss/dl[v] = (1 - e + (V - 1) * e') * p[v] - e' - (1 - e - e') * 1[v = target]
 
-Rows whose target is padding count for nothing. Logits are never stored: the product's epilogue adds
-them up at once, and the backward pass computes them again (integer sums are exact, so logits are
-equal). Under backward="int8" their gradient, times the scales s[v] of the weight, is rounded in the
+Rows whose target is padding add nothing. Logits are never stored: the product's epilogue adds them
+up at once, and the backward pass computes them again (integer sums are exact, so logits are equal).
+Under backward="int8" their gradient, times the scales s[v] of the weight, is rounded in the
 epilogue. An epilogue sees no whole row, so it cannot find the row's largest magnitude. The scale of
 a row follows from a bound instead, which the forward pass finds:
 
     |g[v] * s[v]| <= max(|g[target] * s[target]|, (1 - e + (V - 1) * e') * max of p[v] * s[v], e' *
     max of s[v])
 
-The first maximum is over all words but the target. Their gradients are between -e' and the multiple
-of p[v].
+The maximum of p[v] * s[v] is over all words but the target: their gradients are between -e' and the
+multiple of p[v].
 
-Two words of each row are kept: the target and the word with the largest multiple. Codes and bound
-leave them out; their gradients stay floats (KeptInputGradient, KeptWeightGradient). The gradient of
-a target's logit is up to a thousand times that of most words, and a model that wavers between two
-words gives the other word nearly as much. One scale for all would round most words to 0 or to a
-whole step. If the weight's clip is learned, it needs the gradients of all words as codes, and none
-are kept. M rows, V words, P padded words, K inputs.
+Two words of each row are kept: the target, and the other word with the largest p[v] * s[v]. Codes
+and bound leave them out; their gradients stay floats (KeptInputGradient, KeptWeightGradient). The
+gradient of a target's logit is up to a thousand times that of most words, and a model that wavers
+between two words gives the other word nearly as much. One scale for all would round most words to 0
+or to a whole step. If the weight's clip is learned, it needs the gradients of all words as codes,
+and none are kept. M rows, V words, P padded words, K inputs.
 """
 
 from __future__ import annotations

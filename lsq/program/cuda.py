@@ -39,7 +39,7 @@ def _load(module: str) -> None:
 
 @_from_file_beside
 def launches(operation, *scratch: torch.Tensor) -> Launch | list[Launch | Product]:
-    """Return what Operation.cuda returns, or one launch instead of a list with it."""
+    """Return the launches and products of Operation.cuda; one launch needs no list."""
     raise ValueError(f"operation {operation.name} has no CUDA implementation")
 
 

@@ -1,8 +1,8 @@
 """Counter-based random numbers: Philox4x32-7 (Salmon et al. 2011, "Parallel Random Numbers: As Easy
 as 1, 2, 3").
 
-Its authors found no flaw in BigCrush from 7 rounds on, and take 10 for safety. Three rounds fewer
-save 30 % of the time wherever numbers are dropped or rounded at random.
+Its authors found no flaw in BigCrush from 7 rounds on, and take 10 for safety. Seven rounds need
+30 % less time than ten wherever numbers are dropped or rounded at random.
 
 Key: 64 bits of PyTorch's default CPU generator for each run of a layer in training mode, so that
 `torch.manual_seed` governs them. Evaluation draws no key: gradients are rounded under a key made of
@@ -12,7 +12,7 @@ device and order of execution draws the same mask, and the backward pass draws i
 Random rounding of the rows of gradients [M, N] draws one word for each row. The columns follow a
 Weyl sequence: the word of element (m, n) is (word m of the subsequence + n * 0x9E3779B9) mod 2^32,
 a Cranley-Patterson rotation. The word of every element is uniform, so that its rounding has no
-bias. Words of different rows are independent. Along a row words are spread as evenly as can be,
+bias. Words of different rows are independent. Along a row, words are spread as evenly as can be,
 since the step is 2^32 over the golden ratio.
 """
 

@@ -64,8 +64,8 @@ class NumberFormat:
         return torch.where(x.isnan(), missing, nearest)
 
     def decode(self, codes: Tensor) -> Tensor:
-        """Return the float32 values of integer codes, in their shape. Raises ValueError: this
-        format lacks a code."""
+        """Return the float32 values of integer codes, in their shape. Raises ValueError: a code is
+        not one of this format."""
         low, high = map(int, codes.aminmax()) if codes.numel() else (0, 0)
         if low < 0 or high >= len(self.values):
             raise ValueError(
@@ -108,8 +108,9 @@ class NumberFormat:
 def boundaries_of(values: tuple[float, ...]) -> tuple[Tensor, Tensor, Tensor]:
     """Return (boundaries float32 [V - 1], codes uint8 [V], NaN's code uint8 []) of V finite values.
 
-    Values are in order and differ. A float above boundary i - 1, and up to boundary i, becomes
-    codes[i]. A boundary that itself belongs to the value above is moved down by one float.
+    Both are in the order of the values, without repetitions. A float above boundary i - 1, and up
+    to boundary i, becomes codes[i]. If a boundary itself belongs to the value above, it is moved
+    down by one float.
     """
     code_of: dict[float, int] = {}
     for code, value in enumerate(values):
