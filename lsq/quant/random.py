@@ -1,8 +1,8 @@
 """Counter-based random numbers: Philox4x32-7 (Salmon et al. 2011, "Parallel Random Numbers: As Easy
 as 1, 2, 3").
 
-Its authors found no flaw in BigCrush from 7 rounds on, and take 10 for safety. Seven rounds need
-30 % less time than ten wherever numbers are dropped or rounded at random.
+Its authors found no flaw in BigCrush from 7 rounds on, and take 10 for safety. Seven rounds compute
+30 % less than ten wherever numbers are dropped or rounded at random.
 
 Key: 64 bits of PyTorch's default CPU generator for each run of a layer in training mode, so that
 `torch.manual_seed` governs them. Evaluation draws no key: gradients are rounded under a key made of
