@@ -97,7 +97,9 @@ class PartialSums(Value):
 class FinishSums(Operation):
     """The last operation of a pass: it adds up the parts."""
 
-    sums: Out[Array[PartialSums, 20]]  # A decoder layer has 7 to 20, a gated one up to 23.
+    sums: Out[
+        Array[PartialSums, 20]
+    ]  # A decoder layer has 7 to 23; a second operation takes the rest.
 
     def reference(self):
         return {"sums": [partial.add_up() for partial in self.sums]}
@@ -164,7 +166,7 @@ class SummedGradient(Value):
 class StartScales(Operation):
     """The first operation of a pass: it writes scales."""
 
-    scales: Out[Array[StartedScale, 16]]  # A decoder layer has 10, a gated one up to 12.
+    scales: Out[Array[StartedScale, 16]]  # A decoder layer has 10 to 12.
 
     def reference(self):
         return {"scales": [{"scale": scale.clip / scale.largest} for scale in self.scales]}
