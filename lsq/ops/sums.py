@@ -97,9 +97,7 @@ class PartialSums(Value):
 class FinishSums(Operation):
     """The last operation of a pass: it adds up the parts."""
 
-    sums: Out[
-        Array[PartialSums, 20]
-    ]  # A decoder layer has 7 to 23; a second operation takes the rest.
+    sums: Out[Array[PartialSums, 20]]  # A decoder layer has 7 to 23, in up to two operations.
 
     def reference(self):
         return {"sums": [partial.add_up() for partial in self.sums]}
