@@ -1,1 +1,1 @@
-"""Fused operations, one file each: declaration, reference, gradient and launches."""
+"""Fused operations, one file each: declaration, reference and gradient; launches in *_cuda.py."""

@@ -1,7 +1,7 @@
-"""One step of Adam on float32 master parameters, and the new weights as int8 codes, in one pass.
+"""One step of Adam on float32 master parameters, which also writes the new weights as int8 codes.
 
-Kingma & Ba 2015 with decoupled weight decay (Loshchilov & Hutter 2019), as fairseq has it: bias
-correction is part of the step size, epsilon is added to the plain root. N rows, K columns.
+Kingma & Ba 2015 with decoupled weight decay (Loshchilov & Hutter 2019), as in fairseq: the step
+size includes the bias correction, and epsilon is added to the uncorrected root. N rows, K columns.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from lsq.program.values import Weight
 from lsq.quant import largest_clips, quantize
 
 RUN, ROWS, NORM_RUN = 1024, 32, 8192
-"""What one block of each kernel takes: values, rows to round, values for the norm."""
-NUMBERS = 5  # See `scalars`.
+"""Share of one block in each kernel: values, rows to round, values for the norm."""
+NUMBERS = 5  # Length of `scalars`.
 
 
 def scalars(
@@ -33,17 +33,17 @@ def scalars(
     weight_decay: float = 0.0,
     torch_epsilon: bool = False,
 ) -> torch.Tensor:
-    """The five numbers of a step, float32 [5], which kernels read from memory.
+    """Return the five numbers of a step, float32 [5], which kernels read from memory.
 
-    They are: step size with bias correction, 1 - beta1, 1 - beta2, epsilon, decay. Betas are kept
-    as what they lack to 1: float32 knows 0.001 better than 0.999.
+    They are: step size with bias correction, 1 - beta1, 1 - beta2, epsilon, decay. float32 holds
+    1 - beta more exactly than beta: 0.001 better than 0.999.
 
     Args:
-        learning_rate: of this step.
-        betas: decay of the first and of the second moment.
+        learning_rate: learning rate of this step.
+        betas: decay rates of the first and the second moment.
         epsilon: added to the root of the second moment.
-        step: counted from 1.
-        weight_decay: share learning_rate * weight_decay of the weight that is lost first (AdamW).
+        step: number of the step, from 1.
+        weight_decay: the weight first loses learning_rate * weight_decay of itself (AdamW).
         torch_epsilon: add epsilon after the bias correction, as torch.optim; fairseq: before.
     """
     correction = math.sqrt(1 - betas[1] ** step)
@@ -61,7 +61,7 @@ def scalars(
 
 
 class Adam(Operation):
-    """The new weight and moments, of one shape; they may be the memory of the old ones.
+    """One step of Adam: the new weight and moments, all of one shape, in new memory or in place.
 
     Raises:
         ValueError: codes are wanted, but the weight's format packs them.
@@ -69,20 +69,20 @@ class Adam(Operation):
 
     weight: In[Floats]  # Of any shape; [N, K] where codes are wanted.
     gradient: In[Floats]
-    first: In[Floats]  # Moment.
-    second: In[Floats]  # Moment.
-    numbers: In[Floats]  # [5], see `scalars`.
+    first: In[Floats]  # First moment.
+    second: In[Floats]  # Second moment.
+    numbers: In[Floats]  # [5], of `scalars`.
     gradient_factor: In[Floats]
-    """[1], multiplies the gradient first; NaN and infinity reach the weight."""
+    """[1], factor of the gradient; NaN and infinity reach the weight."""
     limit: Host[float] = 0.0
-    """Largest relative change of a value, for clips; 0: any (QuantConfig.clip_step)."""
+    """Largest relative change of a value, for clips (QuantConfig.clip_step); 0: unlimited."""
     new_weight: Out[Floats]
     new_first: Out[Floats]
     new_second: Out[Floats]
     rounded: Out[Weight] | None
     """Codes [P, K] of the new weight under an updated clip; `values` are not read."""
     new_clip: Out[Floats] | None
-    """[N], the largest magnitude of each new row, its clip; the memory of the clip."""
+    """[N], new clips, the largest magnitudes of the new rows; in the memory of the old clips."""
 
     def __post_init__(self):
         if self.rounded is not None and self.rounded.format.packed:
@@ -110,12 +110,12 @@ class Adam(Operation):
 
     @factor
     def lowest(self) -> float:
-        """The new value is at least the old one times this."""
+        """Smallest ratio of a new value to the old value."""
         return 1 - self.limit
 
     @factor
     def highest(self) -> float:
-        """The new value is at most the old one times this."""
+        """Largest ratio of a new value to the old value."""
         return 1 + self.limit
 
     def reference(self):
@@ -138,19 +138,19 @@ class Adam(Operation):
 
     @property
     def blocks(self) -> int:
-        """Blocks of its kernel."""
+        """Number of blocks of the kernel."""
         return -(-self.numel // RUN) if self.rounded is None else -(-self.rows // ROWS)
 
 
 class Table(Value):
-    """The operations `Adam` that one kernel runs together (see `table_of`); empty on the CPU."""
+    """The Adam operations that one kernel runs together, from `tiles_of`; empty on the CPU."""
 
     structs: Bytes  # Structs of the operations, one after another.
     tiles: Offsets  # [blocks, 2]: (operation, its tile) of each block.
 
 
 def tiles_of(counts: dict[int, int]) -> torch.Tensor:
-    """int32 [blocks, 2]: (operation, tile) of each block, from the tiles of each operation."""
+    """Return int32 [blocks, 2], (operation, tile) of each block, from operation -> tiles."""
     with torch.device("cpu"):
         found = [
             torch.stack([torch.full((count,), number), torch.arange(count)], 1)
@@ -160,15 +160,15 @@ def tiles_of(counts: dict[int, int]) -> torch.Tensor:
 
 
 class AdamSteps(Operation):
-    """Steps of many tensors in one foreign call, or in two launches.
+    """Steps of many tensors in one call to C++, or in a few launches.
 
     Raises:
         ValueError: an operation that rounds comes before one that does not.
     """
 
     steps: Host[tuple[Adam, ...]]
-    """Tensors lie at fixed addresses, unless structs and tables are written again."""
-    plain: In[Table] | None  # Steps without codes; None on the CPU, as all further tables.
+    """Tensors have fixed addresses, unless structs and tables are written again."""
+    plain: In[Table] | None  # Steps without codes; all tables are None on the CPU.
     coded: In[Table] | None  # Steps with codes; operations are numbered as in `plain`.
     shared: In[Table] | None  # Steps whose rows share one clip; a tile is a whole operation.
 
@@ -193,10 +193,10 @@ class AdamSteps(Operation):
 
 
 class GradientNorm(Operation):
-    """The norm of the gradients of many steps, before their factor."""
+    """The norm of the gradients of many steps, without `gradient_factor`."""
 
     steps: Host[tuple[Adam, ...]]
-    table: In[Table] | None  # Tiles are runs of NORM_RUN values; None on the CPU.
+    table: In[Table] | None  # A tile is a run of NORM_RUN values; None on the CPU.
     norm: Out[Floats]  # [1]
 
     def reference(self):
@@ -205,7 +205,7 @@ class GradientNorm(Operation):
 
     def cpu(self):
         squares = torch.empty(len(self.steps), dtype=torch.float64)
-        # PyTorch's sums depend on threads
+        # PyTorch's sums depend on the number of threads
         for step, square in zip(self.steps, squares.unbind(), strict=True):
             loader.call("lsq_sum_of_squares", step.gradient, step.numel, square)
         self.norm.copy_(squares.sum().sqrt())

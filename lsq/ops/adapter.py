@@ -1,9 +1,9 @@
-"""Low-rank adapters of a product (LoRA, Hu et al. 2022), which stay floats beside its codes.
+"""Low-rank adapters of a product (LoRA, Hu et al. 2022): floats beside the product's codes.
 
     hidden = dropout(x) down^T;   y = base + hidden up^T
 
 y has the epilogue of a product (lsq/ops/project.py). M rows, K inputs, N outputs, R columns of
-`hidden`: the ranks of all adapters of a product. `up` has the scaling of the adapters in it, and
+`hidden`: the ranks of all adapters of a product. `up` includes the scaling of the adapters, and
 zeros where an adapter adds nothing.
 """
 
@@ -33,11 +33,11 @@ class AdapterInput(Operation):
         return {"values": dropped(x, self.dropout)}
 
     def gradient(self, builder) -> None:
-        """Append nothing: the gradient of Adapt, which reads `values`, goes on to x."""
+        """Append nothing: Adapt, which reads `values`, appends the gradient of x."""
 
 
 class AdapterInputGradient(Operation):
-    """Accumulates into the gradient of x: that of `values` after the same dropout."""
+    """The gradient of x: that of `values` after the same dropout, plus `added`."""
 
     gradient: In[Floats]  # [M, K]
     dropout: In[Dropout] | None
@@ -55,7 +55,7 @@ class AdapterInputGradient(Operation):
 class Adapt(Operation):
     """Adds adapters to a product and applies the epilogue to the sum."""
 
-    x: In[Rows]  # [M, K], of which `values` were made.
+    x: In[Rows]  # [M, K], source of `values`.
     dropout: In[Dropout] | None
     values: In[Floats]  # [M, K]
     down: In[Floats]  # [R, K]
@@ -113,9 +113,9 @@ class Adapt(Operation):
 
 
 class AdaptGradient(Operation):
-    """The gradients of adapters, and of what they read."""
+    """The gradients of adapters and of `values`, their input."""
 
-    gradient: In[Activations]  # [M, N], of the sum before its epilogue.
+    gradient: In[Activations]  # [M, N], before the epilogue.
     values: In[Floats]  # [M, K]
     hidden: In[Floats]  # [M, R]
     down: In[Floats]  # [R, K]

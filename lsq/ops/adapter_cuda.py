@@ -34,7 +34,7 @@ def scratch_of_adapt(op: Adapt):
 def launch_adapt(op: Adapt, product):
     check_columns(VECTOR, **{"the outputs of a product with adapters": op.columns})
     end, products = op.nonlinearity or Nonlinearity(), []
-    if op.rows:  # else there may be a scale to write
+    if op.rows:  # without rows the epilogue may still write a scale
         products = [
             Product(a=op.values, b=op.down, out=op.hidden),
             Product(a=op.hidden, b=op.up, out=product),
@@ -78,11 +78,11 @@ def _check_width(columns: int) -> None:
 
 
 def _blocks(count: int) -> int:
-    """Blocks of a kernel over `count` values, a multiple of VECTOR."""
+    """Return the blocks of a kernel over `count` values, a multiple of VECTOR."""
     return -(-count // (VECTOR * THREADS))
 
 
 def _launch(name: str, count: int, *arguments, **defines: int) -> list[Launch]:
-    """A kernel over so many values; nothing for none."""
+    """Launch a kernel over `count` values; return nothing for 0 values."""
     grid = _blocks(count)
     return [launch("adapter.cu", name, *arguments, grid=grid, **defines)] if grid else []

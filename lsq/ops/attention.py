@@ -1,18 +1,18 @@
-"""Attention over packed rows, from codes (or floats) where a projection wrote them, to rows of the
-context; and keys and values of one more step of generation.
+"""Attention over packed rows: codes (or floats) of projections become rows of the context.
 
     context = dropout(softmax(q k^T / sqrt(width))) v      for each sentence and each head
 
-A matrix of queries times keys is never held: blocks of both meet, with a running maximum and sum
-(FlashAttention-2, Dao 2023). The backward pass makes the probabilities again. The reference takes
-sentence after sentence.
+The matrix of all scores is never stored: blocks of queries and keys meet, with a running maximum
+and sum (FlashAttention-2, Dao 2023). The backward pass computes the probabilities again. The
+reference takes one sentence after another. `Append` adds keys and values of one more step of
+generation.
 
-M rows of queries and S rows of keys lie sentence after sentence: sentence b has rows cu_seqlens[b]
-.. cu_seqlens[b + 1] - 1. Rows from cu_seqlens[B] on belong to no sentence: their context and their
-gradients are zeros. Head h of the queries stands in columns q.column + h * width of their tensor.
-Of G heads of queries that follow one another, all read the same head of keys and of values
-(grouped-query attention, Ainslie et al. 2023): head h reads number h // G of those, in columns
-k.column + h // G * width. N heads, T queries and S keys of one sentence, D columns of a head.
+M rows of queries and S rows of keys are packed: sentence b has the rows from cu_seqlens[b] to
+cu_seqlens[b + 1] - 1. Rows from cu_seqlens[B] on belong to no sentence: their context and their
+gradients are zeros. Head h of the queries begins in column q.column + h * width. G successive heads
+of queries share a head of keys and of values (grouped-query attention, Ainslie et al. 2023): head h
+reads the columns from k.column + h // G * width on. N heads, T queries and S keys of one sentence,
+D columns of a head.
 """
 
 from __future__ import annotations
@@ -41,30 +41,30 @@ from lsq.program.operation import Operation, Spec
 from lsq.program.values import Coded, Dropout, Rows
 
 KEYS = 2**31
-"""More than any sentence has; probabilities are numbered alike in any batch. See kKeys."""
+"""More keys than any sentence has; so dropout numbers are the same in any batch (kKeys)."""
 
 
 class Projected(Value):
-    """Queries, keys or values where a projection wrote them."""
+    """Queries, keys or values in the tensor that a projection wrote."""
 
-    rows: In[Rows]  # [M, ...]; in the gradient, with what straight-through gradients need.
-    column: int  # With which the first head begins.
+    rows: In[Rows]  # [M, ...]; in the gradient with clip, clipped bits and error.
+    column: int  # First column of the first head.
 
     columns = extent(1, "rows.tensor")
 
 
 class PositionBias(Value):
-    """Biases of scores by the distance of key and query (T5, Raffel et al. 2020)."""
+    """Biases of scores by the distance between key and query (T5, Raffel et al. 2020)."""
 
     table: In[Floats]  # [buckets, N]
     bucket: In[Indices]
-    """[2L + 1], of keys from L before to L behind a query; farther ones are as L."""
+    """[2L + 1], buckets of keys from L before to L behind a query; farther keys have that of L."""
 
     buckets = extent(0, "table")
     distances = extent(0, "bucket")
 
     def of_pairs(self, queries: int, keys: int) -> torch.Tensor:
-        """Reference: the bucket of each pair, int64 [T, S]."""
+        """Reference: the bucket of each pair of query and key, int64 [T, S]."""
         distance = torch.arange(keys) - torch.arange(keys - queries, keys)[:, None]
         limit = self.distances // 2
         return self.bucket[distance.clamp(-limit, limit) + limit]
@@ -74,13 +74,13 @@ class Heads(Value):
     """All heads of all sentences."""
 
     q: In[Projected]
-    k: In[Projected]  # In self-attention in the tensor of `q`.
+    k: In[Projected]  # In the tensor of `q` in self-attention.
     v: In[Projected]  # In the tensor of `k`.
     cu_seqlens: In[Offsets]  # [B + 1], of queries.
     key_cu_seqlens: In[Offsets]
-    """[B + 1], of keys; the longer of both goes on with sentences without a row."""
-    count: int  # N, of queries.
-    group: int = 1  # G, which divides N.
+    """[B + 1], of keys; the longer of the two goes on with empty sentences."""
+    count: int  # N, heads of queries.
+    group: int = 1  # G, a divisor of N.
     width: int  # D.
     causal: bool  # Query i of a sentence sees its keys up to i + (keys - queries).
     window: int = 0
@@ -88,7 +88,7 @@ class Heads(Value):
     bias: In[PositionBias] | None
     softmax_scale: float = 0.0  # Factor of the product of query and key; 0: D ** -0.5.
     dropout: In[Dropout] | None
-    """Of probabilities: key j of row m, head h is element (m * count + h) * KEYS + j."""
+    """Dropout of probabilities: key j of row m, head h is element (m * count + h) * KEYS + j."""
 
     @size
     def sentences(self) -> int:
@@ -97,7 +97,7 @@ class Heads(Value):
 
     @size
     def key_count(self) -> int:
-        """N / G, heads of keys and of values."""
+        """N / G, the heads of keys and of values."""
         return self.count // self.group
 
     rows = extent(0, "q.rows.tensor")  # M.
@@ -109,7 +109,7 @@ class Heads(Value):
         return found if self.bias is None else found | {"heads.bias.bucket": self.bias.buckets}
 
     def of_sentences(self) -> Iterator[Sentence]:
-        """Reference: sentence after sentence."""
+        """Reference: yield one sentence after another."""
         share = torch.tensor(self.softmax_scale or self.width**-0.5, dtype=torch.float32)
         both = self.cu_seqlens, self.key_cu_seqlens
         ends = (one[: self.sentences + 1].tolist() for one in both)
@@ -152,7 +152,7 @@ class Heads(Value):
         return self.dropout.apply(torch.ones(element.shape, dtype=torch.float32), element)
 
     def columns_of(self, one: Projected) -> slice:
-        """Columns of all heads."""
+        """Return the columns of all heads."""
         count = self.count if one is self.q else self.key_count
         return slice(one.column, one.column + count * self.width)
 
@@ -161,7 +161,7 @@ class Heads(Value):
         return rows.unflatten(1, (-1, self.width)).transpose(0, 1)
 
     def of_keys(self, each: torch.Tensor) -> torch.Tensor:
-        """Gradients [N, S, D], summed for the heads of keys [N / G, S, D]."""
+        """Sum gradients [N, S, D] of heads of queries over groups: [N / G, S, D]."""
         return each.unflatten(0, (self.key_count, self.group)).sum(dim=1)
 
 
@@ -181,20 +181,20 @@ class Sentence:
     v: torch.Tensor
     scores: torch.Tensor  # [N, T, S], -infinity where a key is not seen.
     hidden: torch.Tensor  # bool [T, S]
-    mask: torch.Tensor | None  # [N, T, S], what dropout multiplies by.
-    pairs: torch.Tensor | None  # int64 [T, S], of each pair the bucket of its bias.
-    q_factor: torch.Tensor | float  # Factor of dscores @ k in dq.
+    mask: torch.Tensor | None  # [N, T, S], factors of dropout.
+    pairs: torch.Tensor | None  # int64 [T, S], the bucket of each pair's bias.
+    q_factor: torch.Tensor | float  # dq = dscores @ k * q_factor.
     k_factor: torch.Tensor | float
     v_scale: torch.Tensor | float
 
     @property
     def probabilities(self) -> torch.Tensor:
-        """[N, T, S], 0 for a query that sees nothing."""
+        """[N, T, S]; 0 for a query that sees no key."""
         return torch.where(self.hidden.all(dim=1)[:, None], 0.0, self.scores.softmax(dim=2))
 
     @property
     def log_sum(self) -> torch.Tensor:
-        """[N, T], NaN with the probabilities."""
+        """[N, T]; NaN where a probability is NaN."""
         return torch.where(
             self.probabilities.isnan().any(dim=2), math.nan, self.scores.logsumexp(dim=2)
         )
@@ -204,7 +204,7 @@ class Sentence:
 
 
 class Attention(Operation):
-    """Context rows [M, N * D]; 0 for queries that see no key, and behind all sentences."""
+    """Context rows [M, N * D]; 0 for queries that see no key, and for rows behind all sentences."""
 
     heads: In[Heads]
     out: Out[Activations] | None  # [M, N * D]
@@ -242,9 +242,9 @@ class Attention(Operation):
 
 
 class AttentionGradient(Operation):
-    """The gradients of the tensors in which queries, and keys and values, stand.
+    """The gradients of the tensors that hold queries, keys and values.
 
-    Queries fill one tensor, keys and values another; or one has all, and its gradient is `dq`.
+    Queries fill one tensor, keys and values another. Or one tensor holds all: its gradient is `dq`.
     """
 
     dcontext: In[Activations]  # [M, N * D]
@@ -259,7 +259,7 @@ class AttentionGradient(Operation):
 
     @property
     def sides(self) -> list[tuple[Projected, int, SummedGradient]]:
-        """For each tensor: what stands in it, its rows, its gradient."""
+        """(heads, rows, gradient) of each tensor."""
         heads = self.heads
         found = [(heads.q, heads.rows, self.dq), (heads.k, heads.key_rows, self.dkv)]
         return found[:1] if self.dkv is None else found
@@ -289,7 +289,7 @@ class AttentionGradient(Operation):
         return {"dq": found[0], "dkv": found[-1], "dbias": dbias}
 
     def cpu_scratch(self) -> list[Spec]:
-        """Gradients whose rows wait for the other heads before they are rounded."""
+        """Return memory for gradients whose rows are rounded once all heads have added to them."""
         return [
             ((rows, one.columns), torch.float32)
             for one, rows, end in self.sides
@@ -305,7 +305,7 @@ class AttentionGradient(Operation):
 
 
 class Append(Operation):
-    """B sentences of P rows each, with one more row in each: codes, or floats in float mode."""
+    """B sentences of P rows, with one more row behind each: codes, or floats in float mode."""
 
     before: In[Codes] | None  # [B * P, W]
     now: In[Codes] | None  # [B, W]

@@ -11,9 +11,9 @@ from lsq.ops.sums_cuda import KernelSums, finish, gradient_sums
 from lsq.program.cuda import kernel_sums, launches, scratch_of
 from lsq.program.operation import Spec
 
-WIDEST = 128  # Columns of a head, at most.
+WIDEST = 128  # Most columns of a head.
 
-TILE = 64  # Queries or keys that a block takes at a time, at most.
+TILE = 64  # Most queries or keys that a block takes at a time.
 
 
 @launches.register(Attention)
@@ -38,8 +38,8 @@ def sums_of_attention_gradient(op: AttentionGradient) -> list[KernelSums]:
 
 @scratch_of.register(AttentionGradient)
 def scratch_of_attention_gradient(op: AttentionGradient) -> list[Spec]:
-    """Sums of each row's weighted probabilities; for each tensor, gradients and sums over them in
-    float32; what blocks add to the gradient of biases."""
+    """Return memory for sums of each row's weighted probabilities; each tensor's gradient in
+    float32 and its sums over rows; the blocks' parts of the gradient of biases."""
     found = [((op.heads.rows, op.heads.count), torch.float32)]
     found += [((rows, one.columns), torch.float32) for one, rows, _ in op.sides]
     found += [spec for sums in kernel_sums(op) for spec in sums.scratch]
@@ -83,7 +83,7 @@ def launch_attention_gradient(op: AttentionGradient, sums, *scratch):
     ends = zip(op.sides, kernel_sums(op), gradients, strict=True)
     for keys, ((one, _, end), sums_over_rows, gradient) in enumerate(ends):
         partial = sums_over_rows.take(left)
-        rounding = launch(  # from float32 to what is wanted, a row at a time
+        rounding = launch(  # from float32 to floats or codes, a row at a time
             "attention_rows.cu",
             "lsq_attention_gradient_rows",
             op,
@@ -100,14 +100,14 @@ def launch_attention_gradient(op: AttentionGradient, sums, *scratch):
 
 
 def _blocks(heads: Heads, rows: int, tile: int, count: int) -> tuple[int, int]:
-    """Grid: blocks of rows (csrc/cuda/attention.cuh) and heads."""
+    """Return the grid: blocks of rows (csrc/cuda/attention.cuh) and heads."""
     return rows // tile + heads.sentences + 1, count
 
 
 def tile_rows(heads: Heads, *floats: torch.Tensor) -> int:
-    """Queries or keys that a block takes at a time: as many as shared memory has room for.
+    """Return how many queries or keys a block takes at a time: as many as fit into shared memory.
 
-    `floats`: activations that are read beside the heads.
+    `floats`: activations that the kernel reads beside the heads.
     """
     check_width(heads.width)
     wide = any(one.dtype == torch.float32 for one in (*_floats(heads), *floats))
@@ -123,13 +123,13 @@ def check_width(width: int) -> None:
 
 
 def threads(rows: int) -> int:
-    """Threads of a block: a warp for 16 rows of its tile."""
+    """Return the threads of a block: a warp for 16 rows of its tile."""
     return 2 * rows
 
 
 def shared_bytes(heads: Heads, rows: int, dtype: torch.dtype) -> int:
-    """Bytes of a gradient block: tiles of queries, keys, values, their context's gradient in
-    `dtype` and two of pairs, as bfloat16 parts, rows 16 bytes apart (attention_gradient.cu)."""
+    """Return a gradient block's shared memory in bytes: tiles of queries, keys, values, their
+    context's gradient in `dtype`, and two of pairs, as bfloat16 parts, with rows 16 bytes apart."""
     single = dtype == torch.float32
     of_float, of_pair = (3, 3) if single else (1, 2)
     operands = 3 * (of_float if _floats(heads) else 1) + of_float
@@ -137,12 +137,12 @@ def shared_bytes(heads: Heads, rows: int, dtype: torch.dtype) -> int:
 
 
 def _floats(heads: Heads) -> list[torch.Tensor]:
-    """Queries, keys and values that are floats."""
+    """Return queries, keys and values that are floats."""
     return [one.rows.floats for one in (heads.q, heads.k, heads.v) if one.rows.floats is not None]
 
 
 def _defines(heads: Heads, tile: int, *floats: torch.Tensor | None) -> dict[str, int]:
-    """-D of a kernel on tiles."""
+    """Return the -D definitions of a kernel on tiles."""
     among = _floats(heads)
     check(
         len(among) in (0, 3),
@@ -157,7 +157,7 @@ def _defines(heads: Heads, tile: int, *floats: torch.Tensor | None) -> dict[str,
     return defines | (float_define(*found) if found else {})
 
 
-WORD = 16  # Bytes that a thread of lsq_append copies at once, if rows have whole words.
+WORD = 16  # Bytes that a thread of lsq_append copies at once, if rows are whole words.
 
 
 @launches.register(Append)

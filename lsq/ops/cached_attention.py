@@ -1,10 +1,10 @@
-"""Attention of one query a row to keys and values that are kept as codes: for decoding.
+"""Attention of one query in each row to cached codes of keys and values, for decoding.
 
     context = softmax(q k^T / sqrt(width)) v
 
-A row finds its keys by a list of positions in the cache: hypotheses share the keys of a common
-beginning, going on from another one copies a list, and rows of a sentence share the list of its
-source. R rows, N heads, D columns of a head, H = N * D, L lists, C positions of a list at most.
+A list of positions in the cache gives the keys of a row. Hypotheses share the keys of a common
+beginning, a continued hypothesis copies its list, and the rows of a sentence share the list of its
+source. R rows, N heads, D columns of a head, H = N * D, L lists, at most C positions in a list.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from lsq.program.values import Coded
 
 
 class CachedAttention(Operation):
-    """Context rows [R, H]. A row whose list is empty gets 0."""
+    """Context rows [R, H]; a row with an empty list gets 0."""
 
     queries: In[Coded]  # [R, H], or with `appends` [R, 3H]: queries, keys and values.
-    cache: Out[Codes]  # [positions, 2H]: keys and values. Read, and written where `appends`.
+    cache: Out[Codes]  # [positions, 2H]: keys and values. Read, and written if `appends`.
     cache_scale: In[Floats]  # [1]
     lists: In[Indices]  # [L, C], positions in the cache, in any order.
-    lengths: In[Indices]  # Of each list: [L], or more.
-    owned: In[Indices]  # [R], the list that each row has.
+    lengths: In[Indices]  # Length of each list: [L], or more.
+    owned: In[Indices]  # [R], the list of each row.
     appends: bool
     """Each row first writes its key and value at the last position of its own list."""
     heads: int  # N.
-    context: Out[Coded]  # [R, H], without bits or errors for a backward pass.
+    context: Out[Coded]  # [R, H], without `clipped` and `error`.
 
     rows = extent(0, "queries.codes")
     query_columns = extent(1, "queries.codes")

@@ -8,17 +8,17 @@ from lsq.ops.cached_attention import CachedAttention
 from lsq.ops.launches import started
 from lsq.program.cuda import launches, scratch_of
 
-THREADS = 128  # Of a block, which has a head of a row.
+THREADS = 128  # Threads of a block, which computes a head of a row.
 
-BLOCKS = 512  # Blocks that keep a GPU busy; with fewer heads of rows several share a list.
+BLOCKS = 512  # Blocks that keep a GPU busy; if rows * heads are fewer, several share a list.
 
-LEAST = 256  # Keys for which another block is worth its while.
+LEAST = 256  # Fewest keys for which another block pays.
 
-STATE = 4  # Floats beside the context that a block leaves for others.
+STATE = 4  # Floats that a block leaves beside its part of the context.
 
 
 def _parts(op: CachedAttention) -> int:
-    """Blocks that share a list, at most; only the GPU knows its length."""
+    """Return the most blocks that share a list; only the GPU knows a list's length."""
     fewer = BLOCKS // max(1, op.rows * op.heads)
     return max(1, min(fewer, -(-op.capacity // LEAST)))
 

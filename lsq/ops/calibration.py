@@ -1,4 +1,4 @@
-"""Measuring clips where tensors lie. R rows, N values in each."""
+"""Measurement of clips on the device of a tensor. R rows, N values in each."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from lsq.quant.numbers import INTEGERS, Grain, ScaledFormat
 class LeastErrorClip(Operation):
     """The clip of least squared rounding error of each row (lsq.quant.octav_clip), in one launch.
 
-    CPU and CUDA make the same bits: same candidates, same order of sums. `clip` may be `before`.
+    CPU and CUDA compute the same bits: equal candidates, equal order. `clip` may be `before`.
     """
 
     x: In[Activations]  # [R, N], N at least 1; or [N, R]. NaN and infinity count as 0.
     by_columns: bool = False
-    """x is [N, R], with N so small that `stride` is 1."""
+    """Whether x is [N, R]; then N is so small that `stride` is 1."""
     bits: Host[int] = 8  # Bits of the codes, 2 to 8.
-    before: In[Floats] | None  # [R], earlier clips, near which the search begins.
-    clip: Out[Floats]  # [R], at least SMALLEST_CLIP; of zeros: the mean of others.
-    unusable: Out[Indices]  # [R], how many values are NaN or infinite.
+    before: In[Floats] | None  # [R], earlier clips; the search begins near them.
+    clip: Out[Floats]  # [R], at least SMALLEST_CLIP; a row of zeros gets the others' mean.
+    unusable: Out[Indices]  # [R], number of values that are NaN or infinite.
 
     @size
     def rows(self) -> int:
@@ -42,22 +42,22 @@ class LeastErrorClip(Operation):
 
     @size
     def stride(self) -> int:
-        """Every how many-th value of a row is looked at."""
+        """Distance between the values of a row that are read."""
         return quant.sample_stride(self.columns)
 
     @size
     def sampled(self) -> int:
-        """Values of a row that are looked at."""
+        """Number of values of a row that are read."""
         return -(-self.columns // self.stride)
 
     @factor
     def largest(self) -> float:
-        """Code."""
+        """The largest code."""
         return float(quant.maximum_code(self.bits))
 
     @factor
     def smallest(self) -> float:
-        """Clip."""
+        """The smallest clip."""
         return quant.SMALLEST_CLIP
 
     def reference(self):
@@ -71,12 +71,12 @@ class LeastErrorClip(Operation):
 class Calibration:
     """Measures clips, one tensor after another, on a backend.
 
-    Under "mse" nothing waits: `finish` names tensors with values that are not finite.
+    "mse" does not wait for the device: `finish` names tensors with NaN or infinity.
     """
 
     def __init__(self, target: Backend):
         self._target = target
-        self.written: dict[str, torch.Tensor] = {}  # Clips by names.
+        self.written: dict[str, torch.Tensor] = {}  # Name -> clip.
         self._measured: list[tuple[str, torch.Tensor, int]] = []
 
     @torch.no_grad()
@@ -95,10 +95,10 @@ class Calibration:
         """Write the clip of x into `clip`, float32 [1] or [R]; see lsq.quant.calibrate.
 
         Args:
-            name: of x, for errors.
-            form: what x will be rounded to.
-            again: whether `clip` holds an earlier one, near which "mse" searches.
-            lenient: whether values that are not finite count for nothing, and are no error.
+            name: name of x in errors.
+            form: format to which x will be rounded.
+            again: whether `clip` holds an earlier clip, near which "mse" searches.
+            lenient: whether NaN and infinity count as 0 instead of being errors.
 
         Raises:
             ValueError: as lsq.quant.calibrate, but "mse" leaves NaN and infinity to `finish`.
@@ -107,7 +107,7 @@ class Calibration:
             if method != "mse":
                 values = x.nan_to_num(0.0, 0.0, 0.0) if lenient else x
                 found = quant.calibrate(values, method, 8, **options)
-                clip.data.copy_(found)  # no change that a backward pass would refuse
+                clip.data.copy_(found)  # a counted change would make a backward pass fail
                 return
             quant.check_not_empty(x)
         unusable = self._least_error_clip(x, clip, form, again, bool(options.get("per_channel")))
@@ -122,7 +122,7 @@ class Calibration:
         again: bool,
         per_row: bool,
     ) -> torch.Tensor:
-        """Write it; how many values of each row are not finite."""
+        """Write the clip; return how many values are not finite, in all or of each row."""
         bits = integer_bits(form)
         if bits is None:
             rows = x.detach().float().reshape(-1, x.shape[-1]).contiguous()
@@ -148,10 +148,10 @@ class Calibration:
         return unusable
 
     def finish(self) -> None:
-        """Wait once for all that was measured since the last time.
+        """Wait once for everything measured since the last call.
 
         Raises:
-            ValueError: a tensor held NaN or infinity; the first one is named.
+            ValueError: a tensor held NaN or infinity; the first is named.
         """
         measured, self._measured = self._measured, []
         if not measured:
@@ -164,7 +164,7 @@ class Calibration:
 
 
 def integer_bits(form: Format | ScaledFormat) -> int | None:
-    """Width of integers that share a scale as they share a clip; None: anything else."""
+    """Return the bits of integers that share a scale as they share a clip, or None."""
     if isinstance(form, Format):
         return form.bits
     plain = form.grain.columns is None and form.scales.fine
@@ -173,7 +173,7 @@ def integer_bits(form: Format | ScaledFormat) -> int | None:
 
 @contextlib.contextmanager
 def _naming(tensor: str) -> Iterator[None]:
-    """Put the name of a tensor in front of a ValueError."""
+    """Begin the message of a ValueError with the name of a tensor."""
     try:
         yield
     except ValueError as error:
@@ -181,14 +181,14 @@ def _naming(tensor: str) -> Iterator[None]:
 
 
 FIRST, LEAST, TRIED, NEAR = 1.0, -6.0, 15, 9
-"""Largest magnitude times 15 powers of two from FIRST to LEAST; then 9 around the best."""
-SAMPLE = 65536  # Values, about, of a tensor with one clip: whole rows.
+"""Candidates: largest magnitude times 15 powers of two, FIRST to LEAST; then 9 near the best."""
+SAMPLE = 65536  # Values read of a tensor with one clip, roughly: whole rows are read.
 
 
 def least_error_clip(
     form: ScaledFormat, x: torch.Tensor, target: Backend, *, per_row: bool
 ) -> torch.Tensor:
-    """Clips float32 [R], or [1], of least error of finite float32 x [R, N], rounded on a backend.
+    """Return the clips float32 [R] or [1] of least error of finite float32 x [R, N], with `target`.
 
     Clips above the largest magnitude pay for formats that are coarse at their upper end.
     """

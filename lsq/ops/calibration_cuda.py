@@ -7,11 +7,11 @@ from lsq.ops.calibration import LeastErrorClip
 from lsq.program.cuda import launches, scratch_of
 
 RUN, TOGETHER = 512, 11
-"""Values that one warp sums, clips that are tried together (csrc/cuda/calibration.cu)."""
+"""Values that one warp sums; clips that are tried together (csrc/cuda/calibration.cu)."""
 
-MOST_WARPS = 16  # Of a block.
+MOST_WARPS = 16  # Most warps of a block.
 
-HELD = 8192  # Values of a row in shared memory; more lie in scratch memory.
+HELD = 8192  # Most values of a row in shared memory; longer rows use scratch memory.
 
 
 @scratch_of.register(LeastErrorClip)

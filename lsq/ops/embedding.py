@@ -1,6 +1,6 @@
-"""Embedding: x = dropout(scale * weight[token] + table[position]), and its gradient.
+"""Embedding, and its gradient: x = dropout(scale * weight[token] + table[position]).
 
-M tokens, V words, P positions, H hidden. Rows of the padding token are zeros without gradient.
+M tokens, V words, P positions, H hidden. The padding token's rows are zeros and have no gradient.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from lsq.program.values import Dropout, dropped
 
 
 class Embed(Operation):
-    """x [M, H] of the tokens of a batch."""
+    """The embeddings x [M, H] of the tokens of a batch."""
 
     tokens: In[Indices]  # [M]
-    positions: In[Indices]  # [M], rows of the table of positions.
+    positions: In[Indices]  # [M], rows of `table`.
     weight: In[Floats]  # [V, H]
     table: In[Floats]  # [P, H]
     scale: float
-    padding: int  # The token whose rows are zeros, without gradient.
+    padding: int  # The padding token.
     dropout: In[Dropout] | None
-    learned: bool  # Whether the table of positions gets a gradient.
+    learned: bool  # Whether `table` gets a gradient.
     x: Out[Activations]  # [M, H]
 
     rows = extent(0, "tokens")
@@ -54,7 +54,7 @@ class Embed(Operation):
 
 
 class EmbedGradient(Operation):
-    """The gradients of both tables; the CPU adds up occurrences of a word in the order of rows."""
+    """The gradients of both tables; the CPU adds up occurrences of a word in order of rows."""
 
     gradient: In[Activations]  # [M, H], of x.
     tokens: In[Indices]  # [M]

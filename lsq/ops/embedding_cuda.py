@@ -16,9 +16,9 @@ from lsq.ops.launches import zero
 from lsq.program.cuda import launches, scratch_of
 from lsq.program.operation import Operation, Spec
 
-WINDOW = 16  # Occurrences of words that are summed apart: kWindow of embedding.cu.
+WINDOW = 16  # Occurrences of words in one partial sum: kWindow of embedding.cu.
 
-SPLITS = 32  # Parts in which the occurrences before another are counted.
+SPLITS = 32  # Parts in which the earlier occurrences of a word are counted.
 
 
 @launches.register(Embed)
@@ -49,8 +49,8 @@ def launch_embed_gradient(op: EmbedGradient, before, ordered, partial):
 
 
 def scatter_scratch(count: int, columns: int) -> list[Spec]:
-    """Of `scatter_launches`, for `count` rows: how many stand before each occurrence, by parts;
-    sorted occurrences; sums of words cut by windows."""
+    """Return the scratch memory of `scatter_launches` for `count` rows: earlier occurrences in each
+    part, sorted occurrences, and sums of words that windows cut."""
     return [
         ((min(SPLITS, _blocks(count)), count), torch.int32),
         ((2, count), torch.int32),
@@ -67,7 +67,7 @@ def scatter_launches(
     tables: int,
     **defines: int,
 ) -> list[Launch]:
-    """Sums of rows by word, written to each of the tables of `op` (embedding.cu)."""
+    """Return the launches that sum rows by word into each of the tables of `op` (embedding.cu)."""
     count, columns = op.rows, op.columns
     check(
         count < 2**31,

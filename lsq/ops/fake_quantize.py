@@ -2,11 +2,11 @@
 
     out = decode(encode(clamp(x, -clip, clip)))
 
-The gradient goes straight through within the clip, and what lies outside goes to the clip (PACT,
-Choi et al. 2018, arXiv:1805.06085). With one scale per clip, scale = clip / largest value. Finer
-formats measure a scale per block in every pass, from the largest magnitude within the clip; where
-scales are multiples of one scale for the tensor, the clip gives that one. So values of a row depend
-on no other rows, unless blocks have several. M rows, N columns.
+The gradient goes straight through inside the clip; outside, it goes to the clip (PACT, Choi et al.
+2018, arXiv:1805.06085). With one scale per clip, scale = clip / largest value. Finer formats
+measure a scale per block in every pass, from the block's largest magnitude inside the clip. If
+scales are multiples of one scale for the tensor, the clip gives that scale. So values of a row
+depend on other rows only if blocks have several rows. M rows, N columns.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from lsq.quant.tables import lookup
 
 STORED = {torch.float32: 0, torch.bfloat16: 1}
 POWER, MULTIPLIED = 2, 3
-"""Kinds of stored scales beside dtypes: powers of two, multiples of another scale."""
+"""Numbers of stored scales beside dtypes: powers of two, multiples of another scale."""
 
 
 class FakeQuantize(Operation):
-    """Values [M, N] that are all in a format."""
+    """x [M, N], rounded to the values of a format."""
 
     x: In[Activations]  # [M, N]
     clip: In[Floats] | None  # [1], or [M] of a weight; None: nothing is clipped.
     out: Out[Activations]
-    """[M, N]; NaN where x is, and in all that shares a measured scale with NaN or infinity."""
-    clipped: Out[Bits] | None  # |x| > clip, of one clip; for a backward pass.
+    """[M, N]; NaN where x is, and where NaN or infinity enters a measured scale."""
+    clipped: Out[Bits] | None  # |x| > clip, under one clip; for a backward pass.
     coded: Out[GroupedCodes] | None
-    """`out` as int8 codes with a scale for each block of each row; CPU only."""
+    """`out` as int8 codes with a scale for each block of each row; on the CPU only."""
     form: Host[ScaledFormat]
-    given: bool = False  # Whether scales are those of the clips; else they are measured.
+    given: bool = False  # Whether clips give the scales; else scales are measured.
 
     rows = extent(0, "x")
     columns = extent(1, "x")
@@ -65,29 +65,29 @@ class FakeQuantize(Operation):
 
     @size
     def each_row(self) -> bool:
-        """Scales are multiples of one scale for each row of them; else of one for all."""
+        """Whether each row of scales has its own scale to multiply; else one for all."""
         return self.stored == MULTIPLIED and self.form.scales.grain.rows == 1
 
     @size
     def levels(self) -> int:
-        """Address of a lsq.quant.tables.lookup."""
+        """Address of the lookup table (lsq.quant.tables.lookup) of the number format."""
         return lookup(self.form.number, self.x.device).data_ptr()
 
     @size
     def multipliers(self) -> int:
-        """Address of the lookup table of scales that are multiples."""
+        """Address of the lookup table of scales that are multiples; 0 for other scales."""
         if self.stored != MULTIPLIED:
             return 0
         return lookup(self.form.scales.number, self.x.device).data_ptr()
 
     @factor
     def largest(self) -> float:
-        """Value of the format."""
+        """The largest value of the format."""
         return self.form.number.largest
 
     @factor
     def whole(self) -> float:
-        """Codes are values over their scale, times this."""
+        """Factor that makes the format's values whole: code = value / scale * whole."""
         return 0.0 if self.coded is None else float(whole_factor(self.form.number))
 
     @factor
@@ -119,14 +119,14 @@ class FakeQuantize(Operation):
         return {"out": values, "clipped": clipped, "coded": coded}
 
     def _codes(self, levels, scale, missing) -> dict[str, torch.Tensor]:
-        """Codes [M, N], and scales of blocks of each row [M, G]."""
+        """Return codes [M, N] and the scales of the blocks of each row [M, G]."""
         of_blocks = scale[:, :: self.block_columns] / self.whole
         if self.given:
             of_blocks = of_blocks.masked_fill(missing.any(1, keepdim=True), torch.nan)
         return {"codes": (levels * self.whole).to(torch.int8), "scale": of_blocks}
 
     def _as_stored(self, scales: torch.Tensor) -> torch.Tensor:
-        """Scales [down, across] after they were stored."""
+        """Return scales [down, across] after storing and reading them."""
         stored = self.form.scales
         if self.clips == 1 and self.stored == MULTIPLIED and not self.each_row:
             return stored.decode(stored.encode(scales, self.clip / self.form.number.largest))
@@ -155,12 +155,12 @@ class FakeQuantize(Operation):
 
 
 class FakeQuantizeGradient(Operation):
-    """The gradient of x from that of its values; the end of x's product is undone, too."""
+    """The gradient of x; it also undoes the epilogue of the product that made x."""
 
     gradient: In[Activations]  # [M, N]
     out: In[Activations]  # [M, N], the values.
     clipped: In[Bits]
-    nonlinearity: In[Nonlinearity] | None  # Epilogue of the product that made x.
+    nonlinearity: In[Nonlinearity] | None  # Of the product that made x.
     added: In[Activations] | None  # [M, N], another gradient of x.
     dx: Out[Activations] | None  # [M, N]
     sum: Out[Floats] | None  # [N], over rows: the gradient of a bias.
@@ -180,7 +180,7 @@ class FakeQuantizeGradient(Operation):
 
 
 class RoundAtRandom(Operation):
-    """A gradient [M, N] as integers times a scale for each row, rounded at random, unbiased."""
+    """A gradient [M, N] as integers times a scale for each row, rounded at random without bias."""
 
     x: In[Activations]  # [M, N]
     key: In[Key]  # [1]
@@ -193,7 +193,7 @@ class RoundAtRandom(Operation):
 
     @factor
     def largest(self) -> float:
-        """Q."""
+        """Q, the largest code."""
         return float(self.form.largest)
 
     def reference(self):
@@ -205,7 +205,7 @@ class RoundAtRandom(Operation):
 
 
 def decode_weight(weight: Weight) -> FakeQuantize:
-    """The operation that writes the decoded values [N, K] of a weight."""
+    """Return the operation that writes the decoded values [N, K] of a weight."""
     return FakeQuantize(
         x=weight.values_by_rows.contiguous(),
         clip=weight.clip,
@@ -216,7 +216,7 @@ def decode_weight(weight: Weight) -> FakeQuantize:
 
 
 def pack_weight(weight: Weight, run: Callable[[Operation], None]) -> None:
-    """Write weight.grouped, of values and clip, on the CPU; `run` runs an operation there."""
+    """Write weight.grouped from values and clip, on the CPU; `run` runs an operation there."""
     rows, columns = shape = weight.values_by_rows.shape
     decoded = torch.empty(shape, dtype=torch.float32)
     encoding = decode_weight(dataclasses.replace(weight, decoded=decoded))
@@ -229,7 +229,7 @@ def pack_weight(weight: Weight, run: Callable[[Operation], None]) -> None:
 
 
 def fake_gradient(builder, gradient, form: Format | ScaledFormat | None):
-    """A product's gradient in a Format, rounded at random, or in a ScaledFormat, to the nearest."""
+    """Round a product's gradient: at random to a Format, to the nearest value to a ScaledFormat."""
     if form is None:
         return gradient
     out = builder.like(gradient.name + ".decoded", gradient)
@@ -242,7 +242,7 @@ def fake_gradient(builder, gradient, form: Format | ScaledFormat | None):
 
 
 def largest_magnitudes(x: torch.Tensor, grain: Grain) -> torch.Tensor:
-    """The largest magnitude of each block of x [M, N]; NaN where a value is not finite."""
+    """Return the largest magnitude of each block of x [M, N]; NaN where a value is not finite."""
     shape = tuple(x.shape)
     blocks, _ = grain.split(x)
     largest = blocks.abs().amax(1).view(grain.grid(shape))

@@ -12,7 +12,8 @@ from lsq.program.cuda import launches, scratch_of
 
 
 def _measured(op: FakeQuantize) -> tuple[int, int]:
-    """How many largest magnitudes a GPU finds before: of blocks; of rows of blocks, or of all."""
+    """Return how many largest magnitudes a GPU finds first: (of blocks, of their rows or of
+    all)."""
     down, across = op.form.grain.grid((op.rows, op.columns))
     blocks, tops = 0 if op.given else down * across, 0
     if op.stored == MULTIPLIED and (op.each_row or op.clips != 1):

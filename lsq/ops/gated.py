@@ -3,8 +3,8 @@
     result = dropout(activation(gate) * up)   as floats, or rounded once, under a clip or by row
 
 (Gated linear units, Dauphin et al. 2017; with SiLU or GELU: SwiGLU and GEGLU, Shazeer 2020.) Gate
-and up are codes, each under its own clip, and the backward pass needs nothing else
-(docs/numbers.md). M rows, F columns, a multiple of 8 where anything is rounded.
+and up are codes, each under its own clip. The backward pass needs nothing else (docs/numbers.md). M
+rows, F columns, a multiple of 8 where the result is rounded.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from lsq.program.values import Coded, Dropout, Rows, dropped
 
 
 class Gated(Operation):
-    """dropout(activation(gate) * up) [M, F].
+    """The operation dropout(activation(gate) * up) [M, F].
 
     Raises:
-        ValueError: one of gate and up is rounded, the other is not.
+        ValueError: gate is rounded and up is not, or the reverse.
     """
 
     gate: In[Rows]  # [M, F]
@@ -65,9 +65,9 @@ class Gated(Operation):
 
 
 class GatedGradient(Operation):
-    """The gradients of gate and up, each with the straight-through mask of its own rounding."""
+    """The gradients of gate and up, each under the straight-through mask of its own rounding."""
 
-    gradient: In[Activations]  # [M, F], before the rounding; either dtype, on the CPU too.
+    gradient: In[Activations]  # [M, F], before the rounding; float32 or bfloat16 on every device.
     gate: In[Rows]  # [M, F]
     up: In[Rows]  # [M, F]
     activation: Activation

@@ -10,7 +10,7 @@ from lsq.ops.launches import check_columns, started
 from lsq.ops.sums_cuda import KernelSums, gradient_sums
 from lsq.program.cuda import kernel_sums, launches
 
-VECTORS = 2  # Vectors of 8 values that a thread of lsq_gated makes.
+VECTORS = 2  # Vectors of 8 values that a thread of lsq_gated computes.
 
 
 @launches.register(Gated)
@@ -59,7 +59,7 @@ def launch_gated_gradient(op: GatedGradient, *scratch):
 
 
 def _defines(op: Gated | GatedGradient, *floats: torch.Tensor | None) -> dict[str, int]:
-    """-D of its kernel."""
+    """Return the -D definitions of the kernel."""
     found = [one for one in (op.gate.floats, op.up.floats, *floats) if one is not None]
     defines = float_define(*found) if found else {"FLOAT": FLOATS[torch.float32]}
     return {"ACTIVATION": int(op.activation), "CODED": int(op.gate.coded is not None), **defines}

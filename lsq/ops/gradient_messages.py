@@ -1,13 +1,13 @@
 """Gradients as messages of int8 codes, their sums, and back: the steps of a quantised all-reduce.
 
-A bucket of v values is cut into S shards of L values each; values beyond v are zeros. A shard is a
-message of M bytes: codes, bfloat16 scales [B], zeros up to a multiple of 16 bytes. Blocks start
-anew in each shard, and the last may be short.
+A bucket of v values is cut into S shards of L values each, with zeros behind the v values. A shard
+is a message of M bytes: codes, bfloat16 scales [B], zeros up to a multiple of 16 bytes. Each shard
+begins a block, and its last block may be short.
 
 The largest magnitude of a block gives its scale (arithmetic.gradient_scale): 0 where it vanishes,
-NaN where a value is not finite. It is rounded up to a bfloat16. Codes are the nearest ones, half to
-even. Sums are float32 sums in order of the products code * scale, each rounded before it is added:
-all devices and processes compute the same bits.
+NaN where a value is not finite. The scale is rounded up to a bfloat16. Codes are rounded to the
+nearest, half to even. Sums add the products code * scale in order in float32, each product rounded
+first: all devices and processes compute the same bits.
 
 N messages, R rows or copies that are added up.
 """
@@ -24,7 +24,7 @@ from lsq.program.operation import Operation
 from lsq.quant import GRADIENT, arithmetic
 
 SHARD_MULTIPLE = 32
-"""Shards are multiples of so many values: the smallest block, aligned in every dtype."""
+"""A shard has a multiple of this many values: the smallest block, aligned in every dtype."""
 BLOCKS = (32, 64, 128, 256, 512, 1024)
 _MESSAGE_MULTIPLE = 16
 _SCALE_BYTES = torch.bfloat16.itemsize
@@ -61,14 +61,14 @@ class MessageLayout:
 
     @classmethod
     def for_values(cls, values: int, shards: int, *, block: int = 128) -> MessageLayout:
-        """The layout with the shortest shards that hold `values` values."""
+        """Return the layout with the shortest shards that hold `values` values."""
         needed = -(-values // max(1, shards))
         length = -(-needed // SHARD_MULTIPLE) * SHARD_MULTIPLE
         return cls(values=values, shards=shards, length=length, block=block)
 
     @property
     def blocks(self) -> int:
-        """B: blocks of a shard."""
+        """B, the blocks of a shard."""
         return -(-self.length // self.block)
 
     @property
@@ -78,18 +78,18 @@ class MessageLayout:
         return -(-used // _MESSAGE_MULTIPLE) * _MESSAGE_MULTIPLE
 
     def codes(self, messages: torch.Tensor) -> torch.Tensor:
-        """The codes of messages uint8 [..., M]: a view, int8 [..., L]."""
+        """Return the codes of messages uint8 [..., M] as a view, int8 [..., L]."""
         return messages[..., : self.length].view(torch.int8)
 
     def scales(self, messages: torch.Tensor) -> torch.Tensor:
-        """The scales of messages uint8 [..., M]: a view, bfloat16 [..., B]; NaN: not finite."""
+        """Return a view of the scales of messages uint8 [..., M]: bfloat16 [..., B], maybe NaN."""
         return messages[..., self.length : self.length + _SCALE_BYTES * self.blocks].view(
             torch.bfloat16
         )
 
 
 class Messages(Value):
-    """Messages of gradients. A layout of several shards tells of the messages of each."""
+    """Messages of gradients; `layout` describes the messages of each shard."""
 
     layout: Host[MessageLayout]
     data: Bytes  # [..., M]
@@ -101,7 +101,7 @@ class Messages(Value):
 
     @size
     def block(self) -> int:
-        """Values that share a scale."""
+        """Number of values that share a scale."""
         return self.layout.block
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
@@ -115,7 +115,7 @@ class Messages(Value):
         shape = shards, layout.message_bytes
         messages = torch.zeros(shape, dtype=torch.uint8, device=values.device)
         layout.codes(messages).copy_(codes.to(torch.int8))
-        # Bits, not values: PyTorch has several NaNs in bfloat16.
+        # Copy bits: PyTorch converts NaN to one of several NaNs of bfloat16.
         layout.scales(messages).view(torch.int16).copy_(scale.view(torch.int32) >> 16)
         return messages
 
@@ -153,10 +153,10 @@ class PackGradients(Operation):
 
 
 class SumMessages(Operation):
-    """The sum of N messages of one shard times a factor, rounded anew, in the same layout."""
+    """The sum of N messages of one shard times a factor, rounded again, in the same layout."""
 
     messages: In[Messages]  # [N, M], added up in order.
-    factor: float = 1.0  # E.g. 1 / world size.
+    factor: float = 1.0  # For example 1 / world size.
     sum: Out[Messages]  # [M]
 
     def __post_init__(self):
@@ -203,7 +203,7 @@ class UnpackGradients(Operation):
 
 
 def message_scale(largest: torch.Tensor, code: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """arithmetic.gradient_scale, rounded up to a bfloat16, so that no value exceeds `code`."""
+    """Return gradient_scale with scales rounded up to bfloat16, so that no value exceeds `code`."""
     scale, reciprocal = arithmetic.gradient_scale(largest, code)
     upwards = ((scale.view(torch.int32) + 0xFFFF) & ~0xFFFF).view(torch.float32)
     plain = reciprocal != 0
@@ -212,7 +212,7 @@ def message_scale(largest: torch.Tensor, code: int) -> tuple[torch.Tensor, torch
 
 
 def _require(what: str, tensor, shape: tuple) -> None:
-    """Refuse a tensor of another shape; a word in `shape` stands for any number above 0."""
+    """Raise ValueError for a tensor of another shape; a word in `shape` means any size above 0."""
     fits = len(tensor.shape) == len(shape) and all(
         found > 0 if isinstance(wanted, str) else found == wanted
         for found, wanted in zip(tensor.shape, shape, strict=True)
@@ -231,5 +231,5 @@ def _sum_in_order(terms) -> torch.Tensor:
 
 
 def _per_value(of_blocks: torch.Tensor, layout: MessageLayout) -> torch.Tensor:
-    """[..., B] -> [..., L]."""
+    """Expand [..., B] to [..., L]."""
     return of_blocks.repeat_interleave(layout.block, dim=-1)[..., : layout.length]

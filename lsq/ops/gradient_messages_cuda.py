@@ -7,7 +7,7 @@ from lsq.program.cuda import launches
 
 WARP = 32
 
-LARGEST_GRID = 65535  # Most blocks in the second dimension of a grid.
+LARGEST_GRID = 65535  # Most blocks in the second dimension of a grid (CUDA).
 
 
 @launches.register(PackGradients)
@@ -51,12 +51,12 @@ def launch_unpack_gradients(op: UnpackGradients):
 
 
 def _vectors(layout: MessageLayout) -> int:
-    """Vectors of a thread; up to 32 threads share a block of values."""
+    """Return the vectors of a thread; up to 32 threads share a block of values."""
     return max(1, layout.block // (WARP * VECTOR))
 
 
 def _grid(layout: MessageLayout, vectors: int) -> tuple[int, int]:
-    """Blocks of threads for a shard, and shards; a thread takes `vectors` vectors."""
+    """Return the grid: blocks of a shard, and shards; a thread takes `vectors` vectors."""
     check(
         layout.shards <= LARGEST_GRID,
         f"{layout.shards} shards cannot be launched at once on CUDA; choose at most {LARGEST_GRID}",

@@ -1,11 +1,11 @@
-"""The gradient of a product's input, with the epilogue of the operation before undone in one pass.
+"""The gradient of a product's input; one pass also undoes the epilogue of the operation before it.
 
     g[m, k] = scale[m] * sum_n codes[m, n] * weight[n, k]         under backward="int8"
 
-Then, in this order: the gradient from other readers of x, the straight-through mask of x and the
-gradient of its clip, dropout, the slope of the activation, another gradient; sums over rows for a
-bias; floats, or codes rounded per row. M rows, N outputs of the weight, padded to P in its codes, K
-columns.
+Then follow, in this order: the gradient from other readers of x; the straight-through mask of x and
+the gradient of its clip; dropout; the slope of the activation; another gradient; sums over rows for
+a bias; floats, or codes rounded per row. M rows, N outputs of the weight, padded to P in its codes,
+K columns.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from lsq.program.operation import Operation
 from lsq.program.values import Coded, RoundedGradient, Weight
 
 GEMM = "project_input_gradient"  # Name of the product of codes in lsq.gemm.
-PART_ROWS = 32  # Rows that the CPU sums apart, whatever the blocks of the product.
+PART_ROWS = 32  # Rows of one partial sum on the CPU, independent of the product's blocks.
 
 
 class ProjectInputGradient(Operation):
-    """The gradient of the input [M, K] of a Project, before its rounding and before its epilogue.
+    """The gradient of the input [M, K] of a Project, before the input's rounding and epilogue.
 
     Raises:
-        ValueError: it shall go to floats and to codes.
+        ValueError: it has both dx and rounded.
     """
 
     gradient: In[RoundedGradient] | None  # [M, P], under backward="int8".
-    floats: In[Activations] | None  # [M, P], otherwise; [M, N] in float mode.
+    floats: In[Activations] | None  # [M, P], under another `backward`; [M, N] in float mode.
     weight: In[Weight]
     """[N, K]; codes and scale alone; in float mode values alone, [K, N] if `in_out`."""
     x: In[Coded] | None  # [M, K]; None in float mode.
     nonlinearity: In[Nonlinearity] | None  # Of the product that made x.
     accumulated: In[Activations] | None
-    """[M, K], from other readers of x; may be dx if the gradient is rounded."""
-    added: In[Activations] | None  # [M, K], another gradient of the same, as it will be in the end.
+    """[M, K], gradient from other readers of x; may be dx if `gradient` is given."""
+    added: In[Activations] | None  # [M, K], another gradient of dx's tensor, added last.
     dx: Out[Activations] | None  # [M, K]
     rounded: Out[RoundedGradient] | None  # [M, K], in place of dx.
     sum: Out[Floats] | None  # [K], over rows: the gradient of a bias.
-    dclip: Out[Floats] | None  # [1], of x.
+    dclip: Out[Floats] | None  # [1], gradient of x's clip.
     parts: Out[Floats] | None  # Parts of `sum` and `dclip`, in place of these; see lsq.ops.sums.
 
     def __post_init__(self):
@@ -123,7 +123,7 @@ class ProjectInputGradient(Operation):
         loader.call("lsq_finish_input_gradient", self, partial, clip_sums)
 
     def _float_product(self, scratch) -> torch.Tensor:
-        """float32 [M, K]."""
+        """Return the product, float32 [M, K]."""
         product, *scratch = scratch if self.dx is None else (self.dx, *scratch)
         if self.weight.codes is None:
             return torch.mm(self.floats, self.weight.floats_by_rows, out=product)

@@ -19,13 +19,13 @@ from lsq.ops.sums import PartialSums
 from lsq.ops.sums_cuda import PADDING, KernelSums, parts_of
 from lsq.program.cuda import kernel_sums, launches, scratch_of
 
-PRODUCTS = {torch.int32: 0, torch.float32: 1}  # -DPRODUCT by dtype; else 2: Float.
-LONG_SUMS = 3  # -DPRODUCT of sums of codes as float32.
+PRODUCTS = {torch.int32: 0, torch.float32: 1}  # dtype -> -DPRODUCT; 2 (Float) for the others.
+LONG_SUMS = 3  # -DPRODUCT of float32 sums of codes.
 
 
 def _tile(op: ProjectInputGradient) -> TileConfiguration | None:
-    """Tiles of the one kernel for product and epilogue; None: a library multiplies."""
-    # to round a row takes all of its tiles
+    """Return the tiles of one kernel for product and epilogue; None: a library multiplies."""
+    # rounding needs the largest magnitude of a row, over all of its tiles
     if op.gradient is None or op.rounded is not None:
         return None
     return gemm.cuda_tile(GEMM, op.rows, op.columns, op.gradient.codes.shape[1])
@@ -33,7 +33,7 @@ def _tile(op: ProjectInputGradient) -> TileConfiguration | None:
 
 @kernel_sums.register(ProjectInputGradient)
 def sums_of_project_input_gradient(op: ProjectInputGradient) -> list[KernelSums]:
-    """Tiles leave a row for each row of warps, and a number for the clip for each warp across."""
+    """Tiles leave a part for each row of warps, with a number for the clip from each warp."""
     tile, clips, spec = _tile(op), 1, parts_of(op.rows, op.columns)
     if tile is not None:
         across, down = tile.blocks(op.rows, op.columns)
@@ -76,7 +76,7 @@ def _int8_entries(op: ProjectInputGradient, partial, scratch):
         transposed = [transpose_codes(op.weight.codes, weight)]
     if tile is not None:
         return [*transposed, input_gradient_product(op, tile, weight, partial)]
-    name = GEMM if op.rounded is None else Product.op  # which no kernel ends
+    name = GEMM if op.rounded is None else Product.op  # Product.op: no kernel with the epilogue
     sums = list(scratch)
     products = int8_products(op.gradient.codes, weight, *sums, op=name)
     return [*transposed, *products, _epilogue(op, sums[-1], partial)]
@@ -111,12 +111,12 @@ def _product_dtype(op: ProjectInputGradient) -> torch.dtype:
 
 
 def _in_place(op: ProjectInputGradient) -> bool:
-    """A product of floats can be written where its end goes."""
+    """Return whether a product of floats can be written straight into dx."""
     return op.dx is not None and op.dx.dtype in (torch.float32, _product_dtype(op))
 
 
 def _defines(op: ProjectInputGradient) -> dict[str, int]:
-    """-D for csrc/cuda/input_gradient_epilogue.cuh."""
+    """Return the -D definitions for csrc/cuda/input_gradient_epilogue.cuh."""
     end = op.nonlinearity
     before = end and end.before
     slope = {} if before is None else {"ACTIVATION": int(end.activation)}
@@ -130,7 +130,7 @@ def _defines(op: ProjectInputGradient) -> dict[str, int]:
 def input_gradient_product(
     op: ProjectInputGradient, tile: TileConfiguration, weight: torch.Tensor, partial: torch.Tensor
 ) -> Launch:
-    """The one launch that does what the operation does, but for finishing its sums.
+    """Return the launch that does the whole operation, except for finishing its sums.
 
     `weight`: int8 [K, P], its codes transposed; `partial`: parts of its sums.
     """

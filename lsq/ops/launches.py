@@ -1,4 +1,4 @@
-"""Launches, products and their scratch memory that several operations need on CUDA.
+"""Launches, products and scratch memory that several operations need on CUDA.
 
 M rows, N columns, K: the inner dimension of a product.
 """
@@ -17,7 +17,7 @@ from lsq.program.values import Coded
 
 
 def float_operand(values: torch.Tensor, scale: torch.Tensor | None, out: torch.Tensor) -> Launch:
-    """out [M, N] = values [M, N], codes or floats, times scale [M], [1] or None."""
+    """Write out [M, N] = values [M, N], codes or floats, times scale [M], [1] or None."""
     return launch(
         "operands.cu",
         "lsq_float_operand",
@@ -43,13 +43,13 @@ def _blocks(out: torch.Tensor) -> int:
 
 
 def add_sums(sums: torch.Tensor, total: torch.Tensor, *, adds: bool) -> Launch:
-    """total float32 [M, N] = sums int32 [M, N], or total + sums; M * N is a multiple of 8."""
+    """Write total float32 [M, N] = sums int32 [M, N], or total + sums; M * N is a multiple of 8."""
     arguments = sums, total, total.numel()
     return launch("operands.cu", "lsq_add_sums", *arguments, grid=_blocks(total), ADDS=int(adds))
 
 
 def check_columns(multiple: int, **columns: int) -> None:
-    """Raise ValueError for a width that is no multiple of `multiple`, naming it."""
+    """Raise ValueError for a width that is no multiple of `multiple`; keywords name widths."""
     for name, width in columns.items():
         check(
             width % multiple == 0,
@@ -59,16 +59,16 @@ def check_columns(multiple: int, **columns: int) -> None:
 
 
 def started(rounded: Coded | None) -> dict[str, int]:
-    """-D of a kernel that rounds."""
+    """Return -DSTARTED of a kernel that rounds: 1 if the scale is written before it."""
     return {"STARTED": int(rounded is not None and rounded.started)}
 
 
 SUMS = {torch.int32: 1, torch.float32: 2}
-"""-DSUMS of kernels that end a product of codes, by the dtype of its sums; 0: floats."""
+"""dtype of the sums of codes -> -DSUMS of the epilogue's kernel; 0: floats."""
 
 
 def sums_scratch(rows: int, columns: int, inner: int) -> list[Spec]:
-    """Of `int8_products`; the last tensor holds the sums."""
+    """Return the scratch memory of `int8_products`; the last tensor holds the sums."""
     shape = rows, columns
     return [(shape, torch.int32), *([(shape, torch.float32)] if inner > gemm.LARGEST_INNER else [])]
 
@@ -81,9 +81,9 @@ def int8_products(
     *,
     op: str = Product.op,
 ) -> list[Product | Launch]:
-    """Products for sums int32 [M, N] = a int8 [M, K] times b int8 [N, K] transposed.
+    """Return the products for sums int32 [M, N] = a int8 [M, K] times b int8 [N, K] transposed.
 
-    `total`: float32 [M, N], where K is longer than one int32 sum may be. `op`: see Product.
+    `total`: float32 [M, N], if K is longer than one int32 sum may be. `op`: see Product.
     """
     check_columns(
         16, **{"the inner width of an int8 product": a.shape[1], "its outer width": b.shape[0]}
@@ -100,7 +100,7 @@ def int8_products(
 
 
 def converted_scratch(values: torch.Tensor, dtype: torch.dtype) -> list[Spec]:
-    """Of `converted`."""
+    """Return the scratch memory of `converted`."""
     return [] if values.dtype == dtype else [(tuple(values.shape), dtype)]
 
 
@@ -110,7 +110,7 @@ def converted(
     dtype: torch.dtype,
     scratch: Iterator[torch.Tensor],
 ) -> tuple[list[Launch], torch.Tensor]:
-    """(launches, values [M, N] in `dtype`), of codes with scale [M] or [1], or of floats."""
+    """Return (launches, values [M, N] in `dtype`), of codes with scale [M] or [1], or of floats."""
     if values.dtype == dtype:
         return [], values
     check_columns(8, **{"the width of an operand to convert": values.shape[1]})
@@ -119,7 +119,7 @@ def converted(
 
 
 def transpose_codes(codes: torch.Tensor, out: torch.Tensor) -> Launch:
-    """codes int8 [M, N] -> out int8 [N, P]."""
+    """Transpose codes int8 [M, N] to out int8 [N, P]."""
     (rows, columns), width = codes.shape, out.shape[1]
     given, made = "the width of codes to transpose", "the width of transposed codes"
     check_columns(16, **{given: columns, made: width})
@@ -127,7 +127,7 @@ def transpose_codes(codes: torch.Tensor, out: torch.Tensor) -> Launch:
     return launch("transpose.cu", "lsq_transpose_codes", codes, out, *sizes, grid=grid)
 
 
-WARP = 32  # Threads.
+WARP = 32  # Threads of a warp.
 
 
 def tiled(
@@ -138,7 +138,7 @@ def tiled(
     *arguments,
     **defines: int,
 ) -> Launch:
-    """The launch of a kernel that makes a product of `shape` (M, N, K) by tiles."""
+    """Return the launch of a kernel that computes a product of `shape` (M, N, K) by tiles."""
     m, n, k = shape
     check_columns(16, **{"the inner width of an int8 product": k, "its outer width": n})
     grid = tile.blocks(m, n)

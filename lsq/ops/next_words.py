@@ -1,11 +1,11 @@
-"""The projection onto the vocabulary whose end keeps what a search wants of each row.
+"""The projection onto the vocabulary for a search: it keeps only wanted scores of each row.
 
     log_probability = logit - log(sum of exp(logits))
 
 Logits are never stored, unless all log-probabilities are wanted. On CUDA a tile leaves the largest
-logit of every eight words; the K best words of a row are among the K best of these groups, whose
-logits are made again, as are those of the wanted words. R rows, V words, P padded words, H inputs,
-K best words, W wanted ones.
+logit of every eight words. The K best words of a row are among the K best of these groups, so the
+logits of those groups and of the wanted words are computed again. R rows, V words, P padded words,
+H inputs, K best words, W wanted words.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from lsq.program.values import Coded, Weight
 
 
 class NextWords(Operation):
-    """The best words of each row, and those that are asked for, or all.
+    """The best words of each row, the scores of the wanted words, or the scores of all words.
 
     Raises:
         ValueError: it has none or both weights, or not the one that its device reads; on CUDA, P or
-    H is no multiple of 16.
+            H is no multiple of 16.
     """
 
     x: In[Coded]  # [R, H]
     weight: In[Weight] | None  # [P, H], codes and scale: on CUDA.
-    packed_weight: In[PackedWeight] | None  # [P, H], in place of it: on the CPU.
+    packed_weight: In[PackedWeight] | None  # [P, H], instead of `weight`: on the CPU.
     vocabulary: int  # V, at most P.
     wanted: In[Indices] | None  # [R, W]
     words: Out[Indices] | None
-    """[R, K], best first; of equal logits the lower number first."""
-    scores: Out[Floats] | None  # [R, K], log-probabilities of these.
-    wanted_scores: Out[Floats] | None  # [R, W], of `wanted`.
-    every: Out[Floats] | None  # [R, V], of all words.
+    """[R, K], best first; of equal logits the lower word first."""
+    scores: Out[Floats] | None  # [R, K], log-probabilities of `words`.
+    wanted_scores: Out[Floats] | None  # [R, W], log-probabilities of `wanted`.
+    every: Out[Floats] | None  # [R, V], log-probabilities of all words.
 
     rows = extent(0, "x.codes")
     columns = extent(0, "weight.codes", "packed_weight.scale")  # P.

@@ -13,15 +13,15 @@ from lsq.program.cuda import launches, scratch_of
 
 
 def _tile(op: NextWords) -> TileConfiguration | None:
-    """Tiles of the logits; None: there are no rows."""
+    """Return the tiles of the logits; None: there are no rows."""
     check(op.weight is not None, "NextWords reads no packed weights on CUDA: give it `weight`")
     return gemm.cuda_tile(PRODUCT, *_shape(op))
 
 
 @scratch_of.register(NextWords)
 def scratch_of_next_words(op: NextWords):
-    """Largest logits of groups of eight words; what warps leave of rows: (largest logit, sum of
-    exponentials); the best groups of each row, and the logits of their words."""
+    """Return memory for the largest logits of groups of eight words, each warp's (largest logit,
+    sum of exponentials) of rows, the best groups of each row, and the logits of their words."""
     tile = _tile(op)
     across = 0 if tile is None else tile.blocks(*_shape(op)[:2])[0]
     groups = across * tile.columns // VECTOR if tile is not None and op.best else 0

@@ -1,7 +1,7 @@
-"""Activation and dropout in a product's epilogue, and what the backward pass needs to undo them.
+"""Activation and dropout in a product's epilogue, and the values that undo them.
 
-M rows, P columns. GELU: x * Phi(x), exactly or by tanh (Hendrycks & Gimpel 2016); SiLU: x / (1 +
-exp(-x)) (Elfwing et al. 2018); squared ReLU: max(x, 0)^2 (So et al. 2021, Primer).
+M rows, P columns. GELU: x * Phi(x), exact or by tanh (Hendrycks & Gimpel 2016). SiLU: x / (1 +
+exp(-x)) (Elfwing et al. 2018). Squared ReLU: max(x, 0)^2 (So et al. 2021, Primer).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lsq.program.values import Coded, Dropout, dropped
 from lsq.quant import pack_bits, unpack_bits
 
 SLOPE_UNIT = 112
-"""Slopes below 1.13 times this, rounded, are int8 (csrc/arithmetic.h: kSlopeUnit)."""
+"""Unit of slopes: round(slope * this) fits into int8 up to a slope of 1.13 (kSlopeUnit)."""
 
 
 class Activation(IntEnum):
@@ -34,36 +34,36 @@ class Activation(IntEnum):
 
     @property
     def values(self) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Reference: of any tensor."""
+        """Reference: the function, of any tensor."""
         return _VALUES[self]
 
     @property
     def slope(self) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Reference: the derivative."""
+        """Reference: the derivative of the function."""
         return _SLOPES[self]
 
     @property
     def bounded_slope(self) -> bool:
-        """Its slope takes more than two values, all within +-1.13, and is kept as int8."""
+        """Whether the slope takes more than two values, all within +-1.13, and is kept as int8."""
         return self in (Activation.gelu, Activation.gelu_tanh, Activation.silu)
 
 
 class Nonlinearity(Value):
-    """dropout(activation(y)) of y [M, P]."""
+    """The map of y [M, P] to dropout(activation(y))."""
 
     activation: Activation = Activation.none
     dropout: In[Dropout] | None
-    positive: Bits | None  # For ReLU: y > 0.
+    positive: Bits | None  # y > 0, for ReLU.
     slope: Codes | None
-    """[M, P], a bounded slope at y times SLOPE_UNIT, rounded; 0 for NaN."""
-    before: Activations | None  # [M, P], y, for others or in float mode.
+    """[M, P], bounded slope at y times SLOPE_UNIT, rounded; 0 for NaN."""
+    before: Activations | None  # [M, P], y, for other activations or in float mode.
 
     def apply(self, y: torch.Tensor) -> torch.Tensor:
-        """Reference."""
+        """Reference: the result for y [M, P]."""
         return dropped(Activation(self.activation).values(y), self.dropout)
 
     def keep(self, y: torch.Tensor) -> dict[str, torch.Tensor | None]:
-        """Reference: the written fields."""
+        """Reference: the written fields for y [M, P]."""
         slope = None
         if self.slope is not None:
             steps = (Activation(self.activation).slope(y) * SLOPE_UNIT).round()
@@ -99,7 +99,7 @@ def _gelu_slope(y: torch.Tensor) -> torch.Tensor:
 
 
 def _gelu_tanh_slope(y: torch.Tensor) -> torch.Tensor:
-    y = y.clamp(-10, 10)  # flat beyond; the polynomial would overflow
+    y = y.clamp(-10, 10)  # the slope is constant beyond, and the polynomial would overflow
     gate = math.sqrt(8 / math.pi) * (y + 0.044715 * y**3)
     return _gated_slope(y, gate, math.sqrt(8 / math.pi) * (1 + 3 * 0.044715 * y * y))
 
@@ -107,7 +107,7 @@ def _gelu_tanh_slope(y: torch.Tensor) -> torch.Tensor:
 def _gated_slope(
     y: torch.Tensor, gate: torch.Tensor, gate_slope: torch.Tensor | float
 ) -> torch.Tensor:
-    """The derivative of y * sigmoid(gate)."""
+    """Return the derivative of y * sigmoid(gate)."""
     return torch.sigmoid(gate) + y * torch.sigmoid(gate) * torch.sigmoid(-gate) * gate_slope
 
 

@@ -1,8 +1,8 @@
-"""A product with a packed weight and its end, without a backward pass: for decoding on the CPU.
+"""A product with a packed weight and its epilogue, without a backward pass: decoding on the CPU.
 
     y = x weight^T + bias;   result = activation(y), as floats or rounded once to codes
 
-All threads share the outputs, so that a single row keeps them busy. M rows, K inputs, P outputs.
+All threads share the outputs, so that one row keeps them busy. M rows, K inputs, P outputs.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from lsq.program.operation import Operation
 from lsq.program.values import Coded
 
 SIDE = 16  # Outputs of a tile.
-ALIGNMENT = 64  # Bytes to whose multiple tiles begin.
+ALIGNMENT = 64  # Alignment of tiles, in bytes.
 HALVES, WORDS, UNITS = 4, 64, 8
-"""Halves of tiles in a sparse block; bytes of positions and units of four inputs in each."""
-INT4_BLOCK = 1088  # Bytes of two tiles of 4-bit codes, with multipliers.
+"""In a sparse block: halves of tiles; in each half, bytes of positions and units of four inputs."""
+INT4_BLOCK = 1088  # Bytes of two tiles of 4-bit codes with their multipliers.
 
 
 class PackedWeight(Value):
     """Codes [P, K] as tiles, and their scales."""
 
-    tiles: Bytes  # Of tiles.packed_bytes(P, K) bytes, or less if sparse; aligned to 64 bytes.
+    tiles: Bytes  # tiles.packed_bytes(P, K) bytes, fewer if sparse or int4; aligned to 64 bytes.
     scale: Floats  # [P]
     inner: int  # K.
-    sparse: bool  # Whether tiles hold two of four inputs alone.
-    bits: int  # 8, or 4: groups of Int4, see csrc/cpu/int4_tiles.h.
-    instructions: int  # Instructions that multiply; see lsq/native/tiles.py.
+    sparse: bool  # Whether tiles hold only two of four inputs.
+    bits: int  # 8; or 4: groups of Int4 (csrc/cpu/int4_tiles.h).
+    instructions: int  # Number of the instructions that multiply (lsq/native/tiles.py).
 
     columns = extent(0, "scale")  # P.
 
@@ -53,10 +53,10 @@ class PackedWeight(Value):
     def of_sparse(
         cls, codes: torch.Tensor, scale: torch.Tensor, instructions: str | None = None
     ) -> PackedWeight:
-        """Pack codes of which two of four neighbouring inputs at most are not 0; see `of`.
+        """Pack codes with at most two nonzero codes in four neighbouring inputs; see `of`.
 
         Raises:
-            ValueError: they are not 2:4 sparse.
+            ValueError: the codes are not 2:4 sparse.
         """
         chosen = _chosen(instructions)
         memory = _aligned(tiles.packed_sparse_bytes(*codes.shape))
@@ -74,10 +74,10 @@ class PackedWeight(Value):
     def of_int4(
         cls, stored: torch.Tensor, scale: torch.Tensor, inner: int, instructions: str | None = None
     ) -> PackedWeight:
-        """Pack int8 [P, stored columns] as Int4 stores K = `inner` inputs; see `of`."""
+        """Pack int8 [P, stored columns], the rows of Int4 with K = `inner` inputs; see `of`."""
         chosen, columns = _chosen(instructions), len(stored)
         blocks = _int4_shape(columns, inner)
-        memory = _aligned(blocks.numel() + 4 * tiles.PAIR * blocks[0])  # and a sum for each column
+        memory = _aligned(blocks.numel() + 4 * tiles.PAIR * blocks[0])  # with a sum for each column
         loader.call("lsq_pack_int4", stored.contiguous(), columns, inner, memory)
         return cls._of(memory, scale, inner, chosen, bits=4)
 
@@ -100,7 +100,7 @@ class PackedWeight(Value):
         return whole.permute(0, 3, 1, 2, 4).reshape(columns, inner)[: self.columns, : self.inner]
 
     def _sparse_tiles(self) -> torch.Tensor:
-        """int8, the tiles that csrc/cpu/tiles.h would have."""
+        """Return the dense tiles of csrc/cpu/tiles.h, int8."""
         pairs, depth = -(-self.columns // tiles.PAIR), -(-self.inner // tiles.INNER)
         halves = self.tiles[: pairs * depth * tiles.SPARSE_BLOCK]
         halves = halves.view(-1, tiles.SPARSE_BLOCK // HALVES)
@@ -129,7 +129,7 @@ class PackedWeight(Value):
 
 
 def _int4_shape(columns: int, inner: int) -> torch.Size:
-    """[pairs of columns, depth, bytes of a block]."""
+    """Return [pairs of columns, depth, bytes of a block]."""
     return torch.Size((-(-columns // tiles.PAIR), -(-inner // tiles.INNER), INT4_BLOCK))
 
 
@@ -145,20 +145,20 @@ def _chosen(instructions: str | None) -> str:
 
 
 def _aligned(count: int) -> torch.Tensor:
-    """uint8 [count] at a multiple of ALIGNMENT."""
+    """Return memory uint8 [count] that begins at a multiple of ALIGNMENT."""
     memory = torch.empty(count + ALIGNMENT, dtype=torch.uint8, device="cpu")
     return memory[-memory.data_ptr() % ALIGNMENT :][:count]
 
 
 class PackedProject(Operation):
-    """activation(x weight^T + bias) [M, P] of codes."""
+    """The product activation(x weight^T + bias) [M, P] of codes."""
 
     x: In[Coded]  # [M, K]
     weight: In[PackedWeight]  # [P, K]
     bias: In[Floats] | None  # [P]
     activation: Activation = Activation.none
     out: Out[Floats] | None  # [M, P]
-    rounded: Out[Coded] | None  # [M, P], without bits or errors for a backward pass.
+    rounded: Out[Coded] | None  # [M, P], without `clipped` and `error`.
 
     rows = extent(0, "x.codes")
 

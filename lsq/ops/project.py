@@ -2,9 +2,9 @@
 
     y = x weight^T + bias;   result = dropout(activation(y)), as floats or rounded once to codes
 
-Of codes, the product is exact int32 sums; they become floats by one factor for each column. The
-ProjectInputGradient of the product that reads the result undoes this epilogue, from what is kept
-here: a bit an element for ReLU, the slope as int8 for GELU and SiLU. M rows, K inputs, P outputs.
+A product of codes has exact int32 sums; one factor for each column makes floats of them. The
+ProjectInputGradient of the product that reads the result undoes this epilogue. Kept for it: a bit
+for each element for ReLU, the slope as int8 for GELU and SiLU. M rows, K inputs, P outputs.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class Project(Operation):
     weight: In[Weight]
     """[P, K], or [P, (K + 31) // 32 * 17] as int4 on CUDA; in float mode its values."""
     groups: In[GroupedCodes] | None
-    """[M, K], x again, where the weight is grouped: on the CPU, without gradients."""
+    """[M, K], codes of x for a grouped weight: on the CPU, without gradients."""
     bias: In[Floats] | None  # [P]
-    out: Out[Activations] | None  # [M, P]; of codes it has either dtype, on the CPU too.
-    rounded: Out[Coded] | None  # [M, P]; of codes, P is a multiple of 8.
+    out: Out[Activations] | None  # [M, P]; from codes float32 or bfloat16, on the CPU too.
+    rounded: Out[Coded] | None  # [M, P]; from codes, with P a multiple of 8.
     nonlinearity: Out[Nonlinearity] | None  # Activation and dropout, between bias and rounding.
     accumulates: Host[bool] = False
-    """An earlier product reads x, too, and adds the gradient that this product makes."""
+    """Whether this product only adds to x's gradient, which an earlier reader of x finishes."""
 
     rows = extent(0, "x.tensor")
     columns = extent(0, "weight")  # P.
@@ -87,7 +87,7 @@ class Project(Operation):
             if self.has_epilogue:
                 loader.call("lsq_end_floats", self)
             return
-        if self.rows == 0:  # there is a scale to write
+        if self.rows == 0:  # the epilogue still writes the scale
             loader.call("lsq_end_long_project", self, None, 0, 0)
             return
         gemm.multiply(GEMM, self, self.x.tensor, self.weight.codes, *scratch)
@@ -116,17 +116,17 @@ class Project(Operation):
         append_gradients(builder, self, weight, upstream, **end)
 
     def _dtype_for(self, producer, builder) -> torch.dtype:
-        """Dtype in which the operation that made x reads its gradient."""
+        """Return the dtype in which the operation that made x reads its gradient."""
         if isinstance(producer, Round):
             return producer.x.dtype
         either = isinstance(producer, Gated) and producer.rounded is not None
         return builder.narrow if either and builder.quant.backward == "int8" else torch.float32
 
     def _upstream(self, builder) -> tuple[torch.Tensor | None, RoundedGradient | None]:
-        """The gradient of the product, as floats or rounded; that of the bias is taken care of."""
+        """Return the gradient of the product, float or rounded; append the gradient of the bias."""
         result = self.out if self.rounded is None else self.rounded.codes
         arrived = builder.gradient_of(result)
-        if arrived is None:  # whoever reads the result has undone its end
+        if arrived is None:  # the reader of the result has undone the epilogue
             return builder.product_gradient_of(result)
         if self.nonlinearity is not None or self.rounded is not None:
             raise ValueError(

@@ -28,7 +28,7 @@ def scratch_of_project(op: Project):
 
 
 def _tile(op: Project) -> TileConfiguration | None:
-    """Tiles of the one kernel for product and epilogue; None: cuBLASLt multiplies."""
+    """Return the tiles of one kernel for product and epilogue; None: cuBLASLt multiplies."""
     if op.weight.format.packed:
         return packed_tile(op.rows, op.x.tensor.shape[1])
     return gemm.cuda_tile(GEMM, op.rows, *op.weight.codes.shape)
@@ -67,7 +67,7 @@ def _epilogue(op: Project, sums):
 
 
 def project_product(op: Project, tile: TileConfiguration) -> Launch:
-    """The one launch of a `Project` of codes; without rows it writes the scale."""
+    """Return the one launch of a `Project` of codes; without rows it only writes the scale."""
     inner, end = op.x.tensor.shape[1], op.nonlinearity or Nonlinearity()
     defines = {"ACTIVATION": int(end.activation), **started(op.rounded)}
     defines |= {"INT4": 1} if op.weight.format.packed else {}
@@ -78,7 +78,7 @@ def project_product(op: Project, tile: TileConfiguration) -> Launch:
 
 
 def packed_tile(rows: int, inner: int) -> TileConfiguration:
-    """For a weight that is stored as int4, by mma.sync on every GPU."""
+    """Return the tiles for a weight that is stored as int4, for mma.sync on every GPU."""
     check(
         inner <= LARGEST_INNER,
         f"a weight that is stored as int4 has {inner} inputs; on CUDA it may have {LARGEST_INNER}:"

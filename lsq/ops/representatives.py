@@ -16,7 +16,7 @@ QUANT = QuantConfig(backward="int8")
 
 
 def projection(key: ProductKey) -> Project:
-    """M rows, N outputs and K inputs, with bias and rounding."""
+    """Return a projection of M rows, N outputs and K inputs, with bias and rounding."""
     return Project(
         x=Rows(coded=_coded("x", key.m, key.k)),
         weight=Weight(
@@ -30,7 +30,7 @@ def projection(key: ProductKey) -> Project:
 
 
 def gradient_of_input(key: ProductKey) -> ProjectInputGradient:
-    """M rows, N inputs and K outputs, with the straight-through mask and another gradient."""
+    """Return an input gradient of M rows, N inputs and K outputs, with a mask and `added`."""
     weight = Weight(
         format=QUANT.weights,
         codes=_codes("weight", key.k, key.n),
@@ -47,7 +47,7 @@ def gradient_of_input(key: ProductKey) -> ProjectInputGradient:
 
 
 def gradient_of_weight(key: ProductKey) -> ProjectWeightGradient:
-    """M outputs, N inputs and K rows, by PACT; the kernels of its operands run as well."""
+    """Return a PACT weight gradient of M outputs, N inputs, K rows; operand kernels run as well."""
     weight = Weight(
         format=QUANT.weights,
         codes=_codes("weight", key.m, key.n),
@@ -69,7 +69,7 @@ OPERATIONS = {
     input_gradient.GEMM: gradient_of_input,
     weight_gradient.GEMM: gradient_of_weight,
 }
-"""`ProductKey.op` -> makes the operation with that product."""
+"""`ProductKey.op` -> function that makes the operation with that product."""
 
 
 def _tensor(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> VirtualTensor:

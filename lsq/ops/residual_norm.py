@@ -3,10 +3,10 @@
     z = residual + dropout(update)
     out = (z - mean) * rstd * weight + bias, as float, as codes, or both
 
-`update` may be missing (a norm alone) and so may the norm (z is the result). The backward pass
-reads z, or the normalised row (z - mean) * rstd as codes, a fourth of the bytes: their error
-reaches the gradient of z through one inner product of a row, and that of the weight as errors of
-codes reach any weight's.
+`update` may be missing (a norm alone), and so may the norm (z is the result). The backward pass
+reads z, or the normalised row (z - mean) * rstd as codes, in a fourth of the bytes. The rounding
+error reaches the gradient of z through one inner product of a row. It reaches the gradient of the
+weight like the error of any codes.
 
 LayerNorm: Ba et al. 2016, biased variance. RMSNorm: Zhang and Sennrich 2019, without mean and bias.
 M rows, H columns.
@@ -45,12 +45,12 @@ class NormalisedRows(Value):
 
 
 class ResidualSum(Value):
-    """z of a residual and what a block adds to it."""
+    """The sum z of a residual and the update of a block."""
 
     residual: In[Activations]  # [M, H]
     update: In[Activations] | None  # [M, H]
     dropout: In[Dropout] | None
-    z: Activations | None  # [M, H]; None: nobody reads it.
+    z: Activations | None  # [M, H]; None: no operation reads it.
 
     def compute(self) -> torch.Tensor:
         """Reference: z."""
@@ -60,7 +60,7 @@ class ResidualSum(Value):
 
     @property
     def kept(self):
-        """What a backward pass reads as z."""
+        """The tensor that a backward pass reads as z."""
         return self.residual if self.update is None else self.z
 
     @property
@@ -68,8 +68,8 @@ class ResidualSum(Value):
         return self.residual, self.update, self.z
 
     def gradient(self, builder, normed: bool) -> ResidualSumGradient:
-        """Fields that receive the gradients, with that of z so far; the caller accumulates the
-        gradient of the residual. `normed`: another gradient of z comes through a norm."""
+        """Return fields for the gradients, with the gradient of z so far; the caller accumulates
+        dresidual. `normed`: whether another gradient of z comes through a norm."""
         total = builder.bias_gradient(self.update)
         found = ResidualSumGradient(dropout=self.dropout, dupdate_sum=total)
         if self.update is None:
@@ -87,9 +87,9 @@ class ResidualSumGradient(Value):
 
     dz: In[Activations] | None  # [M, H], of z itself.
     dropout: In[Dropout] | None
-    dresidual: Activations | None  # [M, H], dz and the norm's; None: it is dz.
+    dresidual: Activations | None  # [M, H], dz plus the norm's; None: it equals dz.
     dupdate: Activations | None  # [M, H]
-    rounded: RoundedGradient | None  # dupdate, rounded for the products that go back from there.
+    rounded: RoundedGradient | None  # dupdate, rounded for backward products.
     dupdate_sum: Floats | None  # [H], over rows: the gradient of the bias in `update`.
 
     @property
@@ -101,7 +101,7 @@ class ResidualSumGradient(Value):
         return self.dz, self.dresidual, self.dupdate
 
     def compute(self, through: torch.Tensor | None) -> dict:
-        """Reference: the written fields; `through` [M, H] comes through a norm."""
+        """Reference: the written fields; `through` [M, H]: the gradient through a norm."""
         dresidual = sum(one for one in (through, self.dz) if one is not None)
         if not self.updated:
             return {"dresidual": dresidual}
@@ -115,7 +115,7 @@ class ResidualSumGradient(Value):
 
 
 class ResidualNorm(Operation):
-    """z [M, H] of a residual and what a block adds to it; the norm of z and its codes."""
+    """The sum z [M, H] of a residual and the update of a block, the norm of z, and its codes."""
 
     sum: Out[ResidualSum]
     weight: In[Floats] | None  # [H]; None: no norm.
@@ -123,7 +123,7 @@ class ResidualNorm(Operation):
     epsilon: float = 1e-5
     mean: Out[Floats] | None  # [M], of LayerNorm; None: it is not subtracted.
     rstd: Out[Floats] | None  # [M]
-    normalised: Out[NormalisedRows] | None  # [M, H], read backwards in place of z and mean.
+    normalised: Out[NormalisedRows] | None  # [M, H], for the backward pass instead of z and mean.
     out: Out[Activations] | None  # [M, H]
     rounded: Out[Coded] | None  # [M, H]
 
@@ -174,12 +174,12 @@ class ResidualNorm(Operation):
 
 
 class ResidualNormGradient(Operation):
-    """The gradients of ResidualNorm; without a norm that of the residual is that of z."""
+    """The gradients of ResidualNorm; without a norm, the residual's gradient is that of z."""
 
-    dout: In[Activations] | None  # [M, H], of the norm's result; None without a norm.
-    normalised: In[NormalisedRows] | None  # [M, H]; None: z is read.
+    dout: In[Activations] | None  # [M, H], gradient of the norm's result; None without a norm.
+    normalised: In[NormalisedRows] | None  # [M, H]; None: `z` is read.
     z: In[Activations] | None  # [M, H]
-    mean: In[Floats] | None  # [M], of LayerNorm, with z.
+    mean: In[Floats] | None  # [M], of LayerNorm, where `z` is read.
     rstd: In[Floats] | None  # [M]
     centred: bool = False  # Whether the norm has subtracted the mean, as LayerNorm does.
     weight: In[Floats] | None  # [H]
@@ -216,7 +216,7 @@ class ResidualNormGradient(Operation):
 
     @property
     def norm_sums(self) -> tuple[str, ...]:
-        """Fields with sums over rows of the norm."""
+        """Names of the fields with the norm's sums over rows."""
         return () if self.dout is None else ("dweight", "dbias")[: 1 + self.centred]
 
     def _with_parts(self, results: dict) -> dict:

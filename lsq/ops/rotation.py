@@ -1,12 +1,13 @@
-"""Rotary embeddings: queries and keys are rotated by their positions, after norms of each head
-where a model has them, before they are rounded; so attention multiplies codes.
+"""Rotary embeddings: queries and keys are rotated by their positions before they are rounded.
+
+So attention multiplies codes. Norms of each head, if a model has them, precede the rotation.
 
     n = x * rstd * weight,  rstd = 1 / sqrt(mean(x^2) + epsilon), over a head
     y[i] = n[i] cos - n[i + R/2] sin,   y[i + R/2] = n[i + R/2] cos + n[i] sin
 
 (RMSNorm as in Henry et al. 2020; RoFormer, Su et al. 2021.) The first R columns of a head are
-rotated, in halves as Llama has them; the other columns and the values stay. M rows, C columns: N
-heads of queries, then of keys, then values, D columns each; P positions.
+rotated, in halves as in Llama. The other columns and the values stay. M rows, C columns: N heads of
+queries, then of keys, then of values, D columns each; P positions.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from lsq.program.values import Coded
 
 
 def rotation_table(frequencies: torch.Tensor, positions: int) -> torch.Tensor:
-    """float32 [P, R]: cosines, then sines, of positions times `frequencies` float [R/2].
+    """Return float32 [P, R]: cosines, then sines, of positions times `frequencies` float [R/2].
 
-    Angles are float64, so that far positions are right and all devices have the same table.
+    Angles are float64: far positions are exact enough, and all devices have the same table.
     """
     angle = torch.arange(positions, dtype=torch.float64)[:, None] * frequencies.double()
     return torch.cat([angle.cos(), angle.sin()], dim=1).float()
@@ -43,8 +44,8 @@ class Rotation(Value):
     table: In[Floats]  # [P, R], see `rotation_table`.
     positions: In[Indices]  # [M], of each row in its sentence.
     width: int  # D.
-    queries: int  # Heads of queries, with which a row begins.
-    keys: int  # Heads of keys behind them.
+    queries: int  # Heads of queries, at the beginning of a row.
+    keys: int  # Heads of keys behind the queries.
 
     rotated = extent(1, "table")  # R, even and up to D.
 
@@ -54,12 +55,12 @@ class Rotation(Value):
         return self.queries + self.keys
 
     def split(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """[M, C] -> heads of queries and keys [M, heads, D], and what stays."""
+        """Split [M, C] into heads of queries and keys [M, heads, D], and the columns of values."""
         rotated, stays = x.tensor_split([self.heads * self.width], dim=1)
         return rotated.unflatten(1, (self.heads, self.width)), stays
 
     def rotate(self, heads: torch.Tensor, back: bool = False) -> torch.Tensor:
-        """Reference: heads [M, heads, D], rotated, or rotated back."""
+        """Reference: heads [M, heads, D], rotated forward or back."""
         half = self.rotated // 2
         cosine, sine = self.table[self.positions][:, None].split(half, dim=2)
         sine = -sine if back else sine
@@ -67,7 +68,7 @@ class Rotation(Value):
         return torch.cat([low * cosine - high * sine, high * cosine + low * sine, stays], dim=2)
 
     def weights(self, norms: HeadNorms) -> torch.Tensor:
-        """Reference: of each head [heads, D]."""
+        """Reference: the weights of all heads [heads, D]."""
         return torch.cat([norms.query.expand(self.queries, -1), norms.key.expand(self.keys, -1)])
 
 

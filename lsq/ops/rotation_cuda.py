@@ -34,7 +34,7 @@ def sums_of_rotate_gradient(op: RotateGradient) -> list[KernelSums]:
 
 @scratch_of.register(RotateGradient)
 def scratch_of_rotate_gradient(op: RotateGradient) -> list[Spec]:
-    """Sums over rows for the bias; for the norms those of each column, of each block and in all."""
+    """Return memory for the bias's sums over rows; with norms, also parts and sums of columns."""
     norms = [parts_of(op.rows, op.columns), ((op.columns,), torch.float32)]
     (sums,) = kernel_sums(op)
     return [*sums.scratch, *([] if op.norms is None else norms)]
@@ -62,7 +62,7 @@ def launch_rotate_gradient(op: RotateGradient, *scratch):
 
 
 def _finish_norms(op: RotateGradient, parts, total) -> list[Launch]:
-    """From sums of columns to those of norms, whose heads are rows then."""
+    """Return launches that add up sums of columns, then those of all heads: each head is a row."""
     rotation, width = op.rotation, op.rotation.width
     of_columns = PartialSums.of(parts, op.columns, (total,))
     heads = total[: rotation.heads * width].view(-1, width).split([rotation.queries, rotation.keys])
@@ -74,7 +74,7 @@ def _finish_norms(op: RotateGradient, parts, total) -> list[Launch]:
 
 
 def _defines(rotation: Rotation, columns: int) -> dict[str, int]:
-    """-D of a kernel on rows of C columns."""
+    """Return the -D definitions of a kernel on rows of C columns."""
     check(
         rotation.width % VECTOR == 0 and rotation.rotated % (2 * VECTOR) == 0,
         f"heads of {rotation.width} columns of which {rotation.rotated} are rotated cannot run on"

@@ -1,7 +1,7 @@
 """Rounding of activations, of weights, of the gradient of a product; and the sum of two gradients.
 
-The gradient of codes is by convention the one *before* the rounding: the reader of the codes
-applies the straight-through mask and adds to the gradient of the clip. M rows, N columns; a weight
+By convention, the gradient of codes is the gradient *before* the rounding: the reader of the codes
+applies the straight-through mask and makes the gradient of the clip. M rows, N columns; a weight
 has N rows (output channels) and K columns.
 """
 
@@ -23,7 +23,7 @@ from lsq.quant import largest_clips
 class Round(Operation):
     """An activation as codes under its clip."""
 
-    x: In[Activations]  # [M, N]; of either dtype, on the CPU too.
+    x: In[Activations]  # [M, N]; float32 or bfloat16, on the CPU too.
     rounded: Out[Coded]  # [M, N]
 
     @size
@@ -52,10 +52,10 @@ class RoundWeight(Operation):
     """The codes of a weight from its values and clips."""
 
     weight: Out[Weight]
-    """values [N, K] or [K, N], clip [N] or [1] -> codes [P, K] as stored, scale [P], on a GPU codes
-    transposed. Rows from N on: 0, and scale 1."""
+    """values [N, K] or [K, N], clip [N] or [1] -> codes [P, K] as stored, scale [P], on a GPU also
+    codes transposed. Rows from N on are 0, with scale 1."""
     new_clip: Out[Floats] | None
-    """[N], the largest magnitude of each row, its clip; the memory of the clip."""
+    """[N], new clips, the largest magnitudes of rows; in the memory of the old clips."""
 
     rows = extent(0, "weight.codes")  # P.
     stored = extent(1, "weight.codes")  # Bytes of a row.
@@ -83,14 +83,14 @@ class RoundWeight(Operation):
 
 
 def padded_codes(codes: torch.Tensor, scale: torch.Tensor, padding: int) -> dict:
-    """Reference: the written fields of a weight, with rows of 0 and scale 1 behind it."""
+    """Reference: the written fields of a weight, with `padding` rows of 0 and scale 1 behind it."""
     codes = torch.nn.functional.pad(codes, (0, 0, 0, padding))
     scale = torch.nn.functional.pad(scale, (0, padding), value=1.0)
     return {"codes": codes, "scale": scale, "transposed": codes.t()}
 
 
 class UnpackWeight(Operation):
-    """The codes of a weight that its format stores otherwise."""
+    """The unpacked codes of a weight in a packed format."""
 
     weight: In[Weight]  # [P, stored columns]
     codes: Out[Codes]  # [P, K]
@@ -106,13 +106,13 @@ class UnpackWeight(Operation):
         loader.call(f"lsq_unpack_{self.weight.format.name}", self)
 
     def gradient(self, builder) -> None:
-        """Append nothing: products make the gradient of the weight."""
+        """Append nothing: products append the gradient of the weight."""
 
 
 def unpacked(builder, weight: Weight, rows: int | None = None) -> Weight:
-    """The weight as the next product reads it; each pass unpacks anew.
+    """Return the weight as the next product reads it; each pass unpacks it anew.
 
-    `rows`: of x, of a product that reads stored weights where rows are few.
+    `rows`: rows of x, for a product that reads the stored weight if rows are few.
     """
     stored = builder.stored(weight)
     few = rows is not None and rows <= builder.packed_rows
@@ -125,11 +125,11 @@ def unpacked(builder, weight: Weight, rows: int | None = None) -> Weight:
 
 
 class RoundGradient(Operation):
-    """The gradient of a product at the end of a program, for what goes back from there."""
+    """The gradient of a product at the end of a program, for its backward products."""
 
-    gradient: In[Activations]  # [M, N]; of either dtype, on the CPU too.
-    rounded: Out[RoundedGradient] | None  # [M, N]; None: the products that go back take floats.
-    sum: Out[Floats] | None  # [N], the gradient summed over rows: that of the product's bias.
+    gradient: In[Activations]  # [M, N]; float32 or bfloat16, on the CPU too.
+    rounded: Out[RoundedGradient] | None  # [M, N]; None: the backward products read floats.
+    sum: Out[Floats] | None  # [N], over rows: the gradient of the product's bias.
     parts: Out[Floats] | None  # Parts of `sum`, in its place; see lsq.ops.sums.
 
     rows = extent(0, "gradient")
@@ -150,7 +150,7 @@ class RoundGradient(Operation):
 
 
 class Add(Operation):
-    """a + b: two gradients of one tensor."""
+    """The sum a + b of two gradients of one tensor."""
 
     a: In[Activations]  # Any shape.
     b: In[Activations]

@@ -11,7 +11,7 @@ from lsq.quant.formats import GROUP
 
 VECTORS = 4  # Vectors of 8 values that a thread of lsq_round rounds.
 
-WIDEST_TOGETHER = 8192  # Wider rows are rounded in one pass, summed in another.
+WIDEST_TOGETHER = 8192  # Most columns of a pass that both rounds and sums.
 
 
 @launches.register(Round)
@@ -88,7 +88,7 @@ def launch_add(op: Add):
 
 
 def _round_in_out(op: RoundWeight) -> list[Launch]:
-    """Codes in both layouts, and scales."""
+    """Return the launches that write codes in both layouts, and scales."""
     inputs, rows = op.columns, op.rows
     check_columns(16, **{"the width of a weight": inputs, "the outputs of a weight": op.valid})
     check_columns(16, **{"the rows of its codes": rows})

@@ -1,4 +1,4 @@
-"""A product with a 2:4 sparse weight and its end, without a backward pass: for few rows on CUDA.
+"""A product with a 2:4 sparse weight and its epilogue, without a backward pass: few rows on CUDA.
 
     y = x weight^T + bias;   result = activation(y), as floats or rounded once to codes
 
@@ -21,7 +21,7 @@ EMPTY = 0 | 1 << 2  # Indices of a group beyond the last input.
 
 
 class SparseWeight(Value):
-    """Codes [P, K] of which two of four neighbours are kept, and their scales."""
+    """Codes [P, K] with two kept of four neighbours, and their scales."""
 
     values: Codes  # [P / 16, ceil(K / 64), 32 lanes, 16]
     kept: Bytes  # [P / 16, ceil(K / 64), 32 lanes, 4]
@@ -32,7 +32,7 @@ class SparseWeight(Value):
 
     @classmethod
     def of(cls, values: torch.Tensor, indices: torch.Tensor, scale: torch.Tensor) -> SparseWeight:
-        """Of lsq.models.sparsity.Packed: int8 [P, K / 2], uint8 [P, ceil(K / 8)], float32 [P].
+        """Arrange a sparsity.Packed, int8 [P, K / 2] and uint8 [P, ceil(K / 8)]; scale float32 [P].
 
         Raises:
             ValueError: P is no multiple of 16.
@@ -48,8 +48,8 @@ class SparseWeight(Value):
         missing = steps * GROUPS - groups
         indices = torch.nn.functional.pad(indices, (0, missing), value=EMPTY)
         values = torch.nn.functional.pad(values, (0, 2 * missing))
-        # [tile, half of its rows, row, step, part, word of b, ...] -> groups in the order of
-        # registers
+        # [tile, half of its rows, row, step, part, word of b, ...] -> groups as registers
+        # hold them
         indices = _in_order(indices.view(rows // OUTPUTS, 2, 8, steps, 4, 4))
         values = _in_order(values.reshape(rows // OUTPUTS, 2, 8, steps, 4, 4, 2))
         shifts = torch.arange(0, 32, 4, device=indices.device)
@@ -81,22 +81,22 @@ class SparseWeight(Value):
 
 
 def _in_order(groups: torch.Tensor) -> torch.Tensor:
-    """[tile, half, row, step, 4, 4, ...] -> [tile, half, row, step, 16 groups ...]."""
+    """Reorder [tile, half, row, step, 4, 4, ...] as [tile, half, row, step, 16 groups ...]."""
     in_order = groups.transpose(4, 5).contiguous()
     return in_order.view(*in_order.shape[:4], -1)
 
 
-MOST_ROWS = 128  # For decoding: each 32 rows read the weight again.
+MOST_ROWS = 128  # Most rows in decoding: every 32 rows read the weight again.
 
 
 class SparseProject(Operation):
-    """activation(x weight^T + bias) [M, P] of codes; fields are those of Project."""
+    """The product activation(x weight^T + bias) [M, P] of codes, with the fields of Project."""
 
     x: In[Rows]  # [M, K], codes.
     weight: In[SparseWeight]  # [P, K]
     bias: In[Floats] | None  # [P]
     out: Out[Activations] | None  # [M, P]
-    rounded: Out[Coded] | None  # [M, P], without bits or errors for a backward pass.
+    rounded: Out[Coded] | None  # [M, P], without `clipped` and `error`.
     nonlinearity: Out[Nonlinearity] | None  # An activation alone.
 
     rows = extent(0, "x.tensor")

@@ -7,7 +7,7 @@ from lsq.ops.nonlinearity import Nonlinearity
 from lsq.ops.sparse_project import OUTPUTS, SparseProject
 from lsq.program.cuda import launches
 
-ROWS, THREADS = 32, 128  # Of a block.
+ROWS, THREADS = 32, 128  # Rows and threads of a block.
 
 
 @launches.register(SparseProject)

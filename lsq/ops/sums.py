@@ -1,12 +1,12 @@
-"""Scales that one launch writes at the beginning of a pass, and sums over rows that one finishes.
+"""Scales that a pass writes in one launch at its beginning, and sums over rows added up at its end.
 
-Blocks of a GPU leave their sums in parts: each of B blocks a row with S sums over N columns side by
-side, then numbers for the clip. FinishSums adds up all parts of a pass. Loops of the CPU finish
-their sums themselves.
+Blocks of a GPU leave partial sums. Each of B blocks leaves a row: S sums over N columns side by
+side, then numbers for the clip. FinishSums adds up all parts of a pass. CPU loops finish their
+sums.
 
-The scale of what is rounded under a clip is known beforehand, unless a rounded value is NaN. So
-StartScales writes all scales of a pass, and a block that meets a NaN overwrites its scale. The
-scale of a row of a gated block is not known beforehand.
+The scale under a clip is known before the rounding, unless a rounded value is NaN. So StartScales
+writes all scales of a pass, and a block that meets a NaN overwrites its scale. The scales of the
+rows of a gated block are not known before.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from lsq.program.values import Coded, RoundedGradient, Rows, StartedScale
 class PartialSums(Value):
     """Sums of the blocks of one kernel, and the tensors of their totals."""
 
-    parts: In[Floats]  # [B, W], W at least S * N, and `clip_parts` more where there is a clip.
+    parts: In[Floats]  # [B, W], W at least S * N, plus `clip_parts` if there is a clip.
     first: Floats | None  # [N]
     second: Floats | None
     third: Floats | None
-    clip: Floats | None  # [1], taken in double precision, times `factor`.
+    clip: Floats | None  # [1], summed in double precision, times `factor`.
     sums: int  # S, up to 3.
-    columns: int  # N
+    columns: int  # N.
     factor: float = 1.0
     clip_parts: int = 1  # Numbers for the clip in each row.
 
@@ -47,7 +47,7 @@ class PartialSums(Value):
         coded: Coded | None = None,
         clip_parts: int = 1,
     ) -> PartialSums:
-        """Of `columns` columns, to `totals` (None: nowhere); `coded` has the clip."""
+        """Make sums of `columns` columns for `totals` (None: not wanted); `coded` has the clip."""
         first, second, third = (*totals, None, None, None)[:3]
         return cls(
             parts=parts,
@@ -63,7 +63,7 @@ class PartialSums(Value):
 
     @classmethod
     def of_clips(cls, parts, clips: int, dclip: torch.Tensor | None) -> PartialSums:
-        """Gradients of a weight's clips: columns where rows have clips, else one number."""
+        """Make sums for a weight's clips: columns if rows have clips, else one number."""
         return cls.of(parts, clips, (dclip,)) if clips > 1 else cls.of(parts, 0, (), dclip)
 
     @property
@@ -83,7 +83,7 @@ class PartialSums(Value):
         return results | {"clip": (numbers.sum() * self.factor).float()}
 
     def as_parts(self) -> torch.Tensor | None:
-        """Reference: parts that come to the totals, all in the first row; None without parts."""
+        """Reference: parts that add up to the totals, all in the first row; None without parts."""
         if self.parts is None:
             return None
         made, (*sums, clip) = torch.zeros_like(self.parts), self.totals
@@ -95,9 +95,9 @@ class PartialSums(Value):
 
 
 class FinishSums(Operation):
-    """Adds up the parts of a pass: its last operation."""
+    """The last operation of a pass: it adds up the parts."""
 
-    sums: Out[Array[PartialSums, 20]]  # As many as a layer of a decoder has.
+    sums: Out[Array[PartialSums, 20]]  # A decoder layer has 7 to 23, in up to two operations.
 
     def reference(self):
         return {"sums": [partial.add_up() for partial in self.sums]}
@@ -106,7 +106,7 @@ class FinishSums(Operation):
 def finish_together(
     operations: Iterable[Operation], tensor: Callable[..., VirtualTensor]
 ) -> list[Operation]:
-    """Let virtual `operations` of a pass leave their sums; return what finishes them.
+    """Let virtual `operations` of a pass leave partial sums; return operations that add these up.
 
     `tensor`: makes a virtual tensor of a name, a shape and a dtype.
     """
@@ -115,24 +115,24 @@ def finish_together(
 
 
 def _together(operation: type[Operation], values: list) -> list[Operation]:
-    """Operations whose one field is an array of so many values."""
+    """Return as many operations as `values` need: their one field is an array."""
     (field,) = operation.fields
     firsts = range(0, len(values), field.count)
     return [operation(**{field.name: values[first : first + field.count]}) for first in firsts]
 
 
 class SummedGradient(Value):
-    """The gradient [M, C] of what a product wrote, as floats or rounded, and its sums over rows."""
+    """The gradient [M, C] of a product's result, as floats or rounded, and its sums over rows."""
 
     floats: Activations | None  # [M, C]
     rounded: RoundedGradient | None  # The gradient, rounded.
     sum: Floats | None  # [C], over rows: the gradient of the product's bias.
-    clip: Floats | None  # [1], of the clip under which the tensor was rounded.
+    clip: Floats | None  # [1], the gradient of the tensor's clip.
     parts: Floats | None  # Parts of `sum` and `clip`, in place of these.
 
     @classmethod
     def of(cls, rows: Rows, builder) -> SummedGradient:
-        """Fields that receive the gradient of `rows` in a Builder's program."""
+        """Make fields for the gradient of `rows` in a Builder's program."""
         floats, rounded = builder.product_gradient(rows.tensor)
         return cls(
             floats=floats,
@@ -157,21 +157,21 @@ class SummedGradient(Value):
         }
 
     def partial(self, parts, columns: int, coded: Coded | None) -> PartialSums:
-        """The sums that a kernel leaves in `parts`."""
+        """Return the sums that a kernel leaves in `parts`."""
         return PartialSums.of(parts, columns, (self.sum,), self.clip, coded)
 
 
 class StartScales(Operation):
-    """Writes the scales of a pass: its first operation."""
+    """The first operation of a pass: it writes scales."""
 
-    scales: Out[Array[StartedScale, 16]]  # A layer of a decoder has 10.
+    scales: Out[Array[StartedScale, 16]]  # A decoder layer has 10 to 12.
 
     def reference(self):
         return {"scales": [{"scale": scale.clip / scale.largest} for scale in self.scales]}
 
 
 def start_together(operations: Iterable[Operation]) -> list[Operation]:
-    """Let all `operations` of a pass find their scales written; return what writes them."""
+    """Let all `operations` of a pass read written scales; return the operations that write them."""
     every = (operation.rounding() for operation in operations)
     coded = [rounded for rounded in every if isinstance(rounded, Coded) and not rounded.by_row]
     for rounded in coded:

@@ -15,8 +15,7 @@ from lsq.program.values import Coded
 
 COLUMNS = 32  # Columns that a block of lsq_finish_sums adds up.
 PADDING = 4
-"""Columns beyond its sums in a row of parts, which stay 16-byte aligned; the first is the
-clip's."""
+"""Columns behind the sums in a row of parts, which keep it 16-byte aligned; the first: the clip."""
 
 
 @launches.register(StartScales)
@@ -34,28 +33,28 @@ def _strips(partial: PartialSums) -> int:
     return max(1, -(-partial.sums * partial.columns // COLUMNS))
 
 
-def parts_of(rows: int, columns: int, sums: int = 1) -> Spec:  # Of the parts.
+def parts_of(rows: int, columns: int, sums: int = 1) -> Spec:
     return (row_blocks(rows, columns), sums * columns + PADDING), torch.float32
 
 
 @dataclass(frozen=True)
 class KernelSums:
-    """Sums that a kernel leaves in parts: its own launch finishes them, or that of the pass."""
+    """Sums that a kernel leaves in parts; its own launch or the last of the pass adds them up."""
 
-    holder: Declared  # Its field `parts` is memory of the pass, if any.
-    spec: Spec  # Of the parts.
-    of: Callable[..., PartialSums]  # Makes the sums of parts.
-    totals: tuple[str, ...] = ("sum", "clip")  # Fields of the holder.
+    holder: Declared  # Its `parts` is memory of the pass, or None.
+    spec: Spec  # Shape and dtype of the parts.
+    of: Callable[..., PartialSums]  # Makes PartialSums of parts.
+    totals: tuple[str, ...] = ("sum", "clip")  # Fields of the holder with totals.
 
     @property
     def scratch(self) -> list[Spec]:
         return [] if self.holder.parts is not None else [self.spec]
 
     def take(self, scratch: Iterator[torch.Tensor]) -> torch.Tensor:
-        """The parts: the holder's, or the next of `scratch`.
+        """Return the parts: the holder's, or the next of `scratch`.
 
         Raises:
-            ValueError: they were planned before other tuned files were named.
+            ValueError: memory was planned before other tuned files were named.
         """
         parts = next(scratch) if self.holder.parts is None else self.holder.parts
         check(
@@ -78,12 +77,12 @@ class KernelSums:
         return [partial]
 
     def finish(self, parts: torch.Tensor) -> list[Launch]:
-        """The launch that adds up parts at once; none if they are left, or no total is wanted."""
+        """Return the launch that adds up parts; none if the pass does so, or no total is wanted."""
         return finish(self.of(parts)) if self.holder.parts is None else []
 
 
 def finish(partial: PartialSums) -> list[Launch]:
-    """The launch that adds up parts; none if no total is wanted."""
+    """Return the launch that adds up parts; none if no total is wanted."""
     if not partial.wanted:
         return []
     sizes = partial.sums, partial.columns, partial.blocks, partial.width, partial.clip_parts

@@ -1,29 +1,29 @@
 """Projection onto the vocabulary, log-softmax and label smoothing in one operation without logits.
 
-With logits l[v], p = softmax(l), smoothing e spread over all V words but counted as fairseq does,
-e' = e / (V - 1):
+For logits l[v], p = softmax(l). The smoothing e is spread over all V words, but counted as in
+fairseq, e' = e / (V - 1):
 
     nll = -log p[target];  smooth = -sum_v log p[v];  loss = (1 - e - e') * nll + e' * smooth
     g[v] = dloss/dl[v] = (1 - e + (V - 1) * e') * p[v] - e' - (1 - e - e') * 1[v = target]
 
-Rows whose target is padding count for nothing. Nobody keeps logits: the end of the product adds
-them up as they are made, and the backward pass makes them again (integer sums are exact, so they
-are the same). Under backward="int8" their gradient, times the scales s[v] of the weight, is rounded
-where it is made. No product can end in the largest magnitude of a row, so the scale of a row is
-that of a bound, which the forward pass knows:
+Rows whose target is padding add nothing. Logits are never stored: the product's epilogue adds them
+up at once, and the backward pass computes them again (integer sums are exact, so logits are equal).
+Under backward="int8" their gradient, times the scales s[v] of the weight, is rounded in the
+epilogue. An epilogue sees no whole row, so it cannot find the row's largest magnitude. The scale of
+a row follows from a bound instead, which the forward pass finds:
 
     |g[v] * s[v]| <= max(|g[target] * s[target]|, (1 - e + (V - 1) * e') * max of p[v] * s[v], e' *
     max of s[v])
 
-with the first maximum over all words but the target: their gradient lies between -e' and the
+The maximum of p[v] * s[v] is over all words but the target: their gradients are between -e' and the
 multiple of p[v].
 
-Two words of each row are kept, the target and that of the largest multiple: left out of codes and
-bound, their gradients stay floats (KeptInputGradient, KeptWeightGradient). The gradient of a
-target's logit is up to a thousand times as large as that of most words, and a model that wavers
-between two words gives the other one nearly as much: one scale for all would round most words to 0
-or to a whole step. Where the clip of the weight learns, it needs them among the codes, and none are
-kept. M rows, V words, P padded words, K inputs.
+Two words of each row are kept: the target, and the other word with the largest p[v] * s[v]. Codes
+and bound leave them out; their gradients stay floats (KeptInputGradient, KeptWeightGradient). The
+gradient of a target's logit is up to a thousand times that of most words, and a model that wavers
+between two words gives the other word nearly as much. One scale for all would round most words to 0
+or to a whole step. If the weight's clip is learned, it needs the gradients of all words as codes,
+and none are kept. M rows, V words, P padded words, K inputs.
 """
 
 from __future__ import annotations
@@ -53,32 +53,32 @@ from lsq.program.declare import (
 from lsq.program.operation import Operation, Spec
 from lsq.program.values import RoundedGradient, Rows, Weight
 
-BLOCK_ROWS = 256  # Rows of float logits that exist at a time.
-BLOCK_COLUMNS = 256  # Words that the CPU adds up apart, whatever the product's blocks.
+BLOCK_ROWS = 256  # Rows of float logits in memory at a time.
+BLOCK_COLUMNS = 256  # Words of one partial sum on the CPU, independent of the product's blocks.
 
 
 class KeptWords(Value):
-    """Two words of each row whose gradient is no code: the target and the likeliest other."""
+    """Two words of each row with float gradients: the target and the likeliest other word."""
 
     likeliest: Indices
-    """[M], the other word, of the largest p times scale; 0 where the target is padding."""
+    """[M], the other word, with the largest p times scale; 0 where the target is padding."""
     gradient: Floats
-    """[2, M], of the logits of both, for a loss gradient of 1; 0 where it is padding."""
+    """[2, M], gradients of both logits, for a loss gradient of 1; 0 where the target is padding."""
 
     def words(self, given: Prediction) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Reference: (words [M], their gradients [M]), of the targets, then of the others."""
+        """Reference: yield (words [M], their gradients [M]) for the targets, then the others."""
         for word, gradient in zip((given.target, self.likeliest), self.gradient, strict=True):
             yield word, torch.where(given.target == given.padding, 0.0, gradient)
 
 
 class Prediction(Value):
-    """Inputs of VocabularyLoss and its gradient; both make the logits."""
+    """Inputs of VocabularyLoss and its gradient, which both compute the logits."""
 
     x: In[Rows]  # [M, K]
     weight: In[Weight]  # [P, K]; its values alone in float mode.
     target: In[Indices]  # [M]
     vocabulary: int  # V.
-    padding: int  # The target that counts for nothing.
+    padding: int  # Target of rows that count for nothing.
     smoothing: float
 
     rows = extent(0, "target")  # M.
@@ -90,7 +90,7 @@ class Prediction(Value):
 
     @factor
     def each(self) -> float:
-        """Weight of every word's term, as in fairseq's label_smoothed_nll_loss."""
+        """Weight e' of every word's term, as in fairseq's label_smoothed_nll_loss."""
         return self.smoothing / (self.vocabulary - 1)
 
     @factor
@@ -98,16 +98,16 @@ class Prediction(Value):
         return 1.0 - self.smoothing - self.each
 
     def bare(self) -> Prediction:
-        """The prediction with codes and scales alone."""
+        """Return the prediction with codes and scales alone."""
         return dataclasses.replace(self, x=self.x.bare(), weight=self.weight.bare())
 
     def limits(self, kept: KeptWords | None = None) -> dict[str, int]:
-        """See Operation.limits. Padded words are no targets."""
+        """See Operation.limits; padded words are no targets."""
         found = {"prediction.target": self.vocabulary}
         return found if kept is None else found | {"kept.likeliest": self.vocabulary}
 
     def logits(self) -> torch.Tensor:
-        """Reference: [M, V]."""
+        """Reference: the logits [M, V]."""
         if self.x.coded is None:
             return (self.x.floats @ self.weight.matrix.t())[:, : self.vocabulary]
         sums = gemm.reference(self.x.tensor, self.weight.codes).to(torch.float32)
@@ -125,7 +125,7 @@ class Prediction(Value):
         self, logits: torch.Tensor, normaliser: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Reference: the other word [M] with the largest p times scale, and the gradients [2, M] of
-        the logits of target and word; 0 for a word that is the target."""
+        the logits of target and other word; 0 for the other word if it is the target."""
         rows = torch.arange(self.rows)
         likeliest = self._of_others(logits, normaliser).argmax(dim=1)
         likeliest = torch.where(self.target == self.padding, 0, likeliest)
@@ -134,9 +134,9 @@ class Prediction(Value):
         return likeliest, torch.stack([gradient[rows, self.target], other])
 
     def bound(self, logits: torch.Tensor, normaliser: torch.Tensor, kept: bool) -> torch.Tensor:
-        """Reference: bound [M] of magnitudes of gradient(..) times the scales of the weight.
+        """Reference: the bound [M] of |gradient(..)| times the scales of the weight.
 
-        The target does not count, nor does the other word if words are kept.
+        It leaves out the target, and the other word if words are `kept`.
         """
         multiples = self._of_others(logits, normaliser)
         if kept:
@@ -147,7 +147,7 @@ class Prediction(Value):
         return torch.where(self.target == self.padding, 0.0, bound)
 
     def _of_others(self, logits: torch.Tensor, normaliser: torch.Tensor) -> torch.Tensor:
-        """p times the scales of the weight [M, V], 0 for targets."""
+        """Return p times the scales of the weight [M, V], 0 for targets."""
         probability = (logits - normaliser[:, None]).exp()
         probability[torch.arange(self.rows), self.target] = 0.0
         return probability * self.weight.scale[: self.vocabulary]
@@ -157,7 +157,7 @@ class Prediction(Value):
         return -(-self.columns // BLOCK_COLUMNS)
 
     def cpu_memory(self, product: str) -> Spec:
-        """Scratch memory of `multiply`."""
+        """Return the scratch memory of `multiply`."""
         if self.x.coded is not None:
             return gemm.scratch_for(product, self.rows, *self.weight.matrix.shape)
         return (min(self.rows, BLOCK_ROWS), self.columns), torch.float32
@@ -165,9 +165,9 @@ class Prediction(Value):
     def multiply(
         self, product: str, operation: Operation, memory: torch.Tensor, *arguments: torch.Tensor
     ) -> None:
-        """Make the logits on the CPU, and let loops of an operation read them (lsq.gemm.multiply).
+        """Compute the logits on the CPU; loops of an operation read them (lsq.gemm.multiply).
 
-        Of floats, `memory` holds a block of rows at a time, which `lsq_end_<product>` reads.
+        In float mode `memory` holds a block of rows at a time, which `lsq_end_<product>` reads.
         """
         if self.rows == 0:
             return
@@ -207,18 +207,18 @@ class KeptInputGradient(Operation):
 
 
 class KeptWeightGradient(Operation):
-    """The gradient of the weight with the part that comes from kept words, in order of rows:
+    """The gradient of the weight, with the part that comes from kept words added in order of rows:
 
     dweight[v] += sum over j and m with kept[j, m] = v of g[j, m] * dloss * x[m]
 
-    What lies beyond a clip gets none of it, as in ProjectWeightGradient.
+    Values beyond a clip get none of it, as in ProjectWeightGradient.
     """
 
     prediction: In[Prediction]  # Of codes.
     kept: In[KeptWords]  # Of VocabularyLoss.
     dloss: In[Floats]  # [1]
     weight: In[Weight]  # [P, K], with values [V, K] and clip [V] or [1].
-    others: In[Parameters]  # [V, K], the gradient without it; may be the memory of dweight.
+    others: In[Parameters]  # [V, K], the gradient without that part; may be the memory of dweight.
     dweight: Out[Parameters]  # [V, K], of the dtype of the weight.
 
     columns = extent(1, "dweight")
@@ -226,7 +226,7 @@ class KeptWeightGradient(Operation):
 
     @size
     def rows(self) -> int:
-        """The targets of all rows of x, then their likeliest other words."""
+        """2 M: the targets of all rows of x, then their likeliest other words."""
         return 2 * self.prediction.rows
 
     @size
@@ -247,18 +247,18 @@ class KeptWeightGradient(Operation):
 
 
 PRODUCT, GRADIENT_PRODUCT = "vocabulary_loss", "vocabulary_loss_gradient"
-"""Names in lsq.gemm."""
+"""Names of the products in lsq.gemm."""
 
 
 class VocabularyLoss(Operation):
-    """The losses of a batch, summed over its rows, and what the backward pass needs."""
+    """The losses of a batch, summed over its rows, and the tensors that the backward pass needs."""
 
     prediction: In[Prediction]
     loss: Out[Floats]  # [1]
-    nll: Out[Floats]  # [1], without smoothing: for the log, it has no gradient.
+    nll: Out[Floats]  # [1], without smoothing, for the log; it has no gradient.
     normaliser: Out[Floats] | None  # [M], log of the sum of exp of the logits.
     bound: Out[Floats] | None
-    """[M], bound of |gradient of the logits| * scale, for a loss gradient of 1, without kept words;
+    """[M], bound of |gradient of the logits| * scale without kept words, for a loss gradient of 1;
     0 where the target is padding."""
     kept: Out[KeptWords] | None
 
@@ -283,8 +283,7 @@ class VocabularyLoss(Operation):
         return results | {"bound": bound, "kept": {"likeliest": likeliest, "gradient": gradient}}
 
     def cpu_scratch(self):
-        """Six sums of blocks of columns of each row; logits of the targets; the product's
-        memory."""
+        """Return memory for six sums of each row and column block, targets' logits, the product."""
         given = self.prediction
         parts = (6, given.column_blocks, given.rows), torch.float32
         return [parts, ((given.rows,), torch.float32), given.cpu_memory(PRODUCT)]
@@ -332,10 +331,10 @@ class VocabularyLoss(Operation):
 
 
 class VocabularyLossGradient(Operation):
-    """The gradient of the logits, which are made again: floats, or codes.
+    """The gradient of the logits, which it computes again: floats, or codes.
 
     Raises:
-        ValueError: it shall go to both, or codes are to be made without their bound.
+        ValueError: it has neither dlogits alone nor rounded together with bound.
     """
 
     prediction: In[Prediction]

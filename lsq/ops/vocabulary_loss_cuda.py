@@ -22,12 +22,12 @@ from lsq.ops.vocabulary_loss import (
 from lsq.program.cuda import launches, scratch_of
 from lsq.program.operation import Operation, Spec
 
-CUDA_BLOCK_ROWS = 256  # Rows of float logits at a time: 34 MB for 32,768 words.
+CUDA_BLOCK_ROWS = 256  # Rows of float logits in memory at a time: 34 MB for 32,768 words.
 
 
 @scratch_of.register(VocabularyLoss)
 def scratch_of_vocabulary_loss(op: VocabularyLoss):
-    """Both losses of each row; of codes, what tiles leave of the rows and the logits of targets."""
+    """Return memory for both losses of rows; for codes, also tiles' sums and targets' logits."""
     given = op.prediction
     row = (given.rows,), torch.float32
     if given.x.coded is None:
@@ -60,8 +60,8 @@ def launch_vocabulary_loss_gradient(op: VocabularyLossGradient, *scratch):
     )
 
 
-SUMS = 8  # Numbers that a tile leaves of a row, in two halves.
-TOGETHER = 32  # Rows that a block joins.
+SUMS = 8  # Numbers that a tile leaves for a row, in two halves.
+TOGETHER = 32  # Rows for which a block joins the numbers of tiles.
 
 
 def _tile_sums(tile: TileConfiguration | None, given: Prediction) -> Spec:
@@ -70,7 +70,7 @@ def _tile_sums(tile: TileConfiguration | None, given: Prediction) -> Spec:
 
 
 def _loss_of_tiles(op: VocabularyLoss, parts, chosen, losses, nlls) -> list[Launch]:
-    """The launches that make both losses of each row, its normaliser and its bound."""
+    """Return the launches for both losses of each row, its normaliser and its bound."""
     tile, shape = _tile(op.prediction, PRODUCT), _shape(op.prediction)
     if tile is None:
         return []
@@ -97,12 +97,12 @@ def _shape(given: Prediction) -> tuple[int, int, int]:
 
 
 def _tile(given: Prediction, product: str) -> TileConfiguration | None:
-    """Tiles of logits of codes; None: there are no rows."""
+    """Return the tiles of logits of codes; None: there are no rows."""
     return gemm.cuda_tile(product, given.rows, *given.weight.codes.shape)
 
 
 def _blocks_scratch(given: Prediction) -> list[Spec]:
-    """In float mode: a block of logits, and the weight in the dtype of x if it has another."""
+    """Return memory in float mode: a block of logits, and the weight if x has another dtype."""
     columns = -(-given.columns // VECTOR) * VECTOR  # rows begin at multiples of 16 bytes
     block = (min(given.rows, CUDA_BLOCK_ROWS), columns), torch.float32
     return [block, *converted_scratch(given.weight.matrix, given.x.tensor.dtype)]
@@ -116,9 +116,9 @@ def _blocks(
     *arguments,
     **defines: int,
 ) -> list[Launch | Product]:
-    """In float mode, for each block of rows the product and a launch of `kernel` on its logits.
+    """Return, in float mode, the products of blocks of rows, each with a launch of `kernel` on it.
 
-    `kernel`: takes op, logits, their stride, the first row and `arguments`.
+    `kernel` takes op, logits, their stride, the first row and `arguments`.
     """
     memory, *narrow = scratch
     entries, weight = converted(given.weight.matrix, None, given.x.tensor.dtype, iter(narrow))
@@ -126,7 +126,7 @@ def _blocks(
     while threads < 512 and threads * 2 * VECTOR < given.columns:
         threads *= 2
     blocks = max(1, -(-given.rows // CUDA_BLOCK_ROWS))
-    # aligned from every block's first row on
+    # every block's first row of x is aligned
     rows = -(-given.rows // blocks // VECTOR) * VECTOR or 1
     for first in range(0, given.rows, rows):
         block = given.x.tensor[first : first + rows]

@@ -2,8 +2,8 @@
 
     dweight[n, k] = x_scale * (1 / weight_scale[n]) * sum_m codes[m, n] * (scale[m] * x[m, k])
 
-Row scales are folded into x, which is rounded again, at random, with a scale for each column. So
-one int8 gradient, which carries the weight's scales, serves both backward products (see
+x is multiplied by the row scales and rounded again, at random, with a scale for each column. So one
+int8 gradient, which includes the weight's scales, serves both backward products (see
 RoundedGradient). The straight-through mask is |weight| <= clip. M rows, N outputs of the weight,
 padded to P in its codes, K columns.
 """
@@ -40,13 +40,13 @@ class ProjectWeightGradient(Operation):
     """The gradient of the weight [N, K] of a Project, before its rounding, and of its clip."""
 
     gradient: In[RoundedGradient] | None  # [M, P], under backward="int8".
-    floats: In[Activations] | None  # [M, P], otherwise; [M, N] in float mode.
+    floats: In[Activations] | None  # [M, P], under another `backward`; [M, N] in float mode.
     x: In[Rows]  # [M, K]
     weight: In[Weight]  # [P, K]; in float mode it has no codes.
-    key: In[Indices] | None  # [1]; with `subsequence`, of the random numbers under backward="int8".
+    key: In[Indices] | None  # [1], key of the random numbers under backward="int8".
     subsequence: int = 0
-    learned_step: bool = False  # The clip learns by LSQ (learned step size), not PACT.
-    dweight: Out[Parameters]  # [N, K], or [K, N] as the weight; of its dtype.
+    learned_step: bool = False  # Whether LSQ (learned step size) trains the clip, not PACT.
+    dweight: Out[Parameters]  # [N, K], or [K, N] like the weight; in the weight's dtype.
     dclip: Out[Floats] | None  # [N] or [1], like the clip.
     parts: Out[Floats] | None  # Parts of `dclip`, in its place; see lsq.ops.sums.
 
@@ -107,7 +107,7 @@ class ProjectWeightGradient(Operation):
         return dweight.t() if self.weight.in_out else dweight
 
     def _straight_through(self, product: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The product [N, K] masked by |weight| <= clip, and the gradient of the clip."""
+        """Return the product [N, K] under the mask |weight| <= clip, and the clip's gradient."""
         weight, clip = self.weight.values_by_rows, self.weight.clip
         limit = clip.reshape(-1, 1)
         outside = (weight.abs() > limit) & (not self.weight.absmax)
@@ -156,7 +156,7 @@ class ProjectWeightGradient(Operation):
         else:
             codes, column_scale, memory = scratch
             gradient = self.gradient.codes.t()
-            if gemm.is_long(GEMM, self.rows):  # else tiles are rounded as they are packed
+            if gemm.is_long(GEMM, self.rows):  # else packing rounds each tile
                 loader.call("lsq_round_columns", self, codes, column_scale)
             gemm.multiply(GEMM, self, gradient, codes.t(), memory, column_scale, sums)
         loader.call("lsq_finish_weight_gradient", self, sums)
@@ -165,14 +165,14 @@ class ProjectWeightGradient(Operation):
 def append_gradients(
     builder, product, weight: Weight, upstream: tuple, *, undoes: bool = True, **end
 ) -> VirtualTensor | None:
-    """Append both to a Builder; where the gradient of the weight goes, if it or its clip has one.
+    """Append the gradients of input and weight to a Builder; return the weight's, or None.
 
     Args:
-        product: has Rows x [M, K]: a Project or a Prediction.
+        product: a Project or a Prediction, with Rows x [M, K].
         weight: [N, K], as products read it.
-        upstream: its gradient [M, P] as floats or as a RoundedGradient; the other one is None.
+        upstream: the product's gradient [M, P] as (floats, None) or (None, RoundedGradient).
         undoes: whether the rounding of x is undone here, not by another product of x.
-        end: fields of ProjectInputGradient: where its result goes, and what is done to it.
+        end: fields of ProjectInputGradient: the tensor of its result, and its epilogue.
     """
     x, (floats, rounded) = product.x.coded, upstream
     if x is None:
@@ -187,7 +187,7 @@ def append_gradients(
     if rounded is not None:
         common |= {"key": builder.key, "subsequence": builder.next_subsequence()}
     dweight = builder.parameter_gradient(weight.values)
-    if dweight is None:  # its clip's alone
+    if dweight is None:  # only the clip needs a gradient
         dweight = builder.like("d_" + weight.values.name, weight.values)
     builder.add(
         ProjectWeightGradient(

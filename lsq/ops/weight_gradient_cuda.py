@@ -23,7 +23,7 @@ from lsq.ops.sums_cuda import KernelSums
 from lsq.ops.weight_gradient import GEMM, ProjectWeightGradient
 from lsq.program.cuda import kernel_sums, launches, scratch_of
 
-PARTS = 16  # Most runs of rows whose largest magnitudes are found apart.
+PARTS = 16  # Most runs of rows that find their largest magnitudes separately.
 
 
 def _product_dtype(op: ProjectWeightGradient) -> torch.dtype:
@@ -31,7 +31,7 @@ def _product_dtype(op: ProjectWeightGradient) -> torch.dtype:
 
 
 def _tile(op: ProjectWeightGradient) -> TileConfiguration | None:
-    """Tiles of the one kernel for product and epilogue; None: a library multiplies."""
+    """Return the tiles of one kernel for product and epilogue; None: a library multiplies."""
     if op.gradient is None or op.weight.in_out:
         return None
     rows, inner = op.gradient.codes.shape
@@ -39,9 +39,9 @@ def _tile(op: ProjectWeightGradient) -> TileConfiguration | None:
 
 
 def _sums(op: ProjectWeightGradient) -> KernelSums | None:
-    """Parts of gradients of clips; None: the kernel on rows makes these itself.
+    """Return the parts of clip gradients; None: the kernel on rows writes the gradients itself.
 
-    Tiles leave a row of each column of warps where rows have clips, else a number of each warp.
+    Tiles leave a row for each column of warps if rows have clips, else a number for each warp.
     """
     tile, each_row, rows = _tile(op), op.clips > 1, op.weight_rows
     if op.weight.in_out:
@@ -79,7 +79,7 @@ def scratch_of_project_weight_gradient(op: ProjectWeightGradient):
         operands = [((width, padded(rows)), torch.int8) for width in (inner, columns)]
         scales = [((parts, columns), torch.float32), ((columns,), torch.float32)]
         made = [] if tile else sums_scratch(*product, padded(rows))
-        if tile is not None and tile.split > 1:  # sums of blocks that share a tile
+        if tile is not None and tile.split > 1:  # for sums of the blocks that share a tile
             tiles_of = math.prod(tile.blocks(op.weight_rows, op.columns))
             made = [((tiles_of, tile.split, tile.rows * tile.columns), torch.int32)]
         return [*clips, *operands, *scales, *made]
@@ -99,13 +99,13 @@ def launch_project_weight_gradient(op: ProjectWeightGradient, *scratch):
 
 
 def _floats(op: ProjectWeightGradient, gradient, x, out) -> Product:
-    """gradient [M, N] and x [M, K] -> out [N, K], or [K, N]."""
+    """Return the product of gradient [M, N] and x [M, K], out [N, K] or [K, N]."""
     a, b = (x, gradient) if op.weight.in_out else (gradient, x)
     return Product(a=a, b=b, out=out, transpose_a=True, transpose_b=True)
 
 
 def _int8_entries(op: ProjectWeightGradient, clips, scratch):
-    """Both operands transposed, x rounded once more, their product and its end."""
+    """Return launches: transpose both operands, round x again, multiply, apply the epilogue."""
     gradient, x, largest, scale, *made = scratch
     inner, columns, tile = op.upstream.shape[1], op.columns, _tile(op)
     check_columns(
@@ -136,7 +136,7 @@ def _float_entries(op: ProjectWeightGradient, clips, scratch):
 
 
 def _epilogue(op: ProjectWeightGradient, product, column_scale, clips) -> Launch:
-    """The launch that ends a product, int32 with the scales [K] of its columns or float32."""
+    """Return the epilogue's launch: of int32 with the scales [K] of its columns, or of float32."""
     outputs, in_out = op.weight_rows, op.weight.in_out
     check(
         not in_out or product.shape[1] == outputs,
@@ -160,10 +160,10 @@ def _epilogue(op: ProjectWeightGradient, product, column_scale, clips) -> Launch
 
 
 def _product(op: ProjectWeightGradient, tile: TileConfiguration, operands, clips, parts) -> Launch:
-    """The launch that makes the gradient, but for finishing the sums of clips.
+    """Return the launch that makes the gradient, except for finishing the sums of clips.
 
-    `operands`: int8 [at least N, P], codes of the gradient transposed; int8 [K, P], those of x
-    times the scales of the gradient; float32 [K], scales of these.
+    `operands`: codes of the gradient transposed, int8 [at least N, P]; codes of x times the
+    gradient's scales, int8 [K, P]; their scales float32 [K].
     """
     columns, inner = operands[1].shape
     source, name = "weight_gradient_product.cu", "lsq_weight_gradient_product"

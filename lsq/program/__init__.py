@@ -1,4 +1,4 @@
-"""Layer programs: what a layer computes, as data.
+"""Layer programs: the operations of a layer, as data.
 
-Built once per shape, run on a backend, placed by the planner.
+A builder makes a program once for each shape, a planner places its tensors, a backend runs it.
 """

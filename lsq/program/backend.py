@@ -9,45 +9,45 @@ from lsq.program.operation import Operation, Spec
 Call = tuple[Operation, Sequence[torch.Tensor]]
 """An operation on real tensors, and its scratch memory."""
 SENT_ALIGNMENT = 16
-"""Bytes to whose multiples the tensors begin that `Backend.send` sends together."""
+"""Alignment in bytes of the tensors that `Backend.send` copies together."""
 
 
 class Backend:
     """A device that runs operations, and its demands on programs."""
 
     name: str
-    """For people."""
+    """Name in messages and options."""
     device: torch.device = torch.device("cpu")
     """Device of its tensors."""
     activations: torch.dtype = torch.float32
     """dtype of activations in programs; other floats are float32."""
     starts_scales: bool = False
-    """One operation writes all scales of a pass at its beginning."""
+    """Whether one operation writes all scales of a pass at its beginning."""
     leaves_sums: bool = False
-    """Operations leave sums over rows in parts, for one operation to finish at the end."""
+    """Whether operations leave partial sums over rows, which one operation adds up at the end."""
     transposed_weights: bool = False
-    """Int8 products that go back read codes of weights transposed, which come in then."""
+    """Whether int8 products of input gradients read transposed codes, as further inputs."""
     refillable: bool = False
-    """What `prepare` made sees tensors that are put into its operations later."""
+    """Whether a prepared pass uses tensors that are put into its operations later."""
     packed_rows: int = 0
-    """Up to so many rows, a product reads its weight as a packed format stores it."""
+    """Most rows with which a product reads its weight as a packed format stores it."""
     packs_weights: bool = False
-    """Decoding wants weights packed (lsq.ops.packed_project), not as plain codes."""
+    """Whether decoding reads packed weights (lsq.ops.packed_project) instead of plain codes."""
     multiplies_groups: bool = False
-    """Products of int8 codes with scales of groups are fast (lsq.ops.grouped_product)."""
+    """Whether int8 products with a scale for each group are fast (lsq.ops.grouped_product)."""
     few_sizes: bool = False
-    """Preparing takes so long that batches should be filled up to one of a few sizes."""
+    """Whether batches are padded to one of a few sizes, because preparing a pass takes long."""
     either_border: bool = False
-    """Floats at the borders of a product may be float32 or bfloat16, whatever activations are."""
+    """Whether a product reads and writes float32 and bfloat16 alike, whatever `activations` is."""
     seconds: dict[str, float] | None = None
-    """Collects how long operations run, by name; see lsq.run.executor.profile."""
+    """Seconds that operations took, by name; lsq.run.executor.profile collects them."""
 
     def __deepcopy__(self, memo):
         return self  # a copy of a module runs where the module does
 
     def scratch(self, operation: Operation) -> Sequence[Spec]:
-        """(shape, dtype) of what an operation, virtual or real, needs for itself while it runs
-        here."""
+        """Return shape and dtype of the scratch memory that an operation needs here. The tensors of
+        the operation may be virtual."""
         return ()
 
     def prepare(self, calls: Sequence[Call]) -> Callable[[], None]:
@@ -56,15 +56,14 @@ class Backend:
         raise NotImplementedError
 
     def check(self, tensor: torch.Tensor, name: str) -> None:
-        """Raise ValueError for a tensor that cannot be put into operations that were prepared with
-        another one; the message begins with `name`."""
+        """Raise ValueError unless `tensor` can replace another one in prepared operations. `name`
+        begins the message."""
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device)
 
     def send(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Small tensors of the CPU on this device, aligned for kernels, in one copy without
-        waiting."""
+        """Copy small CPU tensors to this device at once, aligned for kernels, without waiting."""
         if self.device.type == "cpu":
             return list(tensors)
         given = [tensor.contiguous() for tensor in tensors]
@@ -79,8 +78,8 @@ class Backend:
         ]
 
     def run(self, operation: Operation) -> None:
-        """Run one operation now, with fresh scratch memory. Raises ValueError: a tensor lies
-        elsewhere, or is not what the operation takes here."""
+        """Run one operation now, with fresh scratch memory. Raises ValueError: a tensor is on
+        another device, or the operation cannot take it here."""
         for tensor in (*operation.inputs, *operation.outputs):
             if tensor.device != self.device:
                 raise ValueError(

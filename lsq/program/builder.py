@@ -17,19 +17,19 @@ from lsq.program.values import SEEN, Coded, Dropout, RoundedGradient, Weight
 from lsq.quant import GRADIENT, Grain
 
 ProductGradient = tuple[VirtualTensor | None, RoundedGradient | None]
-"""Floats, or rounded."""
+"""(floats, None) or (None, rounded gradient)."""
 
 
 class Recorder:
     """Collects operations over virtual tensors.
 
-    `wanted`: inputs and parameters of these names alone need a gradient; None: all do.
+    `wanted`: names of the inputs and parameters that need a gradient; None: all of them.
     """
 
     def __init__(self, wanted: Collection[str] | None = None):
         self._wanted = wanted
         self._needless: set[VirtualTensor] = set()
-        """Tensors that depend on nothing that needs a gradient."""
+        """Tensors that do not depend on anything that needs a gradient."""
         self._operations: list[Operation] = []
         self._inputs: list[VirtualTensor] = []
         self._parameters: dict[str, VirtualTensor] = {}
@@ -40,7 +40,7 @@ class Recorder:
     def tensor(
         self, name: str, shape, dtype=torch.float32, role: str = "temporary"
     ) -> VirtualTensor:
-        """A new virtual tensor; a number is appended to a name that is taken."""
+        """Return a new virtual tensor; a number is appended to a name that is taken."""
         unique, numbers = name, itertools.count(2)
         while unique in self._names:
             unique = f"{name}.{next(numbers)}"
@@ -63,7 +63,7 @@ class Recorder:
     def parameter(
         self, name: str, shape, kind: Kind, *, dtype=torch.float32, **start
     ) -> VirtualTensor:
-        """A parameter, one virtual tensor for each name; `start`: see Parameter."""
+        """Return the parameter of this name, always the same tensor; `start`: see Parameter."""
         if name not in self._parameters:
             tensor = self.tensor(name, shape, dtype, role="parameter")
             tensor.declared = Parameter(name=name, shape=tensor.shape, kind=kind, **start)
@@ -86,7 +86,7 @@ class Recorder:
         return operation
 
     def needs_gradient(self, tensor: VirtualTensor | None) -> bool:
-        """Whether anything that needs a gradient gets one through `tensor`."""
+        """Return whether the gradient of `tensor` reaches anything that needs a gradient."""
         return tensor is not None and tensor not in self._needless
 
     def producer(self, tensor: VirtualTensor) -> Operation | None:
@@ -96,10 +96,13 @@ class Recorder:
 class Builder(Recorder):
     """Records operations over virtual tensors, and appends their gradients.
 
-    `name`: of the program. `quant`: what is rounded and how the backward products run. `training`:
-    dropout is active. `backward`: the program gets a backward pass, or one for the inputs and
-    parameters of these names alone; without one, weights come in as codes. `backend`: where it will
-    run.
+    Args:
+        name: name of the program.
+        quant: formats, and how the backward products run.
+        training: whether dropout is active.
+        backward: whether the program gets a backward pass, or the names of the inputs and
+            parameters for which it gets one; without one, weights come in as codes.
+        backend: the backend that will run the program.
     """
 
     def __init__(
@@ -122,25 +125,25 @@ class Builder(Recorder):
         self._subsequences = 0
         self._weights: dict[str, Weight] = {}
         self.activations: dict[str, VirtualTensor] = {}
-        """Names of those that a clip was asked for, in order -> what is read of them."""
+        """Activations with a clip, in order: clip's name without _clip -> tensor that is read."""
         self.key = self.input("random_key", (1,), torch.int64)
 
     def make_add(self, a: VirtualTensor, b: VirtualTensor, total: VirtualTensor) -> Operation:
         raise NotImplementedError
 
     def first_operations(self, forward: Sequence[Operation]) -> Sequence[Operation]:
-        """The operations of a forward pass that precede the others."""
+        """Return operations to insert before the others of a forward pass."""
         return ()
 
     def last_operations(self, backward: Sequence[Operation]) -> Sequence[Operation]:
-        """The operations of a backward pass that follow the others."""
+        """Return operations to append to the others of a backward pass."""
         return ()
 
     # Values
 
     @property
     def narrow(self) -> torch.dtype:
-        """The narrowest dtype of floats between operations of which either reads any."""
+        """The narrowest dtype of a float tensor whose writer and reader both take either dtype."""
         return torch.bfloat16 if self._backend.either_border else torch.float32
 
     @property
@@ -149,24 +152,24 @@ class Builder(Recorder):
 
     @property
     def multiplies_groups(self) -> bool:
-        """Whether products read codes with scales of groups: where weights stay."""
+        """Whether products read codes with a scale for each group: only while weights stay."""
         return self._backend.multiplies_groups and not (self.training or self.backward)
 
     def next_subsequence(self) -> int:
-        """Random numbers that no other operation of this program uses."""
+        """Return the number of a random stream that no other operation of this program uses."""
         self._subsequences += 1
         return self._subsequences
 
     def dropout(self, probability: float) -> Dropout | None:
-        """A new mask, or None where nothing is dropped."""
+        """Return a new mask, or None where nothing is dropped."""
         if not (self.training and probability):
             return None
         return Dropout(key=self.key, subsequence=self.next_subsequence(), probability=probability)
 
     def coded(self, name: str, shape, clip: str, *, by_row: bool = False) -> Coded:
-        """An activation that is rounded under the clip of that name.
+        """Return an activation that is rounded under the clip named `clip`.
 
-        `by_row`: each row under its own largest magnitude, unless clips learn.
+        `by_row`: each row is rounded under its own largest magnitude, unless clips are learned.
         """
         rows, columns = shape
         learns = self.backward and self.quant.learned
@@ -202,10 +205,16 @@ class Builder(Recorder):
         group: int = 0,
         **start,
     ) -> Weight:
-        """A weight of `shape` [N, K], one for all calls with the same name: codes from outside, as
-        their format stores them, or floats in float mode. `rows` above N pads codes. `in_out`: the
-        parameter is [K, N]. `group`: the product takes groups of so many values, if its `group` is
-        the same; else it comes in decoded. `start`: see Parameter."""
+        """Return the weight of this name, always the same value: codes, or floats in float mode.
+
+        Args:
+            shape: [N, K].
+            rows: rows P of the codes, at least N; the default is N.
+            in_out: whether the parameter is [K, N].
+            group: group size that the product reads; 0, or another size than before: it reads
+                `decoded`.
+            start: see Parameter.
+        """
         if name not in self._weights:
             self._weights[name] = self._new_weight(name, shape, rows, in_out, start)
         weight = self._weights[name]
@@ -265,11 +274,11 @@ class Builder(Recorder):
             self._needless.add(leaf)
 
     def gradient_of(self, tensor: VirtualTensor | None) -> VirtualTensor | None:
-        """The gradient of `tensor`, complete once all its readers were differentiated."""
+        """Return the gradient of `tensor`, complete once all its readers are differentiated."""
         return self._gradients.get(tensor)
 
     def gradient_sum(self, *tensors: VirtualTensor | None) -> VirtualTensor | None:
-        """The sum of the gradients that exist of tensors that hold the same values."""
+        """Return the sum of the gradients of `tensors`, which hold the same values, or None."""
         total = None
         for tensor in tensors:
             gradient = self._gradients.get(tensor)
@@ -285,7 +294,7 @@ class Builder(Recorder):
         self._gradients[tensor] = gradient if before is None else self._sum(before, gradient)
 
     def take_gradient(self, tensor: VirtualTensor) -> VirtualTensor | None:
-        """Take the gradient so far of `tensor` and its copies, to add it to a contribution."""
+        """Remove and return the gradient so far of `tensor` and its copies; the caller uses it."""
         producer = self._producers.get(tensor)
         copies = producer.same_values if producer is not None else ()
         same = copies if tensor in copies else (tensor,)
@@ -295,13 +304,13 @@ class Builder(Recorder):
         return total
 
     def accumulate_into(self, tensor: VirtualTensor) -> tuple[VirtualTensor | None, VirtualTensor]:
-        """Reserve the gradient that a product of `tensor` will take: (sum so far, new sum)."""
+        """Return (sum so far, new sum) of the gradients that products make for `tensor`."""
         before = self._accumulated.get(tensor)
         self._accumulated[tensor] = self.tensor("d_" + tensor.name + ".accumulated", tensor.shape)
         return before, self._accumulated[tensor]
 
     def take_accumulated(self, tensor: VirtualTensor) -> VirtualTensor | None:
-        """The sum that `accumulate_into` has accumulated, if it was called."""
+        """Remove and return the sum of `accumulate_into`; None if that was not called."""
         return self._accumulated.pop(tensor, None)
 
     def _sum(self, a: VirtualTensor, b: VirtualTensor) -> VirtualTensor:
@@ -310,8 +319,8 @@ class Builder(Recorder):
         return total
 
     def parameter_gradient(self, parameter: VirtualTensor | None) -> VirtualTensor | None:
-        """Where an operation writes the gradient of a parameter, or of an input that is one
-        elsewhere, if it needs one. Raises ValueError: it has two readers."""
+        """Return the tensor for the gradient of a parameter or input; None if it needs no gradient.
+        Raises ValueError: two operations read the parameter."""
         if not self.needs_gradient(parameter):
             return None
         if parameter in self._leaf_gradients:
@@ -323,7 +332,7 @@ class Builder(Recorder):
         return gradient
 
     def product_gradient(self, tensor: VirtualTensor) -> ProductGradient:
-        """Where the gradient of a product's result goes. Raises ValueError: it has two readers."""
+        """Return where the gradient of a product goes. Raises ValueError: it has two readers."""
         if tensor in self._product_gradients:
             raise ValueError(f"the product {tensor.name} has two readers in program {self.name}")
         producer = self._producers.get(tensor)
@@ -339,16 +348,16 @@ class Builder(Recorder):
         return found
 
     def product_gradient_of(self, tensor: VirtualTensor) -> ProductGradient:
-        """The gradient that the reader of a product wrote, or that came in for a result."""
+        """Return the gradient that the reader of a product wrote, or that of an output."""
         return self._product_gradients.get(tensor, (self._gradients.get(tensor), None))
 
     def bias_gradient(self, tensor: VirtualTensor | None) -> VirtualTensor | None:
-        """Where the gradient of the bias of the product that made `tensor` goes, if any."""
+        """Return the tensor for the bias gradient of the product that made `tensor`, or None."""
         producer = self._producers.get(tensor)
         return self.parameter_gradient(None if producer is None else producer.product_bias)
 
     def build(self) -> Program:
-        """Append the backward pass, if there is to be one, and close the program."""
+        """Append the backward pass, if the program has one, and return the program."""
         forward = tuple(self._operations)
         output_gradients, differentiable, gradients = (), (), ()
         if self.backward:
@@ -393,7 +402,7 @@ class Builder(Recorder):
         )
 
     def _narrow(self) -> None:
-        """Give the backend's dtype to what every operation takes as an activation."""
+        """Give the backend's dtype to float32 tensors that every operation takes as Activations."""
         kinds = defaultdict(set)
         for operation in self._operations:
             for leaf in operation.leaves():
@@ -411,7 +420,7 @@ class Builder(Recorder):
         )
 
     def _leaves(self):
-        """(inputs, then parameters, with a gradient to give away; these gradients)."""
+        """Return (inputs and parameters with a gradient, their gradients), inputs first."""
         found = self._gradients | self._leaf_gradients
         leaves = {tensor: found[tensor] for tensor in self._inputs if tensor in found}
         leaves.update(

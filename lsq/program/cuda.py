@@ -1,8 +1,7 @@
-"""Functions of operations for a GPU, which files beside theirs register here: lsq.ops.project_cuda
-for lsq.ops.project.
+"""Generic functions of operations for a GPU.
 
-Such a file is imported when one of its operations is first asked for: programs for the CPU load
-none.
+A file beside an operation's file registers them: lsq.ops.project_cuda for lsq.ops.project. It is
+imported at the first call for one of its operations, so that CPU programs load none.
 """
 
 import functools
@@ -14,11 +13,11 @@ import torch
 from lsq.native.launch import Launch, Product
 
 Spec = tuple[tuple[int, ...], torch.dtype]
-"""(shape, dtype) of scratch memory."""
+"""Shape and dtype of scratch memory."""
 
 
 def _from_file_beside(default: Callable) -> Callable:
-    """A generic function of an operation, with `default` where its file registers nothing."""
+    """Make a generic function of an operation, with `default` where its file registers nothing."""
 
     def dispatch(operation, *arguments):
         _load(type(operation).__module__ + "_cuda")
@@ -40,13 +39,13 @@ def _load(module: str) -> None:
 
 @_from_file_beside
 def launches(operation, *scratch: torch.Tensor) -> Launch | list[Launch | Product]:
-    """See Operation.cuda; one launch may stand for a list of it."""
+    """Return the launches and products of Operation.cuda; one launch needs no list."""
     raise ValueError(f"operation {operation.name} has no CUDA implementation")
 
 
 @_from_file_beside
 def kernel_sums(operation) -> Sequence:
-    """Sums over rows that its kernels leave in parts (lsq.ops.sums_cuda.KernelSums)."""
+    """Return the sums over rows that kernels leave in parts (lsq.ops.sums_cuda.KernelSums)."""
     return ()
 
 

@@ -1,8 +1,7 @@
-"""The words in which values and operations are declared; lsq/native/declarations.py says what they
-mean in C++.
+"""Declarations of values and operations; lsq/native/declarations.py says what they mean in C++.
 
-The same class stands for an operation of a program, where its tensors are virtual, and for one
-call, where they are real: `bind` makes the one of the other.
+One class stands for an operation of a program, with virtual tensors, and for one call, with real
+tensors. `bind` makes the second from the first.
 """
 
 import dataclasses
@@ -43,25 +42,25 @@ Floats = Annotated[torch.Tensor, torch.float32]
 Codes = Annotated[torch.Tensor, torch.int8]
 """Codes of any format."""
 Bits = Annotated[torch.Tensor, torch.uint8]
-"""Element i of what they tell of is bit i % 8 of byte i // 8."""
+"""One bit for each element: element i is bit i % 8 of byte i // 8."""
 Offsets = Annotated[torch.Tensor, torch.int32]
-"""Row at which each sequence begins."""
+"""First row of each sequence, and the end of the last (cu_seqlens)."""
 Indices = Annotated[torch.Tensor, torch.int64]
-"""Whole numbers from 0; Operation.limits says up to where."""
+"""Whole numbers from 0 up to the bound in Operation.limits."""
 Key = Annotated[torch.Tensor, torch.int64]
 """[1], the key of random numbers (lsq.quant.random)."""
 Bytes = Annotated[torch.Tensor, torch.uint8]
-"""Memory in which several things lie."""
+"""Memory with a layout of its own."""
 AnyFloats = Annotated[torch.Tensor, torch.float32, torch.bfloat16]
-"""On every device; a size of the operation tells C++ which, see csrc.launch.FLOATS."""
+"""float32 or bfloat16 on every device; a size of the operation tells C++ which (launch.FLOATS)."""
 
 Parameters = Annotated[torch.Tensor, torch.float32, torch.bfloat16]
-"""float32; on the CPU it may be bfloat16, of which a size of the holder tells C++."""
+"""float32; on the CPU it may be bfloat16, and a size of the holder tells C++ which."""
 
 KINDS: dict[str, tuple[torch.dtype, ...]] = {
     kind: globals()[kind].__metadata__ for kind in declarations.TENSORS
 }
-"""Kinds of tensors, by name, with the dtypes that they may have."""
+"""Kinds of tensors: name -> dtypes that they may have."""
 
 
 class size(property):
@@ -73,8 +72,8 @@ class factor(property):
 
 
 def extent(axis: int, *names: str) -> size:
-    """A size that is read off a tensor, `rows = extent(0, "x")`: of the first dotted name that is
-    there, else 0."""
+    """Declare a size that is read off a tensor: `rows = extent(0, "x")`. It is the length along
+    `axis` of the first named tensor that is not None, else 0. A name may have dots."""
     paths = [name.split(".") for name in names]
 
     def find(holder: "Declared") -> int:
@@ -85,11 +84,11 @@ def extent(axis: int, *names: str) -> size:
 
 
 Path = tuple[str | int, ...]
-"""Names of fields, and indices in arrays, that lead to a tensor."""
+"""Names of fields and indices in arrays that lead to a tensor."""
 
 
 def attribute(holder, path: Path):
-    """The end of a path from `holder`; None where it, or a value on the way, is missing."""
+    """Return the end of a path from `holder`; None where it, or a value on the way, is missing."""
     for part in path:
         if holder is None:
             return None
@@ -102,40 +101,39 @@ def attribute(holder, path: Path):
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """A tensor field of a declaration, or of a value in it; in `_layout` any other, too."""
+    """A tensor field of a declaration or of a value in it; in `_layout` any field."""
 
     path: Path
     kind: str
     written: bool
     optional: bool
-    """Whether it, or a value that would have it, may be missing."""
+    """Whether the tensor, or a value that holds it, may be missing."""
     may_miss: bool
-    """Whether it may be None although its holder is present."""
+    """Whether the tensor may be None although its holder is present."""
     where: str
-    """For messages."""
+    """Class and field in messages."""
     offset: int
-    """Bytes from the beginning of the struct."""
+    """Offset in the struct, in bytes."""
 
     @property
     def name(self) -> str:
-        """ "sums0.parts" for the path ("sums", 0, "parts")."""
+        """Dotted name: "sums0.parts" for the path ("sums", 0, "parts")."""
         return "".join(str(x) if isinstance(x, int) else f".{x}" for x in self.path)[1:]
 
     def of(self, holder: "Declared"):
         return attribute(holder, self.path)
 
     def owner(self, holder: "Declared") -> "Declared":
-        """The operation or value in `holder` whose field the tensor is."""
+        """Return the operation or value in `holder` that has the tensor as a field."""
         return attribute(holder, self.path[:-1])
 
 
 class Declared:
-    """A class whose annotated fields are its signature; those that may be missing default to
-    None."""
+    """A class whose annotated fields are its signature; optional fields default to None."""
 
     fields: tuple[declarations.Field, ...]
     may_hide = ()
-    """Attributes that a field of a subclass may hide."""
+    """Attributes that a subclass may hide by a field."""
 
     def __init_subclass__(cls, **options):
         super().__init_subclass__(**options)
@@ -177,7 +175,7 @@ class Declared:
         return tuple(leaf for leaf in _layout(cls, written=False)[0] if leaf.kind in KINDS)
 
     def bind(self, resolve: Callable) -> Self:
-        """A copy with resolve(tensor) for every tensor."""
+        """Return a copy with resolve(tensor) for every tensor."""
         bound = object.__new__(type(self))
         values = bound.__dict__
         for name, kind in self._given:
@@ -193,7 +191,7 @@ class Declared:
         return bound
 
     def attributes(self) -> dict[str, object]:
-        """Everything but tensors, by dotted names as those of leaves."""
+        """Return everything but tensors, by dotted names like those of leaves."""
         found = {}
         for name, kind in self._given:
             value = getattr(self, name)
@@ -218,8 +216,8 @@ class Declared:
         return _ARRAY if field.count else _VALUE
 
     def pack(self, address: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr) -> bytes:
-        """The struct, as C++ reads it. Raises ValueError: a tensor is not contiguous, or has
-        another dtype or shape than was declared, or something is missing."""
+        """Return the struct, as C++ reads it; `address` gives the address of a tensor. Raises
+        ValueError: a tensor is missing, not contiguous, or not of the declared dtype and shape."""
         words, shapes = [], []
         for field in self.fields:
             if field.count and not 0 < len(getattr(self, field.name)) <= field.count:
@@ -250,15 +248,14 @@ class Declared:
 
     @functools.cached_property
     def packed(self):
-        """The struct in memory (lsq.native.loader.words), with the addresses of now; a prepared
-        pass puts in others.
-        """
+        """The struct in memory (lsq.native.loader.words), with the present addresses. A prepared
+        pass replaces them."""
         return loader.words(self.pack())
 
 
 _PLAIN, _TENSOR, _VALUE, _ARRAY = range(4)
 NOWHERE = 256
-"""In the place of the address of a tensor without elements, which is there all the same."""
+"""Stands for the address of a tensor without elements: null would mean that it is missing."""
 
 
 class Value(Declared):
@@ -277,7 +274,7 @@ def _refuse(tensor, dtypes: tuple[torch.dtype, ...], where: str) -> None:
 
 
 def _values() -> dict[str, type[Value]]:
-    """Classes of values by name, since annotations are names; of several, the last."""
+    """Return name -> class of values, for annotations; the last of equal names counts."""
     return {cls.__name__: cls for cls in Value.__subclasses__()}
 
 
@@ -287,8 +284,11 @@ def _value_class(kind: str) -> type[Value] | None:
 
 @functools.cache
 def _layout(cls: type[Declared], written: bool) -> tuple[tuple[Leaf, ...], int]:
-    """Every field of the struct, those of a value behind it, and bytes: naturally aligned, as every
-    C++ compiler of a 64-bit machine lays it out. `written`: unless a field says otherwise."""
+    """Return every field of the struct, each value's fields behind it, and the struct's bytes.
+
+    Fields are naturally aligned, as in every C++ compiler for a 64-bit machine. `written`: whether
+    fields are written that say neither In nor Out.
+    """
     found, offset = [], 0
     for field in cls.fields:
         out = field.direction == "Out" or (written and field.direction != "In")
@@ -314,7 +314,7 @@ def _layout(cls: type[Declared], written: bool) -> tuple[tuple[Leaf, ...], int]:
 
 @functools.cache
 def _with_words(cls: type[Declared]) -> list[tuple[Leaf, bool]]:
-    """Every leaf, and whether it is a word of the struct itself."""
+    """Return every leaf, and whether it is itself a word of the struct."""
     return [(leaf, _value_class(leaf.kind) is None) for leaf in _layout(cls, written=False)[0]]
 
 
@@ -332,14 +332,14 @@ def _struct(cls: type[Declared]) -> struct.Struct:
 
 @functools.cache
 def address_words(cls: type[Declared]) -> dict[Path, int]:
-    """By path: which 8-byte word of the struct is the address of the tensor."""
+    """Return path -> index of the 8-byte word of the struct that holds the tensor's address."""
     return {leaf.path: leaf.offset // 8 for leaf in cls.leaves()}
 
 
 @functools.lru_cache(maxsize=4096)
 def check_shapes(cls: type[Declared], shapes: tuple[Sequence[int] | None, ...]) -> None:
-    """Raise ValueError for tensors of other shapes than their fields' docstrings state; a name of a
-    size means the same in all fields of one declaration, None a tensor that is missing."""
+    """Raise ValueError for tensors of other shapes than their fields' docstrings state. A name of a
+    size means the same in all fields of one declaration. None: the tensor is missing."""
     stated = [(*rule, shapes[leaf]) for leaf, *rule in _rules(cls) if shapes[leaf] is not None]
     farthest = 0
 
@@ -363,14 +363,14 @@ def check_shapes(cls: type[Declared], shapes: tuple[Sequence[int] | None, ...]) 
 
 Shapes = tuple[tuple[str, ...], ...]
 _MATRIX = (), ("codes",), ("coded", "codes"), ("floats",)
-"""Paths from a field to the tensor whose shape its docstring states: the field itself, or one in
-its value."""
+"""Paths from a field to the tensor whose shape its docstring states: the field, or part of its
+value."""
 
 
 @functools.cache
 def _rules(cls: type[Declared]) -> list[tuple[int, Path, str, Shapes]]:
-    """(leaf, whose names of sizes they are, field, allowed shapes), those first that leave no
-    choice."""
+    """Return (leaf, holder of its names of sizes, field, allowed shapes) of all stated shapes.
+    Shapes that leave no choice come first."""
     found = []
     for number, leaf in enumerate(cls.leaves()):
         holder = cls.__name__
@@ -396,7 +396,7 @@ def _rules(cls: type[Declared]) -> list[tuple[int, Path, str, Shapes]]:
 def _sizes(
     names: Sequence[str], shape: Sequence[int], known: dict[str, int]
 ) -> dict[str, int] | None:
-    """Sizes by name, with those already known; None where `shape` does not fit."""
+    """Return sizes by name, together with the known ones; None where `shape` does not fit."""
     if "..." in names:
         return known
     if len(names) != len(shape):
@@ -407,7 +407,7 @@ def _sizes(
             wanted = found.setdefault(name, size)
         else:
             try:
-                # of declarations, which are code
+                # safe: formulas stand in declarations, which are code
                 wanted = eval(_formula(name), {"__builtins__": {}}, found)
             except (NameError, SyntaxError):
                 continue

@@ -1,8 +1,8 @@
 """Operations: declared classes, each with its reference, its gradient and its implementations.
 
-`reference` is plain PyTorch, the oracle of the others. `cpu` and `cuda` write into tensors that are
-already allocated: `cpu` at once, `cuda` by the launches and products that it returns
-(lsq.native.launch), so that many operations can be replayed as one list. M rows, N columns.
+`reference` is plain PyTorch, against which the others are tested. `cpu` writes into allocated
+tensors at once. `cuda` returns launches and products (lsq.native.launch) that will do so: many
+operations can then be replayed as one list. M rows, N columns.
 """
 
 import functools
@@ -24,20 +24,20 @@ class Operation(Declared):
     """A fused operation.
 
     Subclasses declare fields (see lsq.native.declarations) and override the methods below. Their
-    CUDA launches lie in a file of their own (lsq.program.cuda).
+    CUDA launches are in a separate file (lsq.program.cuda).
     """
 
     fields = ()
     may_hide = ("gradient",)
-    """A field of an operation of a backward pass, which has no gradient of its own."""
+    """A backward operation may have a field `gradient`, as it has no gradient itself."""
     product_weight: Weight | None = None
-    """The weight, of an operation whose result is a product with its epilogue."""
+    """The weight of a product; None unless the result is a product with its epilogue."""
     product_bias = None
-    """The bias in that product, if any."""
+    """The bias of that product, if any."""
 
     def reference(self) -> dict:
-        """The written fields by name: of a value, or an array of values, a dict of its fields each;
-        perhaps also fields that nobody wants."""
+        """Return the written fields by name; other names are ignored. A value is a dict of its
+        fields, an array of values a list of such dicts."""
         raise NotImplementedError
 
     def gradient(self, builder) -> None:
@@ -45,29 +45,29 @@ class Operation(Declared):
         raise NotImplementedError(f"{type(self).__name__} has no gradient")
 
     def cpu_scratch(self) -> Sequence[Spec]:
-        """Scratch memory of `cpu`; it depends on shapes and dtypes alone, and grows with them."""
+        """Return the scratch memory of `cpu`; it depends on, and grows with, shapes and dtypes."""
         return ()
 
     def cpu(self, *scratch: torch.Tensor) -> None:
-        """Run on the CPU; here by the C++ loop of the same name."""
+        """Run on the CPU; by default the C++ loop of the same name."""
         loader.run(self)
 
     def cuda_scratch(self) -> Sequence[Spec]:
         return cuda.scratch_of(self)
 
     def cuda(self, *scratch: torch.Tensor) -> list[Launch | Product]:
-        """Launches and products that will run on a GPU. Raises ValueError: kernels cannot take
-        these shapes."""
+        """Return launches and products that will run on a GPU. Raises ValueError: kernels cannot
+        take these shapes."""
         found = cuda.launches(self, *scratch)
         return [found] if isinstance(found, Launch) else found
 
     def leave_sums(self, tensor: Callable[..., VirtualTensor]) -> Sequence[Value]:
-        """Leave sums over rows in parts, in a program for a GPU: the PartialSums to add up."""
+        """Leave partial sums over rows, in a program for a GPU; return them, to be added up."""
         return tuple(left for sums in cuda.kernel_sums(self) for left in sums.leave(tensor))
 
     def unrounded(self, run: Callable[["Operation"], None]) -> torch.Tensor:
-        """The float values that this operation rounds under a clip, for calibration; here, of
-        operations with a float result `out`, by `run` without the rounding."""
+        """Return the float values that this operation rounds under a clip, for calibration. By
+        default, `run` runs it without the rounding, with a float result `out`."""
         rounding, bare = self.rounding(), self.bind(lambda tensor: tensor)
         for field in self.fields:
             if getattr(self, field.name) is rounding:
@@ -81,11 +81,11 @@ class Operation(Declared):
 
     @property
     def same_values(self) -> tuple:
-        """Tensors with the same values, but for a rounding, that share a gradient; some None."""
+        """Tensors with the same values, but for rounding, that share a gradient; some are None."""
         return ()
 
     def limits(self) -> dict[str, int]:
-        """By names of fields: the bound of Indices (excluded) and the end of Offsets."""
+        """Return name of field -> bound (excluded) of Indices, or last value of Offsets."""
         return {}
 
     @property
@@ -105,7 +105,7 @@ class Operation(Declared):
         return tuple(tensor for tensor in tensors if tensor is not None)
 
     def rounding(self) -> Coded | None:
-        """The value that is rounded under a clip here, if any."""
+        """Return the value that this operation rounds under a clip, if any."""
         for field in self.fields:
             value = getattr(self, field.name)
             if field.direction == "Out" and isinstance(value, Coded) and value.clip is not None:
@@ -113,7 +113,7 @@ class Operation(Declared):
         return None
 
     def store(self, results: dict) -> None:
-        """Copy what `reference` returned into the tensors that are written."""
+        """Copy the results of `reference` into the written tensors."""
         for leaf in self.leaves():
             tensor = leaf.of(self) if leaf.written else None
             if tensor is not None:

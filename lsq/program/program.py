@@ -11,11 +11,11 @@ from lsq.program.values import Weight
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Program:
-    """Operations over virtual tensors, with the lifetime of each.
+    """Operations over virtual tensors, and the lifetimes of the tensors.
 
     `operations[:forward_length]` is the forward pass. `inputs`, `parameters`, `outputs` and
-    `gradients` (one for each of `differentiable`, in that order) are the tensors that cross the
-    border.
+    `gradients` cross the program's border. Each of `gradients` belongs to the tensor of
+    `differentiable` at the same index.
     """
 
     name: str
@@ -25,17 +25,16 @@ class Program:
     inputs: tuple[VirtualTensor, ...]
     parameters: tuple[VirtualTensor, ...]
     weights: dict[str, Weight]
-    """By the name of the parameter; codes and scales of those that are rounded are among the
-    inputs."""
+    """Parameter name -> weight; codes and scales of rounded weights are among the inputs."""
     activations: dict[str, VirtualTensor]
-    """Names of what may be rounded, those of clips without _clip -> what is read of it: codes or
-    floats."""
+    """Name of an activation that may be rounded -> tensor that is read, codes or floats. The name
+    is that of the clip without _clip."""
     outputs: tuple[VirtualTensor, ...]
     output_gradients: tuple[VirtualTensor, ...]
     differentiable: tuple[VirtualTensor, ...]
     gradients: tuple[VirtualTensor | None, ...]
     lifetimes: dict[VirtualTensor, tuple[int, int]]
-    """First and last operation (both inclusive) that needs the tensor's bytes."""
+    """Tensor -> first and last operation (both inclusive) that needs its bytes."""
 
     @cached_property
     def prepared(self) -> dict:
@@ -56,7 +55,7 @@ class Program:
 
     @cached_property
     def outputs_of(self) -> tuple[tuple[VirtualTensor, ...], ...]:
-        """Outputs that each operation is the first to write."""
+        """For each operation, the outputs that no earlier operation writes."""
         found, before = [], set(self.inputs)
         for operation in self.operations:
             found.append(tuple(tensor for tensor in operation.outputs if tensor not in before))
@@ -65,7 +64,7 @@ class Program:
 
     @cached_property
     def dying(self) -> tuple[tuple[VirtualTensor, ...], ...]:
-        """Tensors that each operation is the last to need; results stay."""
+        """For each operation, the tensors that no later one needs; outputs and gradients stay."""
         used = ((*one.inputs, *one.outputs) for one in self.operations)
         return tuple(
             tuple(
@@ -82,12 +81,12 @@ class Program:
         return tuple((*outputs, *scratch) for outputs, scratch in pairs)
 
     def written(self, index: int) -> tuple[VirtualTensor, ...]:
-        """Tensors that operation `index` needs memory for: its outputs, then its scratch."""
+        """Return the tensors to allocate for operation `index`: its outputs, then its scratch."""
         return self._written[index]
 
     @property
     def saved(self) -> tuple[VirtualTensor, ...]:
-        """Tensors made in the forward pass that the backward pass reads."""
+        """Temporary tensors that the forward pass writes and the backward pass reads."""
         borders = {*self.inputs, *self.parameters, *self.output_gradients}
         return tuple(
             tensor
@@ -102,7 +101,7 @@ class Program:
         return sum(tensor.size for tensor in self.saved)
 
     def __str__(self) -> str:
-        """Each operation's inputs, outputs, shapes, dtypes and the outputs' lifetimes."""
+        """Return the operations as text, with shapes, dtypes and lifetimes."""
         lines = [
             f"program {self.name}: {self.forward_length} operations forward, "
             f"{len(self.operations) - self.forward_length} backward"
@@ -130,8 +129,8 @@ def lifetimes_of(
     outputs: tuple[VirtualTensor, ...],
     gradients: tuple[VirtualTensor | None, ...],
 ) -> dict[VirtualTensor, tuple[int, int]]:
-    """First and last use of every tensor in `used`, what each operation reads or writes. Outputs
-    live to the end of their pass, inputs from its beginning."""
+    """Return the first and last use of every tensor in `used`: the tensors of each operation.
+    Outputs live to the end of their pass, inputs from the beginning of the program."""
     lifetimes = {tensor: (0, 0) for tensor in inputs}
     for index, tensors in enumerate(used):
         for tensor in tensors:

@@ -1,7 +1,7 @@
-"""Plausible random tensors for whatever declared operations read, for checks and benchmarks.
+"""Plausible random inputs of declared operations, for checks and benchmarks.
 
-What a tensor is drawn from follows from its declaration: the field of a value that it is in, else
-its kind and whether it is a parameter. Real tensors that an operation holds stay.
+The declaration of a tensor decides its distribution: the field of the value that holds it, else its
+kind and whether it is a parameter. Real tensors of an operation stay.
 """
 
 from collections.abc import Callable
@@ -15,18 +15,20 @@ from lsq.program.tensor import VirtualTensor
 from lsq.program.values import Coded, RoundedGradient, StartedScale, Weight
 
 KEY = torch.tensor([-(2**62) + 12345], dtype=torch.int64)
-"""A random key whose both halves are used."""
+"""A random key; both halves of it are used."""
 SMALLEST_LIMIT = 5
-"""Indices of which an operation tells no limit stay below this."""
+"""Indices without a limit in Operation.limits stay below this."""
 ACTIVATION_CLIP, WEIGHT_CLIP, GRADIENT = 1.5, 0.2, 0.01
-"""Largest values of what was rounded."""
+"""Largest values before the rounding."""
 
 
 class Sampler:
     """Draws tensors.
 
-    `device`: where they lie. `activations`: their dtype; other floats are float32. `seed`: of the
-    random numbers.
+    Args:
+        device: device of the tensors.
+        activations: dtype of activations; other floats are float32.
+        seed: seed of the random numbers.
     """
 
     def __init__(
@@ -39,8 +41,7 @@ class Sampler:
         self._generator = torch.Generator(self.device).manual_seed(seed)
 
     def operation(self, operation: Operation) -> Operation:
-        """A copy with real tensors: drawn where it reads, memory that holds anything where it
-        only writes."""
+        """Return a copy with real tensors: inputs are drawn, outputs are uninitialised."""
         bound = placed(operation, self.device, self.activations)
         for leaf in operation.leaves():
             if not leaf.written and isinstance(leaf.of(operation), VirtualTensor):
@@ -48,7 +49,7 @@ class Sampler:
         return bound
 
     def tensor(self, operation: Operation, leaf: Leaf) -> torch.Tensor:
-        """A tensor that `operation` might read there."""
+        """Return a tensor that `operation` might read at `leaf`."""
         like, holder = leaf.of(operation), leaf.owner(operation)
         within = _WITHIN_VALUES.get((type(holder), leaf.path[-1]))
         if within is not None:
@@ -83,7 +84,7 @@ class Sampler:
             raise ValueError(
                 f"{operation.name}.limits does not say where {leaf.name} ends; add it there"
             )
-        # offsets: sentences as equal in length as can be
+        # offsets: sentences of nearly equal length
         sentences = shape[0] - 1
         numbers = torch.arange(sentences + 1, dtype=dtype, device=self.device)
         return numbers * limit // max(1, sentences)
@@ -92,15 +93,15 @@ class Sampler:
         return torch.full(shape, value)
 
     def normal(self, shape, deviation: float = 1.0) -> torch.Tensor:
-        """float32 around 0."""
+        """Return normal float32 numbers with mean 0."""
         return deviation * torch.randn(shape, generator=self._generator, device=self.device)
 
     def around(self, shape, value: float) -> torch.Tensor:
-        """float32 from half of `value` to one and a half."""
+        """Return float32 numbers from value / 2 to 3 * value / 2."""
         return value * (0.5 + torch.rand(shape, generator=self._generator, device=self.device))
 
     def whole(self, low: int, high: int, shape, dtype: torch.dtype) -> torch.Tensor:
-        """Whole numbers from `low` to `high`, both included."""
+        """Return whole numbers from `low` to `high`, both included."""
         return torch.randint(
             low, high + 1, shape, generator=self._generator, device=self.device, dtype=dtype
         )
@@ -117,8 +118,8 @@ _WITHIN_VALUES: dict[tuple[type, str], tuple[Callable, float, bool]] = {
     (RoundedGradient, "scale"): (Sampler.around, GRADIENT, True),
     (RoundedGradient, "weight_scale"): (Sampler.around, WEIGHT_CLIP, False),
 }
-"""Fields of values, where their kind alone does not say how they are drawn: how, the value, and
-whether that is of the largest code."""
+"""(value class, field) -> (how it is drawn, value, whether that value belongs to the largest code).
+Only fields whose kind does not decide this are listed."""
 
 
 def placed(
@@ -127,9 +128,9 @@ def placed(
     activations: torch.dtype = torch.float32,
     made: dict[VirtualTensor, torch.Tensor] | None = None,
 ) -> Operation:
-    """A copy with real tensors that hold anything, activations in a dtype.
+    """Return a copy with uninitialised real tensors; `activations`: dtype of activations.
 
-    `made`: real tensors that are there already; it gains the others.
+    `made`: real tensors to use; the new ones are added to it.
     """
     kinds = {
         leaf.of(operation): leaf.kind
@@ -151,7 +152,7 @@ def placed(
 
 
 def border_tensors(program: Program, seed: int = 0) -> dict[VirtualTensor, torch.Tensor]:
-    """Random tensors on the CPU for every input, parameter and gradient of an output."""
+    """Return random CPU tensors for every input, parameter and output gradient."""
     borders = (*program.inputs, *program.parameters, *program.output_gradients)
     readers = {}
     for operation in program.operations:

@@ -1,4 +1,4 @@
-"""Virtual tensors, before there is memory for them, and parameters that a module makes real."""
+"""Virtual tensors, which have no memory yet, and the parameters that a module makes of them."""
 
 import math
 from dataclasses import dataclass
@@ -24,19 +24,19 @@ CLIPS = (Kind.WEIGHT_CLIP, Kind.ACTIVATION_CLIP)
 @dataclass(frozen=True, kw_only=True)
 class Parameter:
     name: str
-    """Its name in a module's state dict."""
+    """Name in a module's state dict."""
     shape: tuple[int, ...]
     kind: Kind
     start: float = 0.0
     """Initial value of every element, unless bound or deviation is given."""
     bound: float = 0.0
-    """Elements begin uniformly in ±bound, if not 0."""
+    """Elements begin uniformly distributed in ±bound, if it is not 0."""
     deviation: float = 0.0
-    """Elements begin normally distributed, if not 0."""
+    """Standard deviation of normally distributed initial elements, if not 0."""
     clip: str | None = None
-    """The name of a WEIGHT's clip, if it is rounded."""
+    """Name of a WEIGHT's clip, if the weight is rounded."""
     in_out: bool = False
-    """Whether a WEIGHT is [K, N]; its transpose is rounded."""
+    """Whether a WEIGHT is [K, N], so that its transpose is rounded."""
 
     def initialise(self, tensor: torch.Tensor) -> None:
         with torch.no_grad():
@@ -49,12 +49,12 @@ class Parameter:
 
 
 def fan_in(inputs: int) -> float:
-    """1 / sqrt(inputs): the bound from which torch.nn.Linear draws weights and biases."""
+    """Return 1 / sqrt(inputs), the bound of torch.nn.Linear's initial weights and biases."""
     return 1.0 / math.sqrt(inputs)
 
 
 def xavier(outputs: int, inputs: int) -> float:
-    """The bound of Glorot & Bengio 2010 for a matrix [outputs, inputs]."""
+    """Return the bound of Glorot & Bengio 2010 for a matrix [outputs, inputs]."""
     return math.sqrt(6.0 / (inputs + outputs))
 
 
@@ -72,12 +72,12 @@ class VirtualTensor:
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Size in bytes."""
         return self.numel() * self.dtype.itemsize
 
     @property
     def is_temporary(self) -> bool:
-        """Whether it does not cross a border of its program."""
+        """Whether the tensor stays inside its program."""
         return self.role == "temporary"
 
     def numel(self) -> int:

@@ -23,45 +23,42 @@ from lsq.quant import Format, Grain, WeightFormat, arithmetic, random
 from lsq.quant.numbers import ScaledFormat
 
 SEEN = ".seen"
-"""Ends the name of the input that records the largest magnitude under a clip."""
+"""Suffix of the input that records the largest magnitude under a clip."""
 
 
 class Coded(Value):
-    """An activation [M, N] as integers: codes * scale. Its gradient is that before the rounding."""
+    """Codes * scale of an activation [M, N]; its gradient is taken before the rounding."""
 
     format: Host[Format]
     codes: Codes
     """[M, N]"""
     scale: Floats
-    """[1], or [M] where each row has its own; NaN where a rounded value was NaN.
-
-    The scale of a row is NaN where a value was infinite, too.
-    """
+    """[1], or [M] where each row has its own; NaN if a value under the scale was NaN. The scale of
+    a row is also NaN if a value was infinite."""
     clipped: Bits | None
-    """[(M * N + 7) // 8], one bit an element: |x| > clip. Kept where there is a backward pass."""
+    """[(M * N + 7) // 8], one bit for each element: |x| > clip. Kept for the gradients of clips."""
     error: Floats | None
-    """[M, N], (code - x / scale) / Q, 0 where clipped. Kept where clips learn by LSQ."""
+    """[M, N], (code - x / scale) / Q, 0 where clipped. Kept where LSQ trains the clips."""
     clip: In[Floats] | None
     """[1], the parameter."""
     seen: Floats | None
-    """[1], becomes the largest magnitude of what is rounded, if that is more; NaN where one is NaN.
-    """
+    """[1], grows to the largest magnitude before the rounding; NaN after a NaN."""
     started: Host[bool] = False
-    """Whether an operation before has written the scale: only a NaN changes it (lsq.ops.sums)."""
+    """Whether an earlier operation wrote the scale; then only a NaN changes it (lsq.ops.sums)."""
 
     @size
     def by_row(self) -> int:
-        """Whether each row is rounded under its own largest magnitude, not under the clip."""
+        """1 where each row is rounded under its own largest magnitude, not under the clip."""
         return int(self.format.grain == Grain.ROW)
 
     @factor
     def largest(self) -> float:
-        """Q."""
+        """Q, the largest code."""
         return float(self.format.largest)
 
     @factor
     def clip_factor(self) -> float:
-        """Of the sum of a clip's gradient: 1 (PACT), or that of LSQ where an error is kept."""
+        """Factor of a clip's gradient: 1 for PACT, lsq_factor for LSQ, which keeps an error."""
         return (
             1.0
             if self.error is None
@@ -73,7 +70,7 @@ class Coded(Value):
 
     @property
     def scale_of_codes(self) -> torch.Tensor:
-        """[1], or [M, 1]."""
+        """The scale [1], or [M, 1], as it broadcasts over codes."""
         return self.scale[:, None] if self.by_row else self.scale
 
     @property
@@ -81,7 +78,7 @@ class Coded(Value):
         return StartedScale(clip=self.clip, scale=self.scale, largest=self.largest)
 
     def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor | None]:
-        """Reference: the written fields, from x [M, N]."""
+        """Reference: the written fields for x [M, N]."""
         seen = (
             None
             if self.seen is None
@@ -96,12 +93,12 @@ class Coded(Value):
         return {"codes": codes, "scale": scale, "clipped": clipped, "error": error, "seen": seen}
 
     def decode(self) -> torch.Tensor:
-        """Reference: float32 [M, N]."""
+        """Reference: the values, float32 [M, N]."""
         return self.codes.to(torch.float32) * self.scale_of_codes
 
     def straight_through(self, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Reference: `gradient` [M, N] before the rounding, and that of the clip [1]; all through
-        where none learns."""
+        """Reference: the gradients (before the rounding [M, N], of the clip [1]). `gradient` [M, N]
+        passes unchanged where clips are not learned."""
         if self.clipped is None:
             return gradient, torch.zeros(1, dtype=torch.float32)
         return arithmetic.straight_through(
@@ -110,7 +107,7 @@ class Coded(Value):
 
 
 class StartedScale(Value):
-    """The scale of what is rounded under a clip, before it is known whether there is a NaN."""
+    """A scale that is written before the rounding under a clip, as if no value were NaN."""
 
     clip: In[Floats]
     """[1]"""
@@ -121,7 +118,7 @@ class StartedScale(Value):
 
 
 class Rows(Value):
-    """An activation [M, N] that a product or attention reads: rounded, or floats in float mode."""
+    """An activation [M, N] that a product or attention reads: codes, or floats in float mode."""
 
     coded: In[Coded] | None
     floats: In[Activations] | None
@@ -132,7 +129,7 @@ class Rows(Value):
 
     @property
     def scale(self) -> torch.Tensor | float:
-        """[1], or [M, 1]."""
+        """Factor [1] or [M, 1] of `tensor`; 1.0 for floats."""
         return 1.0 if self.coded is None else self.coded.scale_of_codes
 
     @property
@@ -144,34 +141,33 @@ class Rows(Value):
 
 
 class Weight(Value):
-    """A weight [N, K]: its codes, and what they were made from; in float mode `values` alone."""
+    """A weight [N, K]: its codes, and their sources; in float mode `values` alone."""
 
     format: Host[WeightFormat | ScaledFormat | None]
     codes: Codes | None
-    """[P, K] where products read them, [P, (K + 31) // 32 * 17] as int4; P at least N: rows beyond
-    N hold 0."""
+    """[P, K] where products read them, [P, (K + 31) // 32 * 17] as int4; rows N to P hold 0."""
     scale: Floats | None
     """[P]"""
     values: In[Parameters] | None
-    """[N, K], the parameter; [K, N] where it is by inputs."""
+    """[N, K], the parameter; [K, N] if `in_out`."""
     clip: In[Floats] | None
     """[N] or [1], the parameter."""
     transposed: Codes | None
-    """[K, P], the same codes, as the int8 product that goes back reads them on a GPU."""
+    """[K, P], the codes transposed, for the int8 product of the input gradient on a GPU."""
     decoded: Floats | None
-    """[N, K], in the place of codes: values of a format that has no fast product."""
+    """[N, K], in place of codes: values of a format that has no fast product."""
     grouped: Bytes | None
-    """In the place of decoded, without a backward pass: what lsq.ops.grouped_product packs."""
+    """In place of `decoded`, without a backward pass: packed groups (lsq.ops.grouped_product)."""
     group: int = 0
-    """Group size of `grouped`: values along K whose products are summed as integers."""
+    """Group size of `grouped`: number of values along K whose products are summed as integers."""
     in_out: bool = False
-    """Whether values, of what is rounded, are [K, N]; codes are [P, K] all the same."""
+    """Whether `values` are [K, N]; codes are [P, K] in any case."""
     absmax: bool = False
-    """Whether its clip is the largest magnitude of each row, so that nothing is clipped."""
+    """Whether the clips are the largest magnitudes of rows, so that nothing is clipped."""
 
     @factor
     def largest(self) -> float:
-        """Q, of codes."""
+        """Q, the largest code; 0 without codes."""
         return 0.0 if self.codes is None else float(self.format.largest)
 
     @size
@@ -180,13 +176,13 @@ class Weight(Value):
 
     @property
     def written(self) -> tuple:
-        """Codes or decoded values, made from values and clip."""
+        """The tensors that are made from `values` and `clip`."""
         found = self.codes, self.scale, self.transposed, self.decoded, self.grouped
         return tuple(one for one in found if one is not None)
 
     @property
     def matrix(self) -> torch.Tensor:
-        """The operand of products."""
+        """The tensor that products read: codes, decoded values, or values."""
         return next(one for one in (self.codes, self.decoded, self.values) if one is not None)
 
     @property
@@ -205,11 +201,11 @@ class Weight(Value):
 
     @property
     def values_by_rows(self) -> torch.Tensor:
-        """Reference: float32 [N, K]."""
+        """Reference: `values` as float32 [N, K]."""
         return (self.values.t() if self.in_out else self.values).float()
 
     def bare(self) -> Weight:
-        """Codes in both layouts and scale alone, of what is rounded."""
+        """Return codes, transposed codes and scale alone; a weight without codes stays whole."""
         if self.codes is None:
             return self
         return Weight(
@@ -222,17 +218,17 @@ class Weight(Value):
 
 
 class Dropout(Value):
-    """A mask that is drawn again wherever it is needed; see lsq.quant.random."""
+    """A mask that is drawn again by each of its readers; see lsq.quant.random."""
 
     key: In[Key]
     """[1]"""
     subsequence: int
-    """Stream of random numbers; each mask of a program has its own."""
+    """Number of the random stream; each mask of a program has its own."""
     probability: Host[float]
 
     @size
     def threshold(self) -> int:
-        """Elements whose random word lies below are dropped."""
+        """Elements whose random word is below this are dropped."""
         return random.dropout_threshold(self.probability)
 
     @factor
@@ -240,13 +236,15 @@ class Dropout(Value):
         return random.keep_factor(self.probability)
 
     def apply(self, x: torch.Tensor, element: torch.Tensor | None = None) -> torch.Tensor:
-        """Reference: x, any shape, after dropout."""
+        """Reference: x, of any shape, after dropout."""
         return random.dropout(x, self.probability, self.key, self.subsequence, element)
 
 
 class RoundedGradient(Value):
-    """The gradient [M, N] of a product, times the scales of its weight's rows, rounded per row at
-    random: so both backward products are exact in the weight's codes.
+    """The gradient [M, N] of a product, as codes for the backward products.
+
+    The gradient is multiplied by the scales of the weight's rows, then each row is rounded at
+    random. So both backward products add exact products of codes.
     """
 
     format: Host[Format]
@@ -262,14 +260,14 @@ class RoundedGradient(Value):
 
     @factor
     def largest(self) -> float:
-        """Q."""
+        """Q, the largest code."""
         return float(self.format.largest)
 
     def encode(
         self, gradient: torch.Tensor, bound: torch.Tensor | None = None
     ) -> dict[str, torch.Tensor]:
-        """Reference: the written fields, from `gradient` [M, N]; `bound` [M] in place of the
-        largest magnitudes."""
+        """Reference: the written fields for `gradient` [M, N]. `bound` [M] replaces the largest
+        magnitudes of rows."""
         codes, scale = arithmetic.round_rows(
             gradient, self.weight_scale, self.key, self.subsequence, self.format.largest, bound
         )
@@ -277,5 +275,5 @@ class RoundedGradient(Value):
 
 
 def dropped(x: torch.Tensor, dropout: Dropout | None) -> torch.Tensor:
-    """Reference: x after a dropout that may be missing."""
+    """Reference: x after `dropout`, or x if that is None."""
     return x if dropout is None else dropout.apply(x)

@@ -1,4 +1,4 @@
-"""Number formats, rounding to codes and back, and how clips are measured."""
+"""Number formats, rounding to codes and back, and measurement of clips."""
 
 from lsq.quant.arithmetic import (
     CLIP_GRADIENTS,

@@ -1,12 +1,11 @@
 """The arithmetic of rounding, in plain PyTorch.
 
-A clip c > 0 becomes the scale s = c/Q with Q = 2^(bits-1) - 1, and x becomes q = rint(clamp(x/s,
--Q, Q)), rounded half to even; x_hat = q*s. One clip belongs to a whole tensor (clips of shape [1])
-or to one row x[i] of it (clips of shape [R]; the rows of a weight are its output channels).
-Gradients have no clips: they are rounded at random under their largest magnitudes. Formulas:
-docs/numbers.md.
+A clip c > 0 gives the scale s = c/Q with Q = 2^(bits-1) - 1. Then x becomes q = rint(clamp(x/s, -Q,
+Q)), rounded half to even, and x_hat = q*s. One clip belongs to a whole tensor (clips of shape [1])
+or to one row x[i] (clips of shape [R]; the rows of a weight are its output channels). Gradients
+have no clips: they are rounded at random under their largest magnitudes. Formulas: docs/numbers.md.
 
-R rows; of a matrix M rows, N columns.
+R: rows of a tensor; M, N: rows and columns of a matrix.
 """
 
 import math
@@ -21,49 +20,44 @@ CLIP_GRADIENTS = ("pact", "lsq")
 """Gradients of clips: PACT (Choi et al. 2018, arXiv:1805.06085) or LSQ (Esser et al. 2020,
 arXiv:1902.08153)."""
 SMALLEST_CLIP = 2.0**-40
-"""Clips below this are refused and calibration never returns less, so that no scale is 0 or
-denormal."""
+"""Clips below this are refused, and calibration never returns less: no scale is 0 or denormal."""
 LARGEST_CLIP = 2.0**40
-"""Clips above this are refused: no network that learns has such values, and products of scales
-would overflow soon."""
+"""Clips above this are refused. No network that learns has such values, and products of scales
+would soon overflow."""
 
 SMALLEST_GRADIENT = 1e-35
-"""A row (or column) of gradients whose largest magnitude lies below this is rounded to zero."""
+"""A row (or column) of gradients becomes 0 if its largest magnitude is below this."""
 LARGEST = 127
-"""Code of gradients, unless a format says otherwise."""
+"""Largest code of gradients, unless a format says otherwise."""
 
 
 class Quantized(NamedTuple):
-    """A tensor as integers; its values are codes * scale, row by row where there is a scale for
-    each."""
+    """A tensor as integers: its values are codes * scale, with one scale or one for each row."""
 
     codes: Tensor
     """int8, the shape of x, from -Q to Q; 0 where x is NaN."""
     scale: Tensor
-    """[1] or [R], clip/Q; NaN for a tensor or row that holds a NaN, so that its values come back as
-    NaN."""
+    """[1] or [R], clip/Q; NaN where the tensor or row holds a NaN: its values become NaN."""
     clipped: Tensor
     """bool, the shape of x: |x| > clip."""
 
 
 def maximum_code(bits: int) -> int:
-    """Largest code Q = 2^(bits-1) - 1; the smallest is -Q. Raises ValueError: `bits` is not a whole
-    number from 2 to 8."""
+    """Return the largest code Q = 2^(bits-1) - 1; the smallest is -Q. Raises ValueError: `bits` is
+    not a whole number from 2 to 8."""
     if not isinstance(bits, int) or not 2 <= bits <= 8:
         raise ValueError(f"bits is {bits!r}; it must be a whole number from 2 to 8")
     return 2 ** (bits - 1) - 1
 
 
 def scale_of(clip: Tensor, bits: int = 8) -> Tensor:
-    """Value of one code, clip/Q: the shape of `clip`; float64 for float64 clips, otherwise
-    float32."""
+    """Return the value of one code, clip/Q, shaped as `clip`; float64 for float64, else float32."""
     dtype = torch.float64 if clip.dtype == torch.float64 else torch.float32
     return clip.to(dtype) / maximum_code(bits)
 
 
 def check_clip(clip: Tensor, name: str) -> None:
-    """Raise ValueError, with `name` in it, for a clip that is NaN, below SMALLEST_CLIP or above
-    LARGEST_CLIP."""
+    """Raise ValueError, with `name`, for a clip not from SMALLEST_CLIP to LARGEST_CLIP, or NaN."""
     unusable = clip[~((clip >= SMALLEST_CLIP) & (clip <= LARGEST_CLIP))]
     if unusable.numel():
         raise ValueError(
@@ -76,8 +70,8 @@ def check_clip(clip: Tensor, name: str) -> None:
 def largest_clips(rows: Tensor, before: Tensor) -> Tensor:
     """Return the largest magnitude of each row [R, N] as its clip [R], at least SMALLEST_CLIP.
 
-    A row of zeros keeps its clip `before` [R], or gets 1 if that is not finite: gradients carry the
-    scales of rows, and its own would vanish.
+    A row of zeros keeps its clip `before` [R], or gets 1 if that is not finite. Gradients carry the
+    scales of rows, so a tiny clip would make the gradient of its row vanish.
     """
     largest = rows.detach().float().abs().amax(1)
     return torch.where(
@@ -88,8 +82,7 @@ def largest_clips(rows: Tensor, before: Tensor) -> Tensor:
 def quantize(x: Tensor, clip: Tensor, bits: int = 8) -> Quantized:
     """Round x, of any shape and float dtype, to codes under clip [1], or [R] for x [R, ...].
 
-    x/scale is computed in the wider of both dtypes. Raises ValueError: the shape of `clip` does not
-    fit x.
+    x/scale is computed in the wider dtype. Raises ValueError: the shape of `clip` does not fit x.
     """
     maximum = maximum_code(bits)
     scale = scale_of(clip, bits)
@@ -102,8 +95,7 @@ def quantize(x: Tensor, clip: Tensor, bits: int = 8) -> Quantized:
 
 
 def pack_bits(mask: Tensor) -> Tensor:
-    """bool, any shape -> uint8 [ceil(numel/8)]: element i of the flattened mask is bit i%8 of byte
-    i//8."""
+    """Pack bool, any shape, into uint8 [ceil(numel/8)]: element i is bit i%8 of byte i//8."""
     flat = mask.flatten().to(torch.uint8)
     flat = torch.nn.functional.pad(flat, (0, -flat.numel() % 8)).view(-1, 8)
     return (flat << torch.arange(8, dtype=torch.uint8, device=mask.device)).sum(
@@ -112,8 +104,8 @@ def pack_bits(mask: Tensor) -> Tensor:
 
 
 def unpack_bits(packed: Tensor, numel: int) -> Tensor:
-    """Inverse of pack_bits: uint8 [ceil(numel/8)] -> bool [numel]. Raises ValueError: `packed` does
-    not hold exactly ceil(numel/8) bytes."""
+    """Invert pack_bits: uint8 [ceil(numel/8)] -> bool [numel]. Raises ValueError: `packed` holds
+    another number of bytes."""
     if packed.numel() != -(-numel // 8):
         raise ValueError(
             f"{numel} bits take {-(-numel // 8)} bytes, but packed holds {packed.numel()}"
@@ -135,7 +127,7 @@ def _over_rows(values: Tensor, x: Tensor) -> Tensor:
 
 
 def round_activation(x: Tensor, clip: Tensor, *, bits: int, error: bool):
-    """(codes, scale [1], clipped, error or None) of x [M, N] under clip [1]; see `quantize`."""
+    """Round x [M, N] under clip [1]: (codes, scale [1], packed `clipped`, error or None)."""
     codes, scale, clipped = quantize(x, clip, bits)
     kept = None
     if error:
@@ -144,8 +136,8 @@ def round_activation(x: Tensor, clip: Tensor, *, bits: int, error: bool):
 
 
 def straight_through(gradient, codes, clipped, error, *, bits: int):
-    """Gradients (before the rounding [M, N], of the clip [1]) for `gradient` after it: STE with
-    PACT or LSQ."""
+    """Return the gradients (before the rounding [M, N], of the clip [1]) by the straight-through
+    estimator with PACT or LSQ; `gradient` is that after the rounding."""
     outside = unpack_bits(clipped, gradient.numel()).view(gradient.shape)
     clip_gradient = torch.where(outside, gradient * codes.sign(), 0.0).sum()
     if error is not None:
@@ -155,17 +147,17 @@ def straight_through(gradient, codes, clipped, error, *, bits: int):
 
 
 def lsq_factor(numel: int, bits: int) -> float:
-    """Esser et al. 2020: the gradient of a step size is scaled by 1 / sqrt(numel * Q); 0 elements
-    count as 1."""
+    """Return 1 / sqrt(numel * Q), the factor of a step size's gradient (Esser et al. 2020); 0
+    elements count as 1."""
     return 1.0 / math.sqrt(max(1, numel) * maximum_code(bits))
 
 
 def round_rows(gradient, factor, key, subsequence, largest: int = LARGEST, bound=None):
-    """Round each row of gradient [M, N] * factor [N] to (codes int8 [M, N], scale float32 [M]) at
-    random, without bias.
+    """Round each row of gradient [M, N] * factor [N] at random, without bias.
 
-    `largest`: the largest code. `bound` [M]: what becomes this code, or the largest magnitude of
-    each row. A row for which that is NaN or infinite has the scale NaN: overflow stays visible.
+    Returns (codes int8 [M, N], scale float32 [M]). `largest`: the largest code. `bound` [M]: the
+    magnitudes that become this code; default: the largest of each row. Where that is NaN or
+    infinite, the scale is NaN: overflow stays visible.
     """
     scaled = gradient * factor
     scale, reciprocal = gradient_scale(
@@ -175,23 +167,23 @@ def round_rows(gradient, factor, key, subsequence, largest: int = LARGEST, bound
 
 
 def nearest_rows(x, largest: int = LARGEST):
-    """Round each row of x [M, N] to the nearest: (codes int8 [M, N], scale float32 [M])."""
+    """Round each row of x [M, N] to the nearest codes: (codes int8 [M, N], scale float32 [M])."""
     scale, reciprocal = gradient_scale(x.abs().amax(dim=1), largest)
     return (x * reciprocal[:, None]).round().nan_to_num(nan=0.0).to(torch.int8), scale
 
 
 def round_columns(x, key, subsequence, largest: int = LARGEST):
-    """Round as `round_rows`, with scales float32 [N] of columns."""
+    """Round columns of x [M, N] as `round_rows` rows: (codes int8 [M, N], scale float32 [N])."""
     magnitude = x.abs().amax(dim=0) if len(x) else x.new_zeros(x.shape[1:])
     scale, reciprocal = gradient_scale(magnitude, largest)
     return _round_at_random(x * reciprocal, key, subsequence, largest), scale
 
 
 def gradient_scale(largest: Tensor, code: int = LARGEST):
-    """(scale, reciprocal) for largest magnitudes, which become `code`: (0, 0) for vanishing ones,
-    (NaN, 0) for non-finite ones."""
-    # Division of or by a number would be rounded twice, as a reciprocal and a product: the former
-    # on CUDA, the latter everywhere.
+    """Return (scale, reciprocal) by which the magnitudes `largest` become `code`: (0, 0) for
+    vanishing magnitudes, (NaN, 0) for those that are not finite."""
+    # Division by a Python number (on CUDA), or of one (everywhere), would round twice: PyTorch
+    # multiplies by a reciprocal. So both operands are tensors.
     codes = torch.full_like(largest, code)
     vanishing = largest < SMALLEST_GRADIENT
     finite = largest.isfinite()

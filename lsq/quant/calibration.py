@@ -1,6 +1,5 @@
-"""Measurement of clips on a sample of a tensor, by OCTAV (Sakr et al. 2022, arXiv:2206.06501) for
-the least squared error. Shapes: R rows, N elements in one row, K candidate clips.
-"""
+"""Measurement of clips on a sample of a tensor. OCTAV (Sakr et al. 2022, arXiv:2206.06501) finds
+the clip of least squared error. R rows, N elements in a row, K candidate clips."""
 
 import math
 
@@ -10,9 +9,9 @@ from torch import Tensor
 from lsq.quant.arithmetic import SMALLEST_CLIP, check_clip, maximum_code
 
 CALIBRATIONS = ("fixed", "absmax", "percentile", "mse")
-"""Methods of calibrate."""
+"""Methods of `calibrate`."""
 LARGEST_SAMPLE = 2**18
-"""Values of one tensor or row from which "mse" measures a clip."""
+"""Most values of one tensor or row from which "mse" measures a clip."""
 
 
 def calibrate(
@@ -24,13 +23,18 @@ def calibrate(
     fixed: float | None = None,
     percentile: float = 99.99,
 ) -> Tensor:
-    """Measure the first clip of x, float32 [1], or [R] per channel (row), at least SMALLEST_CLIP.
+    """Measure a clip of x: float32 [1], or [R] if `per_channel` (rows), at least SMALLEST_CLIP.
 
-    Methods: "fixed" (the clip `fixed`), "absmax" (the largest |x|), "percentile" (that many percent
-    of |x| are inside) and "mse" (octav_clip). A row of zeros gets the mean clip of the others:
-    gradients are rounded with the scales of all rows, and its own would vanish. Raises ValueError:
-    `method` or `percentile` is not allowed, `fixed` is missing or not a usable clip, or x is empty
-    or holds NaN or infinity.
+    A row of zeros gets the mean clip of the other rows: gradients carry the scales of rows, so a
+    tiny clip would make the gradient of its row vanish.
+
+    Args:
+        method: "fixed" (the clip `fixed`), "absmax" (the largest |x|), "percentile" (`percentile` %
+            of all |x| lie inside) or "mse" (see octav_clip).
+
+    Raises:
+        ValueError: `method` or `percentile` is not allowed, `fixed` is missing or not a usable
+            clip, x is empty or holds NaN or infinity.
     """
     if method not in CALIBRATIONS:
         raise ValueError(
@@ -63,7 +67,7 @@ def calibrate(
 
 
 def check_not_empty(x: Tensor) -> None:
-    """Raise ValueError where x has no values to measure a clip on."""
+    """Raise ValueError if x is empty."""
     if x.numel() == 0:
         raise ValueError(
             f"cannot calibrate on an empty tensor (shape {list(x.shape)}); give it some values"
@@ -71,7 +75,7 @@ def check_not_empty(x: Tensor) -> None:
 
 
 def check_usable(unusable: int, values: int) -> None:
-    """Raise ValueError where some of a tensor's values, `unusable`, are NaN or infinite."""
+    """Raise ValueError unless `unusable`, the number of NaN and infinite values, is 0."""
     if unusable:
         raise ValueError(
             f"cannot calibrate on a tensor in which {unusable} of {values} values are NaN or"
@@ -80,8 +84,7 @@ def check_usable(unusable: int, values: int) -> None:
 
 
 def fill_empty(clip: Tensor) -> Tensor:
-    """Clips [R] of rows; those of rows of zeros, which are SMALLEST_CLIP, become the mean of the
-    others."""
+    """Replace clips [R] of rows of zeros, which are SMALLEST_CLIP, by the mean of the others."""
     empty = clip == SMALLEST_CLIP
     return (
         torch.where(empty, clip[~empty].mean(), clip) if empty.any() and not empty.all() else clip
@@ -91,20 +94,19 @@ def fill_empty(clip: Tensor) -> Tensor:
 def octav_clip(
     x: Tensor, bits: int = 8, per_channel: bool = False, *, before: Tensor | None = None
 ) -> Tensor:
-    """Clip of least squared quantisation error: OCTAV's fixed point, then a search around it.
+    """Return the clip of least squared quantisation error: OCTAV's fixed point, then a search.
 
-    OCTAV models the squared rounding error of every nonzero |x| <= c as c^2/(12 Q^2), which is
-    inexact for few bits, few samples or rare outliers. Therefore the error itself is then measured
-    at 131 clips: from the fixed point up to the largest |x|, then ever closer around the best. Of a
-    row longer than LARGEST_SAMPLE, that many values or a few less are looked at, evenly spaced.
+    OCTAV models the squared rounding error of every nonzero |x| <= c as c^2/(12 Q^2). The model is
+    inexact for few bits, few samples or rare outliers. So the error itself is measured at 131
+    clips: from the fixed point up to the largest |x|, then ever closer around the best. At most
+    LARGEST_SAMPLE values of a row are read, evenly spaced.
 
-    A row whose clip was measured before, and has not changed much since, needs less: the error is
-    measured at 11 clips within 31 % of that one, and at 11 within 4 % of the best of these. Where
-    the first or the last of the 11 is the best, or the best is above 1.5 times the largest |x| or
-    below 2^-16 of it, the whole search is made.
+    A row whose clip `before` has not changed much needs less: the error is measured at 11 clips
+    within 31 % of it, then at 11 within 4 % of the best. The whole search is made if the best of
+    the first 11 is the first or the last, above 1.5 times the largest |x|, or below 2^-16 of that.
 
-    Takes finite x of any shape and float dtype, and `before`, float32 [1] or [R], of any values;
-    returns float32 [1], or [R] with `per_channel`, at least SMALLEST_CLIP.
+    Takes finite x of any shape and float dtype, and `before` float32 [1] or [R] with any values.
+    Returns float32 [1], or [R] if `per_channel`, at least SMALLEST_CLIP.
     """
     maximum = maximum_code(bits)
     rows = _magnitude_rows(x, per_channel)
@@ -118,7 +120,7 @@ def octav_clip(
 
 
 def _search_anew(rows: Tensor, maximum: int) -> Tensor:
-    """Clips [R] of rows [R, N] >= 0."""
+    """Return clips [R] of rows [R, N] >= 0."""
     largest = rows.amax(1, keepdim=True).clamp(min=SMALLEST_CLIP)
     rows = (rows / largest).float()
     clip = _octav_fixed_point(rows, maximum)
@@ -130,8 +132,7 @@ def _search_anew(rows: Tensor, maximum: int) -> Tensor:
 
 
 def _search_near(rows: Tensor, before: Tensor, maximum: int) -> tuple[Tensor, Tensor]:
-    """Clips [R] of rows [R, N] >= 0 near those `before` [R, 1], and bool [R]: whether the least
-    error lies there."""
+    """Return clips [R] near `before` [R, 1] for rows [R, N] >= 0; bool [R]: the best lies there."""
     floats = {"dtype": torch.float32, "device": rows.device}
     candidates = before * torch.linspace(11 / 16, 21 / 16, 11, **floats)
     clip = _best_clip(rows, candidates, maximum)
@@ -143,15 +144,17 @@ def _search_near(rows: Tensor, before: Tensor, maximum: int) -> tuple[Tensor, Te
 
 
 def sample_stride(values: int) -> int:
-    """Every how many-th of a row's values octav_clip looks at; odd, to visit every column of a
-    matrix."""
+    """Return the stride with which octav_clip reads a row's values. It is odd, to visit every
+    column of a matrix whose width is a power of 2."""
     return -(-values // LARGEST_SAMPLE) | 1
 
 
 def _octav_fixed_point(rows: Tensor, maximum: int) -> Tensor:
-    """The clip [R, 1] at which OCTAV's error model is stationary, for rows in [0, 1]: the paper's
-    iteration, inside the bracket that the sign of the derivative gives. Where many values share one
-    magnitude, the plain one jumps to and fro across it for ever."""
+    """Return the clips [R, 1] at which OCTAV's error model is stationary, for rows in [0, 1].
+
+    The paper's iteration runs inside a bracket from the sign of the derivative. Without it, it
+    would jump for ever across a magnitude that many values share.
+    """
     nonzero = (rows > 0).sum(1, keepdim=True)
     clip = rows.mean(1, keepdim=True)
     low, high = torch.zeros_like(clip), torch.ones_like(clip)
@@ -168,8 +171,8 @@ def _octav_fixed_point(rows: Tensor, maximum: int) -> Tensor:
 
 
 def _best_clip(rows: Tensor, candidates: Tensor, maximum: int) -> Tensor:
-    """Of candidates [R, K], the clip [R, 1] of least squared error on rows [R, N] >= 0; the first
-    one where no error is a number."""
+    """Return the clip [R, 1] of `candidates` [R, K] with the least squared error on rows [R, N] >=
+    0. It is the first candidate if all errors are NaN."""
     errors = []
     for clip in candidates.split(1, dim=1):
         ratio = rows / (clip / maximum)
@@ -182,6 +185,6 @@ def _best_clip(rows: Tensor, candidates: Tensor, maximum: int) -> Tensor:
 
 
 def _magnitude_rows(x: Tensor, per_channel: bool) -> Tensor:
-    """|x| as [R, N] (per channel) or [1, N], in float64 for float64 and otherwise in float32."""
+    """Return |x| as [R, N] (per channel) or [1, N], in float64 for float64, else in float32."""
     magnitudes = x.detach().abs().to(torch.promote_types(x.dtype, torch.float32))
     return magnitudes.reshape(len(x) if per_channel else 1, -1)

@@ -1,9 +1,8 @@
-"""Formats of codes: how wide they are, how they are stored, which values share a scale, and which
-tensors have which format.
+"""Formats of codes: width, storage, values that share a scale, and the format of each tensor.
 
-Whoever stores codes, allocates them or names their largest asks the format; nothing else knows a
-number of bits. That of a weight also says how floats become what is stored, and how that becomes
-what products read. N rows, K columns.
+Code that stores codes, allocates them or needs the largest code asks the format; no other place
+knows the number of bits. The format of a weight also encodes floats for storage, and unpacks stored
+bytes for products. N rows, K columns.
 """
 
 from __future__ import annotations
@@ -24,11 +23,10 @@ from lsq.quant.arithmetic import maximum_code, quantize
 
 @dataclass(frozen=True)
 class Grain:
-    """A matrix [R, C] is cut into blocks of `rows` rows and `columns` columns, each with a scale;
-    None: all there are.
+    """Blocks of `rows` rows and `columns` columns of a matrix [R, C] that share a scale; None: all.
 
-    The last blocks may be smaller. Tensors of another number of dimensions are matrices of their
-    last one.
+    The last blocks may be smaller. A tensor of another number of dimensions is a matrix with its
+    last dimension as columns.
     """
 
     rows: int | None
@@ -45,16 +43,16 @@ class Grain:
             )
 
     def grid(self, shape: tuple[int, int]) -> tuple[int, int]:
-        """Blocks of a matrix [R, C]: (down, across); none where it has no values."""
+        """Return the number of blocks of a matrix [R, C], (down, across); (0, 0) if it is empty."""
         if 0 in shape:
             return 0, 0
         rows, columns = self._sizes(shape)
         return -(-shape[0] // rows), -(-shape[1] // columns)
 
     def split(self, matrix: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Blocks [B, N] of a matrix [R, C], row by row, and bool [B, N] of what lies in the matrix.
+        """Return blocks [B, N] of a matrix [R, C], row by row, and bool [B, N]: inside the matrix.
 
-        Blocks that reach out of it are filled up with zeros; no bool where none does.
+        Zeros fill up blocks that reach beyond the matrix. The mask is None if no block does.
         """
         rows, columns = self._sizes(matrix.shape)
         down, across = self.grid(matrix.shape)
@@ -97,7 +95,7 @@ NAMED = {"tensor": Grain.TENSOR, "row": Grain.ROW, "channel": Grain(None, 1)}
 
 
 def grain(name: str) -> Grain:
-    """The grain of that name. Raises ValueError: there is none."""
+    """Return the grain called `name`. Raises ValueError: there is none."""
     if name in NAMED:
         return NAMED[name]
     blocks = BLOCKS.fullmatch(name)
@@ -111,7 +109,7 @@ def grain(name: str) -> Grain:
 
 
 def as_matrix(shape: torch.Size | tuple[int, ...]) -> tuple[int, int]:
-    """(R, C) of a tensor of any shape: C is its last dimension."""
+    """Return (R, C) of a tensor of any shape: C is its last dimension."""
     return math.prod(shape[:-1]), shape[-1] if shape else 1
 
 
@@ -123,8 +121,7 @@ class Format:
     bits: int
     """Width of a code, 2 to 8."""
     grain: Grain
-    """Values that share a scale: Grain.TENSOR or Grain.ROW. Products know no other; a format may
-    divide rows further."""
+    """Values that share a scale: Grain.TENSOR or Grain.ROW for products; formats may go finer."""
     storage: torch.dtype = torch.int8
     """Dtype of one stored code."""
 
@@ -134,49 +131,49 @@ class Format:
         return maximum_code(self.bits)
 
     def scales(self, rows: int) -> int:
-        """Number of scales of a matrix of `rows` rows."""
+        """Return the number of scales of a matrix with `rows` rows."""
         return rows if self.grain == Grain.ROW else 1
 
 
 class WeightFormat(Format):
-    """Storage of a weight: int8 [N, stored columns], and one float32 scale for each row. Products
-    read int8 codes [N, K] times that scale; a format decides what a row stores for them. This one
+    """Storage of a weight: int8 [N, stored columns], and one float32 scale for each row.
+
+    Products read int8 codes [N, K] times that scale. Subclasses pack the codes of a row; this class
     stores the codes themselves.
     """
 
     packed = False
-    """Stored bytes must be unpacked before products can read them."""
+    """Whether stored bytes must be unpacked before products can read them."""
 
     def stored_columns(self, columns: int) -> int:
-        """Bytes of a stored row of K codes; rows of zeros are zeros there, too."""
+        """Return the bytes of a stored row of K codes; a row of zeros is stored as zeros."""
         return columns
 
     def encode(self, values: torch.Tensor, clip: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Reference: (what is stored, int8 [N, stored columns], scale float32 [N]) of floats [N,
-        K].
+        """Reference: encode floats [N, K] to (stored bytes int8 [N, stored columns], scale float32
+        [N]).
 
-        clip [N] or [1]. The scales of what shares a clip with a NaN are NaN.
+        clip [N] or [1]. A NaN makes the scales of all rows under its clip NaN.
         """
         codes, scale, _ = quantize(values, clip, self.bits)
         return codes, scale.expand(len(values))
 
     def unpack(self, stored: torch.Tensor, columns: int) -> torch.Tensor:
-        """Reference: the codes int8 [N, K] of what is stored; none is beyond `largest`."""
+        """Reference: the codes int8 [N, K] of stored bytes, none beyond `largest`."""
         return stored
 
     @property
     def unpacked(self) -> WeightFormat:
-        """Format of the codes that `unpack` returns; packed formats have another one."""
+        """Format of the codes that `unpack` returns; this one itself unless it is packed."""
         return self
 
 
 GROUP, TRIED, PARTS = 32, 4, 64
-"""In Int4: inputs that share a multiplier; multipliers to try; parts of a step in which errors are
-counted."""
+"""Of Int4: inputs that share a multiplier, multipliers to try, and parts of a step in errors."""
 
 
 class Int4Codes(WeightFormat):
-    """The codes m * q of Int4, which products read."""
+    """The unpacked codes m * q of Int4, which products read."""
 
     @property
     def largest(self) -> int:
@@ -184,13 +181,12 @@ class Int4Codes(WeightFormat):
 
 
 class Int4(Int4Codes):
-    """4-bit codes q, two to a byte, and a whole multiplier m for each group of 32 inputs: a value
-    is scale * m * q.
+    """4-bit codes q, two to a byte, with a whole multiplier m for each group of 32 inputs.
 
-    m is from -15 to 15, q from -8 to 7, and the scale is clip / 120, so that products read m * q. A
-    stored group is m and 16 bytes, codes i and i + 16 in the lower and the upper half of byte i;
-    the last group of a row is filled up with zeros. Two levels of scales: Dai et al. 2021
-    (VS-Quant, arXiv:2102.04503).
+    A value is scale * m * q: m is from -15 to 15, q from -8 to 7, and the scale is clip / 120, so
+    that products read m * q. A group is stored as m and 16 bytes: codes i and i + 16 in the lower
+    and the upper half of byte i. Zeros fill up the last group of a row. Two levels of scales: Dai
+    et al. 2021 (VS-Quant, arXiv:2102.04503).
     """
 
     packed = True
@@ -225,9 +221,9 @@ class Int4(Int4Codes):
 
 
 def _best_multiplier(groups: torch.Tensor) -> torch.Tensor:
-    """float32 [N, G, 1] of least squared error for groups [N, G, 32] in steps of the scale. The
-    largest value of a group gets code -8. Smaller multipliers clip it, but have finer steps. Errors
-    are whole numbers of parts, whose sums do not depend on their order."""
+    """Return the multipliers float32 [N, G, 1] of least squared error for groups [N, G, 32] in
+    steps of the scale. The first gives the largest value code -8; smaller ones clip it with finer
+    steps. Errors are whole numbers of 1/64 steps, so that their sums do not depend on the order."""
     low, high = groups.aminmax(dim=2, keepdim=True)
     sign = torch.where(-low > high, 1.0, -1.0)
     first = (torch.maximum(-low, high) / 8).ceil()
@@ -248,33 +244,31 @@ WEIGHT_FORMATS: dict[str, Callable[[int, Grain], WeightFormat]] = {
     "int8": lambda bits, grain: WeightFormat(name="int8", bits=bits, grain=grain),
     "int4": lambda bits, grain: Int4(name="int4", bits=8, grain=grain),
 }
-"""Names that QuantConfig.weight_format may have -> what makes the format, of a width of integers
-and a grain of clips. C++ has lsq_round_<name> for each, and lsq_unpack_<name> for packed ones."""
+"""QuantConfig.weight_format -> function of (bits of integers, grain of clips) that makes the
+format. C++ has lsq_round_<name> for each format, and lsq_unpack_<name> for packed formats."""
 GRADIENT = Format(name="gradient", bits=8, grain=Grain.ROW)
-"""Format of gradients under backward="int8", rounded at random without bias: a scale for each
-row."""
+"""Format of gradients under backward="int8": rounded at random without bias; scales of rows."""
 NORMALISED = Format(name="normalised", bits=8, grain=Grain.ROW)
-"""As what the backward pass of a norm finds the rows that were normalised, rounded to the nearest.
-"""
+"""Format of the normalised rows that the backward pass of a norm reads, rounded to the nearest."""
 
 
 @dataclass(frozen=True)
 class FormatChoice:
-    """Which format a tensor has: one for all, and others for those whose names fit a pattern.
+    """The format of each tensor: one for all, and exceptions for names that fit a pattern.
 
-    Of several patterns that fit, the last one counts.
+    If several patterns fit, the last one counts.
     """
 
     others: str
     exceptions: tuple[tuple[str, str], ...] = ()
-    """(pattern with * and ?, format) in order."""
+    """(pattern with * and ?, format), in order."""
 
     @property
     def formats(self) -> tuple[str, ...]:
         return self.others, *(form for _, form in self.exceptions)
 
     def of(self, *names: str) -> str:
-        """The format of a tensor that is called so, or has several names."""
+        """Return the format of a tensor with these names."""
         fitting = (form for pattern, form in reversed(self.exceptions) if _fits(pattern, names))
         return next(fitting, self.others)
 
@@ -286,11 +280,17 @@ class FormatChoice:
         *,
         read: bool = False,
     ) -> str:
-        """The patterns that concern the part of a model at `path`, as text. `tensors`: its
-        tensors -> their names in its state dict. `fitted` gets the patterns that fit one -> the
-        formats of all that they fit. `read`: names are the tensor's own, then those of weights
-        that it is multiplied by. Raises ValueError: the weights of one tensor get different
-        formats."""
+        """Return the choice for the part of a model at module path `path`, as text.
+
+        Args:
+            tensors: tensors of the part -> their names in its state dict.
+            fitted: gets the patterns that fit -> the formats of the tensors that they fit.
+            read: whether the first name is the tensor's own, and the others those of weights that
+                it is multiplied by.
+
+        Raises:
+            ValueError: the weights of one tensor get different formats.
+        """
         chosen = {}
         for own, theirs in tensors.items():
             names = [f"{path}.{name}" if path else name for name in theirs]
@@ -340,8 +340,8 @@ def format_choice(text: str) -> FormatChoice:
 
 
 def check_choice(name: str, text: object, check: Callable[[str], None]) -> None:
-    """Raise ValueError, with `name` in it, for a choice that `format_choice` cannot read, or with a
-    format that `check` refuses."""
+    """Raise ValueError, with `name` in it, if `format_choice` cannot read the text, or `check`
+    refuses a format."""
     if not isinstance(text, str):
         raise ValueError(f"{name} is {text!r}; it must be the name of a format, such as 'int8'")
     try:

@@ -1,12 +1,11 @@
-"""Number formats with scales, by name: what a code is worth, which values share a scale, how scales
-are stored and clips are measured.
+"""Number formats with scales, by name: values of codes, blocks that share a scale, stored scales.
 
     <number>/<grain>/<scales>, as in int4/group16/uint4, or a preset, as mxint8
 
-A scale is stored as a plain float or a power of two, or in a scaled format again: the scales of a
-matrix form a matrix, too. So come VS-Quant's two levels (Dai et al. 2021, arXiv:2102.04503) and
-NVFP4's. Clips by "mse" are OCTAV's (Sakr et al. 2022, arXiv:2206.06501) for integers and a search
-for all others.
+A scale is stored as a float, as a power of two, or in a scaled format: the scales of a matrix form
+a matrix, too. VS-Quant's two levels (Dai et al. 2021, arXiv:2102.04503) and NVFP4's are such
+formats. "mse" finds clips by OCTAV (Sakr et al. 2022, arXiv:2206.06501) for integers, by a search
+for all other numbers.
 
 Shapes: B blocks of N values, in [-1, 1] once they are divided by their largest magnitude.
 """
@@ -40,26 +39,26 @@ from lsq.quant.tables import (
 )
 
 METHODS = ("absmax", "percentile", "mse")
-"""absmax: the largest magnitude; percentile: all but a share of the magnitudes; mse: see above."""
+"""absmax: the largest magnitude; percentile: a quantile of magnitudes; mse: least squared error."""
 PERCENTILE = 99.99
 INTEGERS = {integer(bits): bits for bits in range(2, 9)}
-"""Numbers whose clips OCTAV finds, and their bits."""
+"""Number formats whose clips OCTAV finds -> bits."""
 MOST = 2.0**127
-"""Codes times scales stay finite under it, also where scales are rounded up to powers of two."""
+"""Largest clip: codes times scales stay finite, even if scales are rounded up to powers of 2."""
 TOGETHER = 2**16
-"""Values whose errors are searched at once, which stay in cache; longer blocks one by one."""
+"""Values whose errors are searched at once, to stay in cache; longer blocks go one by one."""
 
 
 @dataclass(frozen=True)
 class FloatScales:
-    """Scales as they are: float32, or rounded to the nearest of another dtype."""
+    """Scales stored as float32, or rounded to the nearest of another float dtype."""
 
     dtype: torch.dtype
     fine = True
-    """Stored scales are nearly exact, so that clips may be measured as if they were."""
+    """Whether stored scales are so exact that clips may be measured as if they were not rounded."""
 
     def encode(self, scales: Tensor) -> Tensor:
-        """Encode scales, float32 of any shape."""
+        """Encode float32 scales of any shape."""
         return scales.to(self.dtype)
 
     def decode(self, stored: Tensor) -> Tensor:
@@ -71,15 +70,15 @@ class FloatScales:
 
 @dataclass(frozen=True)
 class PowerScales:
-    """E8M0: powers of two from 2^-127 to 2^127 as uint8, 255 for NaN (OCP Microscaling Formats
-    1.0, 2023). A scale becomes the next power at or above it, as of Chen et al. 2025
-    (arXiv:2510.25602), so that nothing more is clipped; 0 becomes 2^-127. The standard leaves
-    the rounding open, and suggests one that clips."""
+    """E8M0: powers of two, 2^-127 to 2^127, as uint8; 255: NaN (OCP Microscaling Formats 1.0,
+    2023). A scale becomes the next power at or above it (Chen et al. 2025, arXiv:2510.25602), so
+    nothing more is clipped; 0 becomes 2^-127. The standard leaves the rounding open, and suggests
+    one that clips."""
 
     fine = False
 
     def encode(self, scales: Tensor) -> Tensor:
-        """uint8 of scales float32 of any shape, none below 0."""
+        """Encode float32 scales of any shape, none below 0, as uint8."""
         mantissa, exponent = torch.frexp(scales)  # a mantissa of exactly 1/2 is a power of two
         power = (
             torch.where(scales > 0, exponent - (mantissa == 0.5).to(exponent.dtype), -127).clamp(
@@ -104,19 +103,20 @@ class Encoded:
     codes: Tensor
     """uint8, the shape of the tensor."""
     scales: Tensor | Encoded
-    """One for each block, [down, across]."""
+    """A scale for each block, [down, across]."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScaledFormat:
-    """Values are codes of `number` times the scale of their block, which is the clip over the
-    largest code's value.
+    """A number format with a scale for each block: value = value of the code * scale.
 
-    Values beyond the clip, infinities among them, become the clip. A block of zeros has scale 0, or
-    the smallest there is. NaN stays visible: it makes the clip that is measured NaN, as an infinity
-    does, and with it all that shares the scale; under a clip that was given it is coded where the
-    number format can do so, and otherwise makes the scale NaN. Where scales are in a scaled format,
-    what shares theirs becomes NaN with it: a row for VS-Quant, all of NVFP4.
+    The scale is the block's clip / the largest value of the number format. Values beyond the clip,
+    infinities among them, become the clip. A block of zeros has scale 0, or the smallest scale.
+
+    NaN stays visible. A measured clip becomes NaN from a NaN or an infinity, and so do all values
+    that share the scale. Under a given clip, NaN has a code if the number format has one; else it
+    makes the scale NaN. If scales are themselves in a scaled format, a NaN scale makes all scales
+    NaN that share its scale: a row for VS-Quant, the whole tensor for NVFP4.
     """
 
     name: str
@@ -129,10 +129,12 @@ class ScaledFormat:
     def encode(
         self, x: Tensor, clip: str | Tensor = "absmax", *, percentile: float = PERCENTILE
     ) -> Encoded:
-        """Codes and scales of float x, any shape; all is computed in float32. `clip`: how clips
-        are measured (METHODS; `percentile` of |x| lies inside), or clips of the shape of the
+        """Encode float x, of any shape, to codes and scales; all is computed in float32.
+
+        `clip` is one of METHODS (`percentile` % of |x| lie inside), or clips of the shape of the
         blocks, or one for all. Raises ValueError: the method, the percentile or a clip is not
-        allowed."""
+        allowed.
+        """
         shape = as_matrix(x.shape)
         matrix = x.detach().float().reshape(shape)
         grid = self.grain.grid(shape)
@@ -157,13 +159,13 @@ class ScaledFormat:
         return Encoded(codes=self.number.encode(steps).view(x.shape), scales=scales)
 
     def decode(self, encoded: Encoded) -> Tensor:
-        """float32, the shape of the codes."""
+        """Return the values, float32 in the shape of the codes."""
         shape = as_matrix(encoded.codes.shape)
         scale = self.grain.spread(self.scales.decode(encoded.scales), shape)
         return (self.number.decode(encoded.codes).view(shape) * scale).view(encoded.codes.shape)
 
     def total_bits(self, shape: torch.Size | tuple[int, ...]) -> float:
-        """Bits of the codes and scales of a tensor of this shape; tensors share no byte."""
+        """Return the bits of codes and scales of a tensor of this shape; tensors share no byte."""
         codes, stored = self.number.word
         words = -(-math.prod(shape) // codes)
         return 8 * stored * words + self.scales.total_bits(self.grain.grid(as_matrix(shape)))
@@ -173,7 +175,7 @@ class ScaledFormat:
         return self.total_bits(shape) / numel if numel else math.nan
 
     def _poisoned(self, clip: Tensor, matrix: Tensor) -> Tensor:
-        """Clips [down, across], NaN for blocks with a NaN that the number format cannot say."""
+        """Return clips [down, across], NaN for blocks with a NaN that has no code."""
         missing = matrix.isnan()
         if any(map(math.isnan, self.number.values)) or not missing.any():
             return clip
@@ -182,9 +184,9 @@ class ScaledFormat:
 
 
 def measure(form: ScaledFormat, matrix: Tensor, method: str, percentile: float) -> Tensor:
-    """Clips float32 [B] of the blocks of a matrix [R, C] float32: 0 for zeros, NaN where not all
-    is finite, at most MOST. Of long blocks, mse looks at a sample (calibration.sample_stride).
-    Raises ValueError: `method` or `percentile` is not allowed."""
+    """Measure the clips float32 [B] of the blocks of a float32 matrix [R, C], at most MOST. A block
+    of zeros gets 0, a block with NaN or infinity NaN. "mse" reads a sample of long blocks
+    (calibration.sample_stride). Raises ValueError: `method` or `percentile` is not allowed."""
     if method not in METHODS:
         raise ValueError(
             f"clip is {method!r}; allowed: {', '.join(map(repr, METHODS))}, or a tensor of clips"
@@ -196,7 +198,7 @@ def measure(form: ScaledFormat, matrix: Tensor, method: str, percentile: float) 
     blocks, inside = form.grain.split(matrix)
     largest = blocks.abs().amax(1, keepdim=True)
     largest = torch.where(largest.isfinite(), largest, math.nan)
-    # also where there is a NaN, as its clip is known
+    # blocks with a NaN become 0, too: their clip is known
     blocks = torch.where(largest > 0, blocks / largest, 0.0)
     if method == "absmax":
         clip = largest
@@ -213,7 +215,7 @@ def measure(form: ScaledFormat, matrix: Tensor, method: str, percentile: float) 
 
 
 def _percentile(blocks: Tensor, inside: Tensor | None, percentile: float) -> Tensor:
-    """[B, 1]; 1, the largest, where this would be 0. Zeros that fill up a block come first."""
+    """Return percentiles [B, 1], or 1, the largest, instead of 0. Padding zeros do not count."""
     width = blocks.shape[1]
     count = (
         torch.full((len(blocks), 1), width, device=blocks.device)
@@ -228,9 +230,10 @@ def _percentile(blocks: Tensor, inside: Tensor | None, percentile: float) -> Ten
 def _least_squares(
     form: ScaledFormat, blocks: Tensor, inside: Tensor | None, largest: Tensor
 ) -> Tensor:
-    """[B, 1] of least squared error: of integers OCTAV's, else of 42 clips from 2 down to 2^-10 in
-    equal ratios, then of 17 around the best. Clips above 1 pay for formats that are coarse at their
-    upper end. Errors are those under the stored scale, unless that depends on other blocks."""
+    """Return the clips [B, 1] of least squared error: OCTAV's for integers. Other numbers try 42
+    clips from 2 down to 2^-10 in equal ratios, then 17 around the best; clips above 1 pay for
+    formats that are coarse at their upper end. Errors are under stored scales, unless these depend
+    on other blocks."""
     if form.scales.fine and form.number in INTEGERS:
         return largest * octav_clip(blocks, INTEGERS[form.number], per_channel=True).unsqueeze(1)
 
@@ -272,7 +275,7 @@ NUMBERS: dict[str, Callable[[], NumberFormat]] = {
     },
     "ternary": ternary,
 }
-"""Name -> what makes the number format."""
+"""Name -> function that makes the number format."""
 FLOAT32 = FloatScales(torch.float32)
 SCALES: dict[str, FloatScales | PowerScales | ScaledFormat] = {
     "float32": FLOAT32,
@@ -282,8 +285,8 @@ SCALES: dict[str, FloatScales | PowerScales | ScaledFormat] = {
     "uint4": ScaledFormat(name="uint4", number=multiplier(4), grain=Grain.ROW, scales=FLOAT32),
     "uint6": ScaledFormat(name="uint6", number=multiplier(6), grain=Grain.ROW, scales=FLOAT32),
 }
-"""Name -> how scales are stored: e4m3 under one float32 of the tensor, uint4 and uint6 under one of
-each row."""
+"""Name -> storage of scales: e4m3 has a float32 scale for the tensor, uint4 and uint6 for each
+row."""
 PRESETS = {
     "int8-tensor": "int8/tensor/float32",
     "int8-row": "int8/row/float32",
@@ -297,17 +300,13 @@ PRESETS = {
     "vsquant6": "int6/group16/uint6",
     "nf4-64": "nf4/group64/float32",
 }
-"""Name -> what it stands for.
-
-MX: OCP Microscaling Formats 1.0; vsquant4-6: 4 bits with scales of 6.
-"""
+"""Preset -> its number, grain and scales."""
 
 
 @cache
 def scaled_format(name: str) -> ScaledFormat:
-    """The format called so: a preset, or <number>/<grain> with float32 scales, or
-    <number>/<grain>/<scales>. Raises ValueError: a part is unknown; the nearest names are offered.
-    """
+    """Return the format `name`: a preset, <number>/<grain> with float32 scales, or all three parts.
+    Raises ValueError: a part is unknown; the message offers the nearest names."""
     if not isinstance(name, str):
         raise ValueError(
             f"a number format is called {name!r}; its name is a string, as {next(iter(PRESETS))!r}"
@@ -342,18 +341,16 @@ def scaled_format(name: str) -> ScaledFormat:
 
 
 def all_parts(name: str) -> str:
-    """A format's name with its grain and scales: int8-row and int8/row are both int8/row/float32.
-
-    Others stay.
-    """
+    """Return a format's name in three parts: int8-row and int8/row both become int8/row/float32.
+    Other names stay."""
     written = PRESETS.get(name, name)
     return f"{written}/float32" if written.count("/") == 1 else written
 
 
 @cache
 def number_format(name: str) -> NumberFormat:
-    """The number format called so in NUMBERS. Raises ValueError: there is none; the nearest names
-    are offered."""
+    """Return the number format `name` of NUMBERS. Raises ValueError: there is none; the message
+    offers the nearest names."""
     if name not in NUMBERS:
         raise ValueError(
             f"no number is called {name!r}{_nearest(name, NUMBERS)}; allowed: {', '.join(NUMBERS)}"
@@ -362,7 +359,7 @@ def number_format(name: str) -> NumberFormat:
 
 
 def _meant(name: str) -> str:
-    """Suggest a format for an unknown name, which may have a dash in position of the slash."""
+    """Suggest a format for an unknown name, which may have a dash instead of the slash."""
     number, _, grained = name.rpartition("-")
     try:
         grain(grained)
@@ -379,9 +376,9 @@ def _nearest(name: str, allowed: Iterable[str]) -> str:
 
 
 def signal_to_noise(x: Tensor, found: Tensor) -> float:
-    """10 log10 of the squares of x over those of x - found, in decibels; of the same shape.
+    """Return 10 log10(sum of x^2 / sum of (x - found)^2), in decibels; both have the same shape.
 
-    Infinite where nothing differs, NaN where there is neither signal nor noise, or a NaN.
+    It is infinite if nothing differs, and NaN if a value is NaN or both sums are 0.
     """
     signal = float(x.double().square().sum())
     noise = float((x.double() - found.double()).square().sum())

@@ -1,8 +1,7 @@
-"""2:4 sparsity: which weights count less than others, and when that is decided; see
-docs/numbers.md.
+"""2:4 sparsity: the measure that ranks weights, and the updates that choose masks; docs/numbers.md.
 
-Of each group of four neighbours in a row two are kept. NVIDIA's sparse products take that, which
-skip half of the work: Mishra et al. 2021, arXiv:2104.08378.
+Two of four neighbours in a row are kept. NVIDIA's sparse products read this pattern and skip half
+of the work (Mishra et al. 2021, arXiv:2104.08378).
 """
 
 import math
@@ -12,37 +11,32 @@ GROUP, KEPT = 4, 2
 PATTERNS = ("2:4",)
 MEASURES = ("magnitude", "output")
 WRITTEN = ("every", "decay", "begin", "end")
-"""Fields that may follow the pattern in a text."""
+"""Fields that may follow the pattern in QuantConfig.sparsity."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pruning:
-    """Which weights count less than others, and at which updates that is decided. Raises
-    ValueError: a field has a value that is not allowed."""
+    """The measure that ranks weights, and the updates at which masks are chosen. Raises ValueError:
+    a field has a value that is not allowed."""
 
     pattern: str = "2:4"
-    """Two of four neighbouring inputs of an output; there is no other one."""
+    """Two of four neighbouring inputs of an output, the only pattern."""
     measure: str = "magnitude"
-    """"magnitude": |w|. "output": w² E[x²], the mean square of the change that leaving out a weight
-    makes to its output where inputs are independent of each other, measured on a batch. It is the
+    """"magnitude": |w|. "output": w² E[x²], measured on a batch. That is the mean square of the
+    change of the output without the weight, if inputs are independent of each other. It is the
     diagonal of the Hessian that SparseGPT (Frantar & Alistarh 2023, arXiv:2301.00774) inverts, and
-    orders weights as Wanda (Sun et al. 2023, arXiv:2306.11695) does.
-    """
+    orders weights as Wanda (Sun et al. 2023, arXiv:2306.11695) does."""
     every: int = 16
-    """Updates from one choice of masks to the next; 0: masks stay as they were chosen, and what is
-    pruned gets no gradient. Else gradients go straight through to all weights, so that others may
-    come back.
-    """
+    """Updates from one choice of masks to the next; gradients go straight through, so pruned
+    weights may come back. 0: the first masks stay, and pruned weights get no gradient."""
     decay: float = 1.0
-    """SR-STE (Zhou et al. 2021, arXiv:2102.04010), relative: what is pruned is drawn to zero by
-    this much of itself, times the norm of the weight's gradient over that of the weight. 0: plain
-    straight-through gradients. Nothing under every=0.
-    """
+    """Decay of pruned weights, relative (SR-STE, Zhou et al. 2021, arXiv:2102.04010). Each update
+    draws a pruned weight to zero by this share of itself, times the norm of the weight's gradient
+    over that of the weight. 0: plain straight-through gradients. Without effect under every=0."""
     begin: int = 0
-    """Updates that are dense, before the first choice."""
+    """Dense updates before the first choice."""
     end: int | None = None
-    """The number of updates after which all weights count again, from zero where they were pruned;
-    None: never."""
+    """Updates after which all weights count again, from 0 where they were pruned; None: never."""
 
     def __post_init__(self) -> None:
         for name, allowed in (("pattern", PATTERNS), ("measure", MEASURES)):
@@ -66,8 +60,8 @@ class Pruning:
 
     @staticmethod
     def read(text: str) -> "Pruning | None":
-        """Parse QuantConfig.sparsity: "2:4", or with fields behind it, "2:4,every=32,end=500"; None
-        for "". Raises ValueError: the text says something else."""
+        """Parse QuantConfig.sparsity: "2:4", or with fields, "2:4,every=32,end=500"; None for "".
+        Raises ValueError: the text has another form."""
         if not isinstance(text, str):
             raise ValueError(f"sparsity is {text!r}; it must be a text, such as '2:4'")
         pattern, *given = [part.strip() for part in text.split(",")]
@@ -93,18 +87,17 @@ class Pruning:
             raise ValueError(f"sparsity is {text!r}: {error}; '' is dense") from error
 
     def sparse(self, updates: int) -> bool:
-        """Masks apply after `updates` updates."""
+        """Return whether masks apply after `updates` updates."""
         return self.begin <= updates and (self.end is None or updates < self.end)
 
     def due(self, updates: int) -> bool:
-        """Masks are chosen anew after `updates` updates."""
+        """Return whether masks are chosen anew after `updates` updates."""
         since = updates - self.begin
         return self.sparse(updates) and (since == 0 or (self.every > 0 and since % self.every == 0))
 
 
 def check_width(name: str, columns: int) -> None:
-    """Refuse a number of columns that groups do not fill. Raises ValueError: `columns` is no
-    multiple of GROUP, or 0."""
+    """Raise ValueError for a number of columns that is 0 or no multiple of GROUP."""
     if columns % GROUP or not columns:
         larger = max(1, -(-columns // GROUP)) * GROUP
         raise ValueError(

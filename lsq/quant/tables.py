@@ -1,7 +1,7 @@
 """Number formats as tables of at most 256 values: integers, small floats, logarithms, codebooks.
 
-One rounding serves all: a float becomes the code of the nearest value. Loops and kernels find it by
-the upper half of a float's bits (`lookup`).
+All of them share one rounding: a float becomes the code of the nearest value. Loops and kernels
+look it up by the upper half of a float's bits (`lookup`).
 """
 
 import math
@@ -19,16 +19,16 @@ from lsq.quant.arithmetic import maximum_code
 class NumberFormat:
     """Codes and their values.
 
-    Rounding is monotone, idempotent and, where the values are, symmetric about zero. A float
-    halfway between two values becomes the one of even rank by magnitude, which for integers and
-    floats is the even one. Floats beyond the largest value, infinities among them, become the
-    largest. NaN becomes the code whose value is NaN; where there is none it becomes that of zero,
-    and the scale has to say it (ScaledFormat).
+    Rounding is monotone and idempotent, and symmetric about zero if the values are. A float halfway
+    between two values becomes the value of even rank by magnitude: for integers and floats, the
+    even value. Floats beyond the largest value, infinities among them, become the largest. NaN
+    becomes the code whose value is NaN. If there is none, it becomes the code of zero, and the
+    scale must be NaN (ScaledFormat).
     """
 
     name: str
     values: tuple[float, ...]
-    """By code; no finite float becomes an infinity or NaN."""
+    """Value of each code. No finite float is rounded to an infinity or NaN."""
 
     def __post_init__(self) -> None:
         usable = {value for value in self.values if math.isfinite(value)}
@@ -40,10 +40,9 @@ class NumberFormat:
 
     @cached_property
     def word(self) -> tuple[int, int]:
-        """(codes, bytes) of the smallest whole number of bytes that codes fill: (8, 3) for 8 codes
-        of 3 bits.
+        """(codes, bytes) of the least whole number of bytes that codes fill: (8, 3) for 3 bits.
 
-        Where the number of codes is no power of 2, as many as a byte holds: (5, 1) for 3 codes.
+        Without a power of 2, it is as many codes as fit into a byte: (5, 1) for 3 codes.
         """
         radix = len(self.values)
         width = (radix - 1).bit_length()
@@ -58,15 +57,15 @@ class NumberFormat:
         return max(abs(value) for value in self.values if math.isfinite(value))
 
     def encode(self, x: Tensor) -> Tensor:
-        """Codes uint8 of float x, in units of the scale; computed in float32."""
+        """Return the codes uint8 of float x, in units of the scale; computed in float32."""
         boundaries, codes, missing = (part.to(x.device) for part in boundaries_of(self.values))
         x = x.float().contiguous()
         nearest = codes[torch.bucketize(x, boundaries, out_int32=True)]
         return torch.where(x.isnan(), missing, nearest)
 
     def decode(self, codes: Tensor) -> Tensor:
-        """Values float32 of integer codes, in their shape. Raises ValueError: a code is none of
-        this format's."""
+        """Return the float32 values of integer codes, in their shape. Raises ValueError: a code is
+        not one of this format."""
         low, high = map(int, codes.aminmax()) if codes.numel() else (0, 0)
         if low < 0 or high >= len(self.values):
             raise ValueError(
@@ -76,8 +75,8 @@ class NumberFormat:
         return torch.tensor(self.values, dtype=torch.float32, device=codes.device)[codes.int()]
 
     def pack(self, codes: Tensor) -> Tensor:
-        """Codes, any shape -> bytes uint8 [whole words]: the first code of a word is its lowest
-        digit."""
+        """Pack codes, any shape, into uint8 [whole words]; a word's lowest digit is its first
+        code."""
         count, stored = self.word
         flat = codes.flatten().to(torch.int64)
         digits = torch.nn.functional.pad(flat, (0, -flat.numel() % count)).view(-1, count)
@@ -86,8 +85,7 @@ class NumberFormat:
         return (words >> shifts & 255).to(torch.uint8).flatten()
 
     def unpack(self, packed: Tensor, shape: torch.Size | tuple[int, ...]) -> Tensor:
-        """Inverse of pack: codes uint8 of this shape. Raises ValueError: `packed` does not hold
-        exactly the bytes of that many codes."""
+        """Invert `pack`: codes uint8 of this shape. Raises ValueError: the size is not theirs."""
         count, stored = self.word
         numel = math.prod(shape)
         wanted = -(-numel // count) * stored
@@ -102,17 +100,17 @@ class NumberFormat:
         return digits.flatten()[:numel].view(shape).to(torch.uint8)
 
     def _weights(self, device: torch.device) -> Tensor:
-        """Weight of each digit of a word."""
+        """Return the weight of each digit of a word."""
         return len(self.values) ** torch.arange(self.word[0], device=device)
 
 
 @cache
 def boundaries_of(values: tuple[float, ...]) -> tuple[Tensor, Tensor, Tensor]:
-    """(boundaries float32 [V - 1], codes uint8 [V], code of NaN uint8 []) of V different finite
-    values, in order.
+    """Return (boundaries float32 [V - 1], codes uint8 [V], NaN's code uint8 []) of V finite values.
 
-    A float above boundary i - 1, and up to boundary i, becomes codes[i]. A boundary that itself
-    belongs to the value above is moved down by one float.
+    Both are in the order of the values, without repetitions. A float above boundary i - 1, and up
+    to boundary i, becomes codes[i]. If a boundary itself belongs to the value above, it is moved
+    down by one float.
     """
     code_of: dict[float, int] = {}
     for code, value in enumerate(values):
@@ -133,18 +131,18 @@ def boundaries_of(values: tuple[float, ...]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 RANKS, LEVELS = 65536 + 64, 256
-"""Bytes of the ranks, with room for reads past them; floats of each of the two lists behind."""
+"""Bytes of the ranks, with room for reads beyond them; floats of each of the two lists behind."""
 
 
 @cache
 def lookup(number: NumberFormat, device: torch.device) -> Tensor:
-    """Bytes uint8 [RANKS + 8 * LEVELS] on a device, the same memory each time.
+    """Return the table uint8 [RANKS + 8 * LEVELS] of a format on a device, always the same memory.
 
-    First the number of boundaries below all floats with these upper 16 bits (sign, exponent, 7 bits
-    of the mantissa), a byte for each of 65,536; then boundaries and values float32 [LEVELS], in
-    order, filled up with infinity and the largest value. A float x whose bits give rank r has value
-    r, or value r + 1 where it lies above boundary r. Raises ValueError: two boundaries of the
-    format lie so close that floats with the same upper bits are on both sides.
+    First come the ranks, a byte for each value of the upper 16 bits of a float (sign, exponent, 7
+    bits of the mantissa): the number of boundaries below all floats with these bits. Then come
+    boundaries and values, float32 [LEVELS] each, in order, filled up with infinity and the largest
+    value. A float x whose bits have rank r becomes value r, or value r + 1 if x is above boundary
+    r. Raises ValueError: several boundaries lie between floats with the same upper bits.
     """
     with torch.inference_mode(False), torch.device("cpu"):
         boundaries, codes, _ = boundaries_of(number.values)
@@ -152,7 +150,7 @@ def lookup(number: NumberFormat, device: torch.device) -> Tensor:
         ends = torch.stack([upper, upper | 0xFFFF])
         floats = torch.where(ends >= 2**31, ends - 2**32, ends).to(torch.int32).view(torch.float32)
         ranks = torch.bucketize(floats, boundaries)
-        # infinity has no other beside it
+        # the bits of infinity belong to infinity alone; other mantissas are NaN
         low, high = ranks.where(floats[1].isfinite(), ranks[0]).aminmax(dim=0)
         if (high - low).max() > 1:
             raise ValueError(
@@ -171,30 +169,29 @@ def lookup(number: NumberFormat, device: torch.device) -> Tensor:
 
 
 def integer(bits: int) -> NumberFormat:
-    """int<bits>, 2 to 8: from -Q to Q with Q = 2^(bits-1) - 1; codes are two's complement.
+    """Return int<bits>: values from -Q to Q with Q = 2^(bits-1) - 1; codes are two's complement.
 
-    Error: at most 1/2 of the scale for what is not clipped. The code of -2^(bits-1) is never given,
-    as in `quantize`, so that negating is safe and nothing is biased; Chen et al. 2025
-    (arXiv:2510.25602) show what that is worth in training. Raises ValueError: `bits` is not a whole
-    number from 2 to 8.
+    Error: at most 1/2 of the scale for values that are not clipped. The code of -2^(bits-1) is
+    never used, as in `quantize`, so that negating is safe and nothing is biased (Chen et al. 2025,
+    arXiv:2510.25602, measure that). Raises ValueError: `bits` is no whole number from 2 to 8.
     """
     largest = maximum_code(bits)
     values = [*range(largest + 1), *range(-largest - 1, 0)]
-    values[largest + 1] = -math.inf  # a code, but nothing is rounded to it
+    values[largest + 1] = -math.inf  # no float is rounded to this code
     return NumberFormat(name=f"int{bits}", values=tuple(map(float, values)))
 
 
 def multiplier(bits: int) -> NumberFormat:
-    """uint<bits>: scales of 1 to 2^bits - 1 times another; code 0 is NaN.
+    """Return uint<bits>: multiples 1 to 2^bits - 1 of another scale; code 0 is NaN.
 
-    Error: at most 1/2 above 1. As VS-Quant's integer scales (Dai et al. 2021, arXiv:2102.04503),
-    but never 0: a vector far below the largest of its channel is rounded coarsely, not to nothing.
+    Error: at most 1/2 above 1. VS-Quant's integer scales (Dai et al. 2021, arXiv:2102.04503), but
+    never 0: a vector far below the largest of its channel is rounded coarsely, not to zeros.
     """
     return NumberFormat(name=f"uint{bits}", values=(math.nan, *map(float, range(1, 2**bits))))
 
 
 def _small_float(exponent: int, mantissa: int) -> list[float]:
-    """Values of all bit patterns (sign, exponent, mantissa), none of them an infinity or NaN."""
+    """Return the values of all bit patterns (sign, exponent, mantissa), all of them finite."""
     bias = 2 ** (exponent - 1) - 1
     magnitudes = []
     for code in range(2 ** (exponent + mantissa)):
@@ -207,7 +204,7 @@ def _small_float(exponent: int, mantissa: int) -> list[float]:
 
 
 def fp8_e4m3() -> NumberFormat:
-    """E4M3: largest 448, smallest 2^-9, no infinities, NaN 0x7f (Micikevicius et al. 2022,
+    """Return E4M3: largest 448, smallest 2^-9, no infinities, NaN 0x7f (Micikevicius et al. 2022,
     arXiv:2209.05433).
 
     Error: at most 1/17 of the value from 2^-6 on, at most 2^-10 below; infinities are clipped.
@@ -218,7 +215,7 @@ def fp8_e4m3() -> NumberFormat:
 
 
 def fp8_e5m2() -> NumberFormat:
-    """E5M2: largest 57344, smallest 2^-16, infinities 0x7c and NaN 0x7d (the same paper).
+    """Return E5M2: largest 57344, smallest 2^-16, infinities 0x7c and NaN 0x7d (the same paper).
 
     Error: at most 1/9 of the value from 2^-14 on, at most 2^-17 below; infinities are clipped.
     """
@@ -229,7 +226,7 @@ def fp8_e5m2() -> NumberFormat:
 
 
 def fp4_e2m1() -> NumberFormat:
-    """E2M1: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives (OCP Microscaling Formats 1.0, 2023).
+    """Return E2M1: 0, 0.5, 1, 1.5, 2, 3, 4, 6, and negatives (OCP Microscaling Formats 1.0, 2023).
 
     Error: at most 1/5 of the value from 1 on, at most 1/4 below. No infinities, no NaN.
     """
@@ -237,15 +234,15 @@ def fp4_e2m1() -> NumberFormat:
 
 
 def logarithmic(whole: int, fraction: int) -> NumberFormat:
-    """log<n>.<m>: sign, n whole and m fraction bits of the logarithm; magnitudes r^-k up to 1, with
-    r = 2^(1 / 2^m).
+    """Return log<n>.<m>: a sign and n whole and m fraction bits of the logarithm of the magnitude.
 
-    The code is the sign, then 2^(n + m) - 1 - k; magnitude code 0 is zero, and NaN with the sign.
-    Dally 2023 ("Hardware for deep learning", Hot Chips) puts 4.3 and 5.2 beside integers and floats
-    of the same 8 bits. The nearest value is taken, not the nearest logarithm.
+    Magnitudes are r^-k up to 1, with r = 2^(1 / 2^m). The code is the sign, then 2^(n + m) - 1 - k;
+    magnitude code 0 is zero, and NaN with the sign. Dally 2023 ("Hardware for deep learning", Hot
+    Chips) compares 4.3 and 5.2 with integers and floats of 8 bits. Rounding takes the nearest
+    value, not the nearest logarithm.
 
-    Error: at most (r - 1) / (r + 1) of the value: 4.3 % for m = 3, 8.6 % for m = 2; at most half of
-    the smallest magnitude, r^-(2^(n + m) - 2), below that. Infinities are clipped to 1.
+    Error: at most (r - 1) / (r + 1) of the value: 4.3 % for m = 3, 8.6 % for m = 2. Below the
+    smallest magnitude, r^-(2^(n + m) - 2), at most half of it. Infinities are clipped to 1.
     """
     largest = 2 ** (whole + fraction) - 1
     magnitudes = [2.0 ** ((code - largest) / 2**fraction) for code in range(1, largest + 1)]
@@ -254,24 +251,24 @@ def logarithmic(whole: int, fraction: int) -> NumberFormat:
 
 
 def ternary() -> NumberFormat:
-    """-1, 0 and 1 as codes 0, 1 and 2, five of them to a byte: 1.6 bits each.
+    """Return -1, 0 and 1 as codes 0, 1 and 2, five of them to a byte: 1.6 bits each.
 
-    Error: at most 1/2 of the scale for what is not clipped. Under the clip of least squared error
-    these are the ternary weights of Li et al. 2016 (arXiv:1605.04711), whose rule for threshold and
-    scale approximates that. No NaN.
+    Error: at most 1/2 of the scale for values that are not clipped. Under the clip of least squared
+    error these are the ternary weights of Li et al. 2016 (arXiv:1605.04711), whose rule for
+    threshold and scale approximates that clip. No NaN.
     """
     return NumberFormat(name="ternary", values=(-1.0, 0.0, 1.0))
 
 
 def nf4() -> NumberFormat:
-    """NF4: 16 quantiles of a Gaussian, 0 among them, scaled to [-1, 1] (Dettmers et al. 2023,
-    arXiv:2305.14314).
+    """Return NF4: 16 quantiles of a Gaussian, 0 among them, scaled to [-1, 1] (Dettmers et al.
+    2023, arXiv:2305.14314).
 
-    8 values are above 0 and 7 below, so that it is not symmetric: 1 and -1 are both there. Error:
-    at most half of the widest gap, 0.152, for what is not clipped. No NaN.
+    8 values are above 0 and 7 below, although 1 and -1 are both among them: it is not symmetric.
+    Error: at most half of the widest gap, 0.152, for values that are not clipped. No NaN.
     """
     with torch.device("cpu"):
-        # in the middle between the last quantiles of 16 and of 15 values
+        # midway between the last quantiles of 16 and of 15 values
         last = 1 - (1 / 32 + 1 / 30) / 2
         positive = torch.special.ndtri(torch.linspace(0.5, last, 9, dtype=torch.float64))
         negative = -torch.special.ndtri(torch.linspace(0.5, last, 8, dtype=torch.float64))[1:]
@@ -280,7 +277,7 @@ def nf4() -> NumberFormat:
 
 
 Integrals = tuple[Tensor, Tensor, Tensor]
-"""Mass, first and second moment of a density from `a` on, float64 in the shape of a."""
+"""Mass, first and second moment of a density from `a` to infinity, float64 in the shape of a."""
 
 
 def _gaussian(a: Tensor) -> Integrals:
@@ -296,18 +293,17 @@ def _laplacian(a: Tensor) -> Integrals:
 
 
 SOURCES: dict[str, Callable[[Tensor], Integrals]] = {"gaussian": _gaussian, "laplacian": _laplacian}
-"""Densities of mean 0 and variance 1, as lloyd_max knows them."""
+"""Densities of mean 0 and variance 1 for lloyd_max."""
 ITERATIONS = 20_000
 """Most iterations of lloyd_max; 6 bits take 7,000 and 4 bits 600."""
 
 
 def lloyd_max(source: str, bits: int) -> NumberFormat:
-    """The 2^bits values of least squared error for a source of variance 1 (Max 1960; Lloyd 1957,
-    published 1982).
+    """Return the 2^bits values of least squared error for a source of variance 1 (Max 1960; Lloyd
+    1957, published 1982).
 
-    A scale is then what the standard deviation is; the largest value lies at a few of them. There
-    is no 0 among the values. Error: unbounded beyond the largest; on average the published
-    distortions. No NaN.
+    The scale then stands for the standard deviation, and the largest value is a few of them. There
+    is no 0, no NaN. Error: unbounded beyond the largest; on average the published distortions.
     """
     positive, _ = _lloyd(source, 2 ** (bits - 1))
     return NumberFormat(
@@ -316,14 +312,13 @@ def lloyd_max(source: str, bits: int) -> NumberFormat:
 
 
 def lloyd_max_distortion(source: str, bits: int) -> float:
-    """Mean squared error of lloyd_max(source, bits) on its source, whose variance is 1."""
+    """Return the mean squared error of lloyd_max(source, bits) on that source of variance 1."""
     return _lloyd(source, 2 ** (bits - 1))[1]
 
 
 @cache
 def _lloyd(source: str, levels: int) -> tuple[tuple[float, ...], float]:
-    """(the values above 0, the distortion): both densities are log-concave, so that the only
-    optimum is symmetric."""
+    """Return (values above 0, distortion); both densities are log-concave, so it is symmetric."""
     integrals = SOURCES[source]
     values = torch.linspace(0.5, levels - 0.5, levels, dtype=torch.float64, device="cpu") * (
         4 / levels
