@@ -82,7 +82,8 @@ class Plan:
     seconds: float
     """Time of planning."""
     capacity_met: bool | None = None
-    """Whether the peak is at most the requested capacity; None if no capacity was requested."""
+    """Whether the peak meets the requested capacity, or for "exact" without one the lower bound;
+    else None."""
 
     @property
     def gap(self) -> float:

@@ -17,7 +17,7 @@ from lsq.memory.buffers import LARGEST, Buffer, Plan, live_load
 REQUIRED = ("id", "lower", "upper", "size")
 OPTIONAL = ("alignment", "offset", "gaps")
 ALIASES = {"buffer": "id", "buffer_id": "id", "begin": "lower", "start": "lower", "end": "upper"}
-"""Other names of MiniMalloc for columns. A life includes the operation `end`, but not `upper`."""
+"""MiniMalloc's other names for columns. A life includes the operation `end`, but not `upper`."""
 NUMBER = re.compile("-?[0-9]+")
 """A whole number; int() would also take digits of any script, spaces and underscores."""
 TOO_LONG = 100
