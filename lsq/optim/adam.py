@@ -136,7 +136,8 @@ class Adam(Optimizer):
     def clip_grad_norm(
         self, max_norm: float, aggregate: Callable[[Tensor], Tensor] | None = None
     ) -> Tensor:
-        """Return the norm float32 [] of all gradients. The next step shortens them to `max_norm`.
+        """Return the norm float32 [] of all gradients. If it exceeds `max_norm`, the next step
+        shortens them to that.
 
         Args:
             max_norm: largest norm; 0 or less clips nothing.

@@ -1,1 +1,2 @@
-"""Makes files of tuned products: which ways there are on a GPU, and which is fastest."""
+"""Makes files of tuned products: finds the ways to run a product on a GPU, and the fastest of
+them."""
