@@ -21,9 +21,9 @@ def is_long(op: str, k: int) -> bool:
 
 
 def inner_parts(k: int) -> list[slice]:
-    """Return parts of an inner dimension whose int32 sums cannot overflow: equal, rounded to
-    multiples of INNER_STEP. If there are several, their sums are converted to float32 and added in
-    this order."""
+    """Return parts of an inner dimension whose int32 sums cannot overflow, as equal as multiples of
+    INNER_STEP allow. If there are several, their sums are converted to float32 and added in this
+    order."""
     if k <= LARGEST_INNER:
         return [slice(0, k)]
     count = -(-k // (LARGEST_INNER // INNER_STEP * INNER_STEP))

@@ -84,7 +84,8 @@ class Outcome:
     complete: bool
     """Whether there was time for every candidate."""
     other: float | None = None
-    """Best time of a candidate of the other class than the chosen one; None: none was so fast."""
+    """Best time of a candidate of the other class than the chosen one; None: the screening left
+    none."""
 
 
 def compare(
