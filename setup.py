@@ -22,8 +22,7 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 STAMPED = str(Path("lsq/csrc/sources.cpp"))
-"""The source that is compiled with the checksum of all sources of its library, which it returns to
-lsq/native/sources.py."""
+"""The source that is compiled with its library's checksum, for lsq/native/sources.py."""
 
 _module = runpy.run_path("lsq/native/sources.py")
 checksum, sealed, unsealed = _module["checksum"], _module["sealed"], _module["unsealed"]
@@ -83,8 +82,7 @@ def compiler() -> list[str]:
 
 
 def made_from(command: list[str], paths: list[str]) -> bytes:
-    """Return the SHA-256 of a file's inputs: the command line, and the name and content of each of
-    `paths`."""
+    """Return the SHA-256 of a file's inputs: command line, names and contents of `paths`."""
     digest = hashlib.sha256(repr(command).encode())
     for path in paths:
         digest.update(repr((path, Path(path).read_bytes())).encode())
@@ -92,14 +90,13 @@ def made_from(command: list[str], paths: list[str]) -> bytes:
 
 
 def is_current(target: Path, digest: bytes) -> bool:
-    """Return whether `target` is a whole library whose inputs have this digest, wherever and
-    whenever it was copied."""
+    """Return whether `target` is whole and its inputs have this digest, whatever its age."""
     return target.exists() and unsealed(target.read_bytes()).endswith(digest)
 
 
 def execute(command: list[str]) -> None:
-    """Run one compiler command. Raises RuntimeError: it is missing or fails; the message ends with
-    the compiler's errors."""
+    """Run one compiler command. Raises RuntimeError: it is missing or fails; the message says
+    why."""
     try:
         result = subprocess.run(command, capture_output=True, text=True)
     except OSError as error:
@@ -176,14 +173,14 @@ def build_library(
 
 
 class BuildLibraries(build_ext):
-    """`build_ext` for libraries that Python does not import: no interpreter's suffix, no PyInit
-    symbol."""
+    """`build_ext` for libraries that Python does not import: no suffix or PyInit symbol of
+    Python."""
 
     def get_ext_filename(self, fullname: str) -> str:
         return os.path.join(*fullname.split(".")) + ".so"
 
     def run(self) -> None:
-        """Build every library: into the source tree if in place or editable, else into the build
+        """Build every library, into the source tree if in place or editable, else the build
         folder."""
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             failures = list(filter(None, pool.map(self.failure, self.extensions)))

@@ -21,8 +21,7 @@ LEAST_CODED = 16
 
 def all_gather(out: Tensor, own: Tensor, group: ProcessGroup) -> Work:
     """Write the `own` tensors of N workers, n elements each, to `out` of N * n elements, in order
-    of ranks; both are contiguous. Return the Work to wait for; on a GPU the current stream waits,
-    not the host."""
+    of ranks; both contiguous. Return the Work to wait for; a GPU's stream waits, not the host."""
     return _all_gather(out.view(-1), own.view(-1), group=group, async_op=True)
 
 
@@ -53,8 +52,7 @@ def average(tensors: list[Tensor], group: ProcessGroup | None) -> None:
 
 
 class Scratch:
-    """Named pieces of memory that grow. All buckets share them, since exchanges run one after
-    another."""
+    """Named pieces of memory that grow, shared by all buckets: exchanges run one after another."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -72,9 +70,8 @@ class Scratch:
 
 
 def small_positions(tensors: Iterable[tuple[int, int]], device: torch.device) -> Tensor | None:
-    """Return the positions int64 of small tensors' values in a buffer; None: there are no small
-    tensors. `tensors`: (values of a tensor, its values in the buffer, padding included), in
-    order."""
+    """Return the positions int64 of small tensors' values in a buffer; None: there are none.
+    `tensors`: (values of a tensor, its values in the buffer, padding included), in order."""
     runs, first = [], 0
     for values, length in tensors:
         if values < LEAST_CODED:
@@ -85,8 +82,8 @@ def small_positions(tensors: Iterable[tuple[int, int]], device: torch.device) ->
 
 
 def take_out(buffer: Tensor, positions: Tensor) -> Tensor:
-    """Return the values float32 at `positions` of the last dimension of `buffer`, and set them to
-    zero."""
+    """Return the values float32 at `positions` of the last dimension of `buffer`; zero them
+    there."""
     values = buffer.index_select(-1, positions).float()
     buffer.index_fill_(-1, positions, 0.0)
     return values

@@ -74,8 +74,7 @@ class GradientConfig:
 
 
 def kept_largest(values: int) -> int:
-    """Return the rank by magnitude (1: the largest) of the value that is gcq's clip of a row of
-    `values`."""
+    """Return which magnitude of a row of `values` is its gcq clip, counted from the largest, 1."""
     # 100 * (1 - 0.99) is a little more than 1
     return max(1, math.ceil(round(values * (1 - QUANTILE), 6)))
 
@@ -115,8 +114,7 @@ class Topology:
 
     @property
     def all_counterparts(self) -> list[list[int]]:
-        """The ranks at the same position of every node, in order of nodes: one list for each
-        position."""
+        """The ranks at the same position of every node, one list for each position."""
         return [list(range(at, self.world_size, self.node_size)) for at in range(self.node_size)]
 
 

@@ -38,7 +38,7 @@ def compress_reduce_scatter(
 
     Args:
         model: has at least one module on which `fully_shard` was called.
-        config: with mode "int8"; None: the default of this mode.
+        config: its mode is "int8"; None: GradientConfig(mode="int8").
 
     Raises:
         ValueError: the mode is another, or there is no such module.
@@ -125,8 +125,8 @@ def _small_around(workers: int, device: torch.device) -> Tensor | None:
     """Return the positions of small tensors in each worker's part of the reduced tensor; None:
     there are none.
 
-    FSDP2 does not say whose gradients it has joined. They are of the parameters that have one, each
-    padded to a multiple of `workers` rows. The function that calls the reduce-scatter knows them.
+    FSDP2 does not say which gradients it joins: of all parameters that have one, each padded to a
+    multiple of `workers` rows. The function that calls the reduce-scatter knows them.
     """
     known = sys._getframe(2).f_locals
     if not {"fsdp_params", "padded_unsharded_sizes"} <= known.keys():

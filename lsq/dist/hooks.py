@@ -48,8 +48,7 @@ NODE_MODES = ("auto", "int8_hier")
 
 
 class GradientCompression:
-    """A communication hook and its mode. "auto" has been resolved to another mode; with one worker
-    the mode is "float"."""
+    """A communication hook and its mode: never "auto", and "float" with one worker."""
 
     mode: str
     """One of COMPRESSED, "bf16", "fp16" or "float": gradients travel as they are."""
@@ -86,8 +85,8 @@ class GradientCompression:
         return self._executor.submit(lambda: self._mean(buffer, small))
 
     def _small_in(self, bucket: GradBucket) -> Tensor | None:
-        """Return the positions of small tensors in a bucket. If DDP changes its tensors, it gets
-        new memory."""
+        """Return the positions of small tensors in a bucket, found anew when DDP changes the
+        bucket."""
         buffer, index = bucket.buffer(), bucket.index()
         storage = buffer.untyped_storage()
         if index not in self._small or self._small[index][0]._cdata != storage._cdata:
@@ -278,8 +277,7 @@ def _device(model: DistributedDataParallel) -> torch.device:
 def _check_fit(
     model: DistributedDataParallel, mode: str, group: ProcessGroup, device: torch.device
 ) -> None:
-    """Raise ValueError for gradients that cannot be coded, or a backend that does not carry
-    codes."""
+    """Raise ValueError for gradients that cannot be coded, or a backend without codes."""
     for name, parameter in model.module.named_parameters():
         if parameter.requires_grad and parameter.dtype not in DTYPES:
             raise _unfit(f"parameter {name} is {parameter.dtype}", mode)

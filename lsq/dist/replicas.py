@@ -93,8 +93,8 @@ class _Trained:
         self.meshes = list(dict.fromkeys(one.device_mesh for one in parameters if is_shard(one)))
 
     def alone(self) -> bool:
-        """Return whether processes may step at different times, so that none can wait for the
-        others."""
+        """Return whether processes may step at different times, so that none can wait for
+        another."""
         wrappers = [wrapper() for _, wrapper, _ in self.models if wrapper is not None]
         if any(one is not None and one._join_config.enable for one in wrappers):
             _warn(
@@ -146,8 +146,7 @@ def _take_largest(model: nn.Module, group: ProcessGroup | None) -> None:
 @torch.no_grad()
 def _average(model: nn.Module, group: ProcessGroup | None) -> None:
     """Set each learned clip to its mean over the processes that have measured it since the last
-    time. If none has, take the mean of all: a process that has not run a layer has not limited its
-    steps."""
+    time, or if none has, over all: a process that has not run a layer has not limited its steps."""
     modules = [module for module in _modules_in(model) if module.quant.learned]
     clips: dict[int, tuple[Tensor, bool]] = {}
     for module in modules:

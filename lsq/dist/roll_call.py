@@ -21,8 +21,7 @@ from typing import NoReturn
 from torch import distributed
 
 PATIENCE_S = 5.0
-"""Seconds that the roll call waits for answers; torchrun gives a process 30 from SIGTERM to
-SIGKILL."""
+"""Seconds that the roll call waits; torchrun gives a process 30 from SIGTERM to SIGKILL."""
 PERIOD_S = 0.5
 """Seconds between two looks whether the roll is called."""
 FAILURES = re.compile(
@@ -69,8 +68,7 @@ class RollCall:
         self._thread.start()
 
     def lost(self) -> str | None:
-        """Call the roll, unless somebody already has. Return who is gone, in words; None: all
-        answered."""
+        """Call the roll, unless somebody has. Return who is gone, in words; None: all answered."""
         self._called.set()
         self._wake.set()
         # If the store's host is stopped, not gone, requests to the store never return.

@@ -56,8 +56,7 @@ class TwoHop:
             self._steps(number, buffer[first : first + length])
             for number, (first, length) in enumerate(parts)
         )
-        # Each part goes a step, then each the next one: all workers begin collectives in the same
-        # order.
+        # The parts go a step each in turn, so that all workers begin collectives in the same order.
         for _ in zip_longest(*steps):
             pass
 

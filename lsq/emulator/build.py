@@ -49,16 +49,13 @@ SANITIZE = [
 # AddressSanitizer guards no variable that the linker may merge, such as those of inline functions
 # and templates.
 KERNEL_SANITIZE = [*SANITIZE, "-fwhole-program"]
-# Every access to memory calls a function of the driver (races.cpp); ThreadSanitizer's own library
-# stays away.
+# Every memory access calls the driver (races.cpp), in place of ThreadSanitizer's own library.
 KERNEL_WATCH = ["-fsanitize=thread", "-nodefaultlibs"]
-# For counts: scalar, unrolled code, as near to a GPU's as g++ comes to it, that calls the driver at
-# each basic block.
+# For counts: scalar, unrolled code, similar to a GPU's, that calls the driver at each basic block.
 KERNEL_PROFILE = [*KERNEL_WATCH, "-O3", "-fno-tree-vectorize", "-fno-tree-slp-vectorize"]
 KERNEL_PROFILE += ["--param", "max-completely-peeled-insns=4000", "-fsanitize-coverage=trace-pc"]
 KERNEL_PROFILE += ["-Wno-maybe-uninitialized", "-Wno-sign-compare"]  # of unrolled loops
-# The only variables of a module in memory that starts as zeros must be its shared ones: no start
-# files.
+# No start files: the shared variables must be the only ones in zeroed memory (.bss) of a module.
 KERNEL_LINK = ["-shared", "-nostartfiles"]
 KERNEL_LIBRARIES = ["-lstdc++", "-lm", "-lgcc_s", "-lc"]
 
@@ -157,7 +154,7 @@ def _operations() -> Path:
 
 
 def _target(stem: str, sources: list[Path], flags: list[str]) -> Path:
-    """Return the path of the library made from `sources` with `flags`; its name has a hash of all
+    """Return the path of the library of `sources` and `flags`; its name has a hash of all
     inputs."""
     parts = [part for path in sources for part in (path.name, path.read_bytes())]
     name = cache.digest(repr(flags), _compiler_version(tuple(_compiler())), *parts)

@@ -50,8 +50,8 @@ CALLED = {
     "sqrt": "root",
     "logf": "logarithm",
 }
-"""Functions that stand for one or a few GPU instructions -> their kind. The instructions inside
-them are not counted."""
+"""Functions that stand for one or a few GPU instructions -> their kind. Their bodies do not
+count."""
 KINDS = (
     ("root", r"sqrt[sp][sd]"),
     ("division", r"div[sp][sd]|i?div[lq]?"),
@@ -67,8 +67,7 @@ KINDS = (
         r"(add|sub|and|or|xor|not|neg|sh[lr]d?|sa[lr]|ro[lr]|inc|dec|cmp|test|lea|bt\w*)[bwlq]?|(set|cmov)\w+",
     ),
 )
-"""(kind of instruction, pattern of its x86-64 mnemonics). Other instructions (moves, calls) are not
-counted."""
+"""(kind of instruction, pattern of its x86-64 mnemonics); others (moves, calls) do not count."""
 _KINDS = [(kind, re.compile(pattern)) for kind, pattern in KINDS]
 _HOOK = "__sanitizer_cov_trace_pc"
 
@@ -133,8 +132,7 @@ def device() -> Device:
 
 
 def operands_of(entry: Launch) -> list[torch.Tensor]:
-    """Return the tensor arguments of a launch in order, with the tensors in structs of
-    operations."""
+    """Return the tensor arguments of a launch in order, also those in structs of operations."""
     found: list[torch.Tensor] = []
     for argument in entry.arguments:
         if hasattr(argument, "pack"):
@@ -146,8 +144,7 @@ def operands_of(entry: Launch) -> list[torch.Tensor]:
 
 def profile(entries: Sequence[Launch]) -> list[Profile]:
     """Run launches on CPU tensors one after another, and count what each does. Raises RuntimeError:
-    a kernel fails, or there is no C++ compiler or objdump; ValueError: see
-    lsq.native.launch_list."""
+    a kernel fails, or there is no C++ compiler or objdump; ValueError: as LaunchList."""
     ready = device().list(entries)
     library = ctypes.CDLL(str(emulator.build_driver()))
     library.emulator_profile_end.restype = ctypes.c_char_p
@@ -260,7 +257,7 @@ def _kind(name: str, given: str) -> str | None:
     if name.startswith("call"):
         target = re.search(r"<([^+>]*(?:<.*>)?[^+>]*)", given)
         return _called(target.group(1)) if target else None
-    if re.search(r"%[re]?[sb]p\b", given.rpartition(",")[2]):  # spills to the CPU's stack
+    if re.search(r"%[re]?[sb]p\b", given.rpartition(",")[2]):  # work on the CPU's stack
         return None
     return next((kind for kind, pattern in _KINDS if pattern.fullmatch(name)), None)
 
@@ -271,8 +268,7 @@ def _called(symbol: str) -> str | None:
 
 
 def fitting_blocks(threads: int, registers: int, shared: int, limits: "Limits") -> int:
-    """Return the blocks of a kernel that a multiprocessor holds at once. `shared`: static and
-    dynamic bytes."""
+    """Return the blocks that a multiprocessor holds at once. `shared`: static and dynamic bytes."""
     warps = -(-threads // WARP)
     of_warp = -(-registers * WARP // 256) * 256
     by_registers = limits.registers // of_warp // warps if registers else limits.blocks

@@ -46,8 +46,7 @@ def check_name(path: str | os.PathLike) -> None:
 
 
 def loading_fault(error: Exception) -> str:
-    """Say in a line why torch.load refused a file, without torch's advice to load it all the
-    same."""
+    """Say in a line why torch.load refused a file, without its advice to load it anyway."""
     text = str(error)
     unknown = re.search(r"GLOBAL (\S+)", text)
     if unknown is not None:
@@ -98,6 +97,5 @@ def _remove(*folders: Path) -> None:
 
 
 def open_partial(path: Path) -> BinaryIO:
-    """Open a file for writing, emptied if it exists. Raises OSError: it is a link, or cannot be
-    written."""
+    """Open a file for writing, emptied if it exists. Raises OSError: it is a link, for one."""
     return open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o666), "wb")

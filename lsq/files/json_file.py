@@ -40,8 +40,8 @@ def read(path: Path, build: Callable[[Any], Built], remedy: str) -> Built:
 
 
 def write(path: Path, head: dict[str, Any], name: str, lines: list[dict[str, Any]]) -> None:
-    """Write an object, whole or not at all: the fields of `head`, then the list `name` with an item
-    on each line."""
+    """Write an object, whole or not at all: fields of `head`, then the list `name`, a line an
+    item."""
     fields = [
         f" {json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in head.items()
     ]
@@ -78,8 +78,7 @@ def record(
 def check_fields(
     value: Any, needed: list[str], path: str, allowed: list[str] | None = None
 ) -> None:
-    """Raise ValueError unless `value` is an object with all `needed` fields and no others but
-    `allowed`."""
+    """Raise ValueError unless `value` is an object with all `needed` and only `allowed` fields."""
     where = path or "the content"
     if not isinstance(value, dict):
         raise ValueError(

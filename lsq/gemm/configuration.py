@@ -55,12 +55,11 @@ _DATE = "%Y-%m-%dT%H:%M:%SZ"
 
 @dataclass(frozen=True, kw_only=True)
 class CublasConfiguration:
-    """An algorithm of cuBLASLt; another kernel applies the epilogue. Raises ValueError: a field is
-    wrong."""
+    """An algorithm of cuBLASLt; another kernel applies the epilogue. Raises ValueError: it is
+    none."""
 
     algorithm: bytes
-    """64 bytes, in files as hexadecimal digits; valid for one version of the library and one GPU
-    model."""
+    """64 bytes, hexadecimal in files; valid for one version of the library and one GPU model."""
     workspace_bytes: int
 
     def __post_init__(self) -> None:
@@ -156,8 +155,7 @@ Configuration = CublasConfiguration | TileConfiguration
 
 def default_tile(key: ProductKey, sm: int | None = None) -> TileConfiguration | None:
     """Return the tile for an untuned product; None: cuBLASLt multiplies (never for TILED_ALONE).
-    `sm`: compute capability of the GPU, e.g. 90; None: a GPU that multiplies int8 fastest by
-    mma.sync."""
+    `sm`: compute capability, e.g. 90; None: a GPU that multiplies int8 fastest by mma.sync."""
     instruction = "wgmma" if sm == WGMMA_SM else "mma"
     if key.op not in TILED_ALONE and _is_left_to_cublaslt(key, sm, instruction):
         return None
@@ -192,7 +190,7 @@ class Times:
     float: float
     """Time of the same product of floats."""
     other: float | None = None
-    """Best time of the other kind: cuBLASLt if a tile was chosen, and the reverse; None: none was
+    """Best time of the other kind: cuBLASLt if a tile was chosen, or the reverse; None: none was
     near."""
 
     def __post_init__(self) -> None:
@@ -206,8 +204,8 @@ class Times:
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """The best configuration of a product. Raises ValueError: it cannot run the product, or a value
-    is out of range."""
+    """The best configuration of a product. Raises ValueError: it cannot run it, or a field is
+    wrong."""
 
     key: ProductKey
     configuration: Configuration

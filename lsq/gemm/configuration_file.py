@@ -67,8 +67,7 @@ def _check_format(value: object) -> None:
 
 
 def difference(file: Validators, here: Validators) -> str | None:
-    """Describe the first value in which a file's validators differ from this GPU's; None: they are
-    equal."""
+    """Describe the first value in which a file's validators differ from this GPU's, if any."""
     for name, ours in vars(here).items():
         theirs = getattr(file, name)
         if theirs != ours:
@@ -146,8 +145,7 @@ def read(path: Path) -> ConfigurationFile:
 
 
 def write(path: Path, file: ConfigurationFile) -> None:
-    """Write a file, whole or not at all; make its folder if needed. Raises OSError: it cannot be
-    written."""
+    """Write a file whole or not at all; make its folder if needed. Raises OSError: it cannot."""
     validators = {"kind": "cuda", **dataclasses.asdict(file.validators)}
     json_file.write(
         path, {"validators": validators}, "entries", [_fields(entry) for entry in file.entries]
@@ -220,7 +218,7 @@ def _order(entry: Entry) -> tuple:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchedFile:
-    """A file of the user's folder or the package, or a file that was named, and whether it is
+    """A file that was named or found in the user's folder or the package, and whether it is
     used."""
 
     path: Path
@@ -237,8 +235,7 @@ PACKAGE_FOLDER = Path(__file__).parent / "configs"
 
 
 def user_folder() -> Path | None:
-    """Return $XDG_CONFIG_HOME/lsq/gemm, by default ~/.config/lsq/gemm; None: there is no home
-    folder."""
+    """Return $XDG_CONFIG_HOME/lsq/gemm, by default ~/.config/lsq/gemm; None: no home folder."""
     configured = os.environ.get("XDG_CONFIG_HOME", "")
     if os.path.isabs(configured):  # the XDG specification ignores relative paths
         return Path(configured, "lsq", "gemm")

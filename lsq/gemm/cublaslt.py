@@ -62,8 +62,7 @@ class ChosenProduct:
 
 
 Choose = Callable[["Products", ProductKey, list[CublasConfiguration]], CublasConfiguration]
-"""Chooses the algorithm of a product: one of the library's proposals, or another without a
-`fault`."""
+"""Chooses a product's algorithm: one of the proposals, or another without a `fault`."""
 
 
 def first_candidate(
@@ -75,15 +74,9 @@ def first_candidate(
 class Products:
     """The products of one device. `choose` gives each its algorithm when it is first needed.
 
-    Args:
-        device: device of the tensors.
-        current: makes the device's context current in this thread, as libcublasLt needs.
-        library: path of libcublasLt; None: the installed one.
-        workspace_bytes: most workspace of an algorithm.
-        choose: chooses algorithms.
-
-    Raises:
-        RuntimeError: the library is not found or cannot be loaded.
+    `current` makes the device's context current in this thread, as libcublasLt needs. `library`:
+    its path; None: the installed one. `workspace_bytes`: most that an algorithm may need. Raises
+    RuntimeError: the library is not found or cannot be loaded.
     """
 
     def __init__(
@@ -112,7 +105,7 @@ class Products:
             return self._chosen[key]
 
     def prepare(self, product: Product) -> ChosenProduct:
-        """Return the product of these tensors. Raises ValueError: they do not fit; RuntimeError: as
+        """Return the product of these tensors. Raises ValueError: they do not fit; else as
         `get`."""
         return self.get(key_of(product))
 
@@ -133,8 +126,7 @@ class Products:
         )
 
     def candidates(self, key: ProductKey) -> list[CublasConfiguration]:
-        """Return the library's proposals for a key, best first, perhaps none. Raises as
-        `describe`."""
+        """Return the library's proposals, best first, perhaps none. Raises as `describe`."""
         with contextlib.closing(self.describe(key)) as native:
             return self._candidates(native)
 

@@ -16,8 +16,8 @@ _forced: ContextVar["tuple[TileConfiguration | None, ...]"] = ContextVar("forced
 
 class TunedFiles:
     """The tuned files of this process. `named`: the SearchedFiles that `set_files` was given; None:
-    search for files. `table`: their Table, once a product was looked up. `generation`: changes with
-    the files."""
+    search. `table`: their Table, once a product was looked up. `generation`: changes with the
+    files."""
 
     def __init__(self):
         self.lock, self.generation = threading.Lock(), 0

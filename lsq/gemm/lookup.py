@@ -120,7 +120,7 @@ def _named_file(path: Path) -> SearchedFile:
 
 
 def table() -> Table:
-    """Return the table of the current GPU; the first call loads it. Raises RuntimeError: there is
+    """Return the table of the current GPU, loaded by the first call. Raises RuntimeError: there is
     no GPU, or no libcublasLt."""
     files = cuda.files
     with files.lock:

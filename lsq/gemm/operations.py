@@ -22,8 +22,7 @@ def is_long(op: str, k: int) -> bool:
 
 def inner_parts(k: int) -> list[slice]:
     """Return parts of an inner dimension whose int32 sums cannot overflow, as equal as multiples of
-    INNER_STEP allow. If there are several, their sums are converted to float32 and added in this
-    order."""
+    INNER_STEP allow. Sums of several parts are converted to float32 and added in this order."""
     if k <= LARGEST_INNER:
         return [slice(0, k)]
     count = -(-k // (LARGEST_INNER // INNER_STEP * INNER_STEP))

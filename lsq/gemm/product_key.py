@@ -16,14 +16,13 @@ from lsq.native.launch import Product
 
 LARGEST_DIMENSION = 2**31 - 1
 EXACT_TOKENS = 512
-"""Up to this number of tokens, every number has its own entry; above it, multiples of TOKEN_STEP
-do."""
+"""Up to this number of tokens each number has an entry, above it each multiple of TOKEN_STEP."""
 TOKEN_STEP = 32
 ADDRESS_MULTIPLE = 16
 """Alignment of operands on a GPU, in bytes."""
 
 LAYOUTS = ("nt", "nn", "tt", "tn")
-"""First letter: a lies as [M, K] ("n") or [K, M] ("t"); second: b lies as [K, N] ("n") or [N, K]
+"""First letter: a is stored as [M, K] ("n") or [K, M] ("t"); second: b as [K, N] ("n") or [N, K]
 ("t")."""
 OUTS = {"int8": ("int32",), "bfloat16": ("bfloat16", "float32"), "float32": ("float32",)}
 """dtype of the operands -> dtypes of the result."""

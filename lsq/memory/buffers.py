@@ -26,8 +26,7 @@ SHOWN = 5
 @dataclass(frozen=True, kw_only=True)
 class Buffer:
     """Bytes that hold a value from the operation that writes it to the last operation that reads
-    it. Raises ValueError: a number is out of range, `last` is before `first`, or the offset is not
-    aligned."""
+    it. Raises ValueError: a number is out of range, or the offset is not aligned."""
 
     name: str
     size: int
@@ -82,8 +81,8 @@ class Plan:
     seconds: float
     """Time of planning."""
     capacity_met: bool | None = None
-    """Whether the peak meets the requested capacity, or for "exact" without one the lower bound;
-    else None."""
+    """Whether the peak meets the capacity, or for "exact" without one the lower bound; else
+    None."""
 
     @property
     def gap(self) -> float:
@@ -92,8 +91,7 @@ class Plan:
 
 
 def live_load(buffers: Iterable[Buffer]) -> list[tuple[int, int]]:
-    """Return (operation, bytes alive from there on) for each operation at which the bytes change,
-    in order."""
+    """Return (operation, bytes alive from there on) wherever the bytes change, in order."""
     changes: dict[int, int] = {}
     for buffer in buffers:
         changes[buffer.first] = changes.get(buffer.first, 0) + buffer.size
@@ -132,9 +130,9 @@ def busiest_loads(buffers: Sequence[Buffer]) -> list[int]:
 def overlaps(
     buffers: Sequence[Buffer], offsets: Sequence[int]
 ) -> Iterator[tuple[int, Buffer, Buffer]]:
-    """Yield (operation, a, b) for buffers that share bytes at the same time. Sweeps over time, with
-    no code of the planner. Compares neighbours in order of offsets, so it finds at least one pair
-    if there is any."""
+    """Yield (operation, a, b) for buffers that share bytes at the same time. Shares no code with
+    the planner. Compares neighbours in order of offsets, so it finds at least one pair if there is
+    any."""
     events = [(each.first, 1, number) for number, each in enumerate(buffers) if each.size]
     events += [(each.last + 1, 0, number) for number, each in enumerate(buffers) if each.size]
     alive: list[tuple[int, int]] = []

@@ -19,8 +19,7 @@ from lsq.native.sources import LibraryError
 MOST_BUFFERS = 4096
 """Most buffers of a search, which compares every pair; the smallest are set aside."""
 SMALL_SHARE = 2**14
-"""Buffers smaller than capacity / SMALL_SHARE are set aside, and placed afterwards where they
-fit."""
+"""Buffers below capacity / SMALL_SHARE are set aside, and placed afterwards where they fit."""
 FIRST_BUDGET = 4096
 """Positions that the first round tries with each order; every round doubles it."""
 NOISE = 0.4
@@ -155,8 +154,8 @@ def search(
 def _sorting_keys(
     buffers: Sequence[Buffer], loads: Sequence[int], generator: random.Random
 ) -> Iterator[list[tuple]]:
-    """Yield the sort keys of one round: three orders of load, life and area, as in MiniMalloc, then
-    three random ones."""
+    """Yield sort keys: load, life and area in three orders, as in MiniMalloc, then three at
+    random."""
     lives = [buffer.operations for buffer in buffers]
     areas = [life * buffer.size for life, buffer in zip(lives, buffers, strict=True)]
     for columns in ((loads, lives, areas), (areas, lives, loads), (lives, areas, loads)):

@@ -70,14 +70,12 @@ class Arena:
     def lend(
         self, offset: int, shape: Sequence[int], dtype: torch.dtype
     ) -> tuple[torch.Tensor, weakref.ref]:
-        """Return a tensor with its own storage, and a weak reference that dies with that
-        storage."""
+        """Return a tensor with its own storage, and a weak reference that dies with it."""
         memory = self.tensor(offset, shape, dtype)  # lives as long as the new storage
         return from_dlpack(to_dlpack(memory)), weakref.ref(memory)
 
     def release(self, offset: int, size: int) -> None:
-        """Give the whole pages among `size` bytes from `offset` on back to the system (Linux
-        only)."""
+        """Give the whole pages in `size` bytes from `offset` on back to the system, on Linux."""
         if self._pages is None or not LINUX:
             return
         first = -(-(self._start + offset) // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -129,8 +127,7 @@ def _pages(capacity: int, *, wiped_on_fork: bool) -> mmap.mmap:
 
 
 class Gaps:
-    """The free parts of the bytes [0, size), neighbours joined. `alignment`: of offsets, in
-    bytes."""
+    """The free parts of the bytes [0, size), neighbours joined. `alignment`: bytes, of offsets."""
 
     def __init__(self, size: int, alignment: int = DEFAULT_ALIGNMENT):
         self._alignment = alignment
@@ -214,9 +211,8 @@ class Pool:
 
 class Room:
     """Memory for workspaces; one at a time is open, by the thread that holds `lock`.
-    `lasting_bytes`: CPU address space that is kept, more than any workspace needs; 0: PyTorch's
-    allocator gives memory for each use. Raises MemoryError: the system refuses so much address
-    space."""
+    `lasting_bytes`: CPU address space to keep, more than any workspace needs; 0: PyTorch's
+    allocator gives memory for each use. Raises MemoryError: the system refuses so much."""
 
     def __init__(self, device: torch.device | str, lasting_bytes: int = 0):
         self.lock = threading.Lock()

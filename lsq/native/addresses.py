@@ -99,8 +99,7 @@ def contiguous_address(tensor: torch.Tensor, device: torch.device, what: str) ->
 
 def tensor_address(tensor: torch.Tensor, device: torch.device, what: str) -> int:
     """Return the address of a tensor with any strides. Raises ValueError: it lies on another
-    device, or its address is no multiple of ALIGNMENT. Every pass calls this, so messages are made
-    for errors alone."""
+    device, or is not aligned. Every pass calls this, so messages are made for errors alone."""
     if tensor.device != device:
         raise ValueError(
             f"{what}: a tensor lies on {tensor.device}, but this list runs on {device}; move it"

@@ -31,8 +31,7 @@ def digest(*parts: str | bytes) -> str:
 
 
 def load(path: Path) -> bytes | None:
-    """Return the content that `store` wrote; None: there is none, or it is damaged (with a
-    warning)."""
+    """Return the content that `store` wrote; None: there is none, or it is damaged (a warning)."""
     try:
         data = path.read_bytes()
     except OSError:
@@ -45,8 +44,7 @@ def load(path: Path) -> bytes | None:
 
 
 def store(path: Path, content: bytes) -> bool:
-    """Write a file with its checksum. Return False, with one warning, if the folder cannot be
-    written."""
+    """Write a file with its checksum. Return False, with one warning, if the folder refuses."""
     try:
         write(path, hashlib.sha256(content).digest() + content)
     except OSError as error:

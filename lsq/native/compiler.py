@@ -20,8 +20,7 @@ KERNELS = sources.FOLDER / "cuda"
 SHARED = sources.FOLDER / "include"
 """Headers that kernels share with the host library."""
 OLDEST = (8, 0)
-"""Oldest compute capability that kernels run on: they need bfloat16 conversions and cuBLASLt's int8
-products."""
+"""Oldest compute capability that has bfloat16 conversions and cuBLASLt's int8 products."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,8 +75,7 @@ def remedy() -> str:
 
 
 def check_driver(supported: tuple[int, int]) -> None:
-    """Raise RuntimeError if the driver supports only an older major version of CUDA than the
-    compiler's."""
+    """Raise RuntimeError if the driver's CUDA has an older major version than the compiler's."""
     major = int(version().partition(".")[0])
     if supported[0] < major:
         raise RuntimeError(

@@ -175,15 +175,13 @@ def _fields(node: ast.ClassDef, lines: list[str]) -> Iterator[Field]:
 
 
 def _shapes(text: str) -> tuple[tuple[str, ...], ...]:
-    """Return the shapes in the first sentence of a comment or docstring that begins with a
-    shape."""
+    """Return the shapes in the first sentence of a text that begins with a shape."""
     found = _SHAPE.findall(text.split(". ")[0]) if text.startswith("[") else ()
     return tuple(tuple(size.strip() for size in one.split(",")) for one in found)
 
 
 def layout(name: str) -> tuple[int, list[tuple[str, int]]]:
-    """Return (bytes, offset of each field) of a struct, as C++ compilers lay it out on 64-bit
-    machines."""
+    """Return (bytes, offset of each field) of a struct, by the layout rules of 64-bit C++."""
     offset, widest, offsets = 0, 1, []
     for field in declarations()[name].fields:
         size, alignment = _size(field)

@@ -17,8 +17,7 @@ WORKSPACE_ALIGNMENT = 256
 
 
 class StreamMemory:
-    """The workspace of products, and the words for tickets, which are zero before and after a
-    kernel."""
+    """The workspace of products, and words for tickets: zero before and after each kernel."""
 
     def __init__(self, torch_device: torch.device, workspace_bytes: int):
         self.torch_device = torch_device
@@ -31,8 +30,7 @@ class StreamMemory:
         return torch.zeros(TICKETS, dtype=torch.int32, device=self.torch_device)
 
     def grow(self, workspace_bytes: int) -> None:
-        """Enlarge the workspace if needed. PyTorch reuses the old one after the current stream's
-        work."""
+        """Enlarge the workspace if needed; PyTorch reuses the old one after the stream's work."""
         if self.workspace.numel() < workspace_bytes:
             self.workspace = aligned_workspace(workspace_bytes, self.torch_device)
 
@@ -43,8 +41,7 @@ class StreamMemory:
 
 
 def aligned_workspace(size: int, torch_device: torch.device) -> torch.Tensor:
-    """Return uint8 [size] on a device, at a multiple of WORKSPACE_ALIGNMENT, as cuBLASLt
-    requires."""
+    """Return uint8 [size] at a multiple of WORKSPACE_ALIGNMENT, as cuBLASLt requires."""
     whole = torch.empty(size + WORKSPACE_ALIGNMENT, dtype=torch.uint8, device=torch_device)
     first = -whole.data_ptr() % WORKSPACE_ALIGNMENT
     return whole[first : first + size]
@@ -80,8 +77,7 @@ class Device:
         self._memories: dict[int, StreamMemory] = {}
         self._of_captures: StreamMemory | None = None
         self.lock = threading.RLock()
-        """Held during a launch, since lists share memory. Reentrant: a signal handler may launch a
-        list."""
+        """Held during a launch: lists share memory. Reentrant: a signal handler may launch."""
         self.message = ctypes.create_string_buffer(MESSAGE_BYTES)
         """The error of a launch."""
 

@@ -9,8 +9,8 @@ WARPS = THREADS // 32
 VECTOR = 8
 """Values that a thread reads at a time."""
 BLOCKS = 256
-"""Blocks of a kernel that sums over rows; each block leaves one partial row. Fixed, so that sums do
-not depend on the GPU."""
+"""Blocks, and partial rows, of a kernel that sums over rows; fixed, so that sums do not depend on
+the GPU."""
 MANY_BLOCKS = 4096
 """Most blocks of a kernel on rows that does not sum over rows."""
 WIDEST = 16384
@@ -68,8 +68,7 @@ PATCH = (32, 256)
 
 
 def padded(rows: int) -> int:
-    """Return the padded inner dimension of an int8 product over rows: a multiple of 16, at least
-    16."""
+    """Return the padded inner dimension of an int8 product: a multiple of 16, at least 16."""
     return max(16, -(-rows // 16) * 16)
 
 

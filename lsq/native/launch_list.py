@@ -113,8 +113,8 @@ class LaunchList:
         return shifted
 
     def _parameter(self, value, addresses: Addresses, what: str) -> int:
-        """Return the address that a kernel reads: of a struct, or of 8 bytes with a pointer or a
-        number."""
+        """Return the address of a kernel's parameter: a struct, or 8 bytes (a pointer or a
+        number)."""
         if value is TICKET:
             if self._ticket is None:
                 self._ticket = ctypes.c_uint64()

@@ -103,7 +103,7 @@ def words(struct: bytes) -> ctypes.Array:
 
 
 def sequence(operations: Sequence) -> Callable[[], None]:
-    """Return a function that runs the loops of `operations` in one foreign call and keeps their
+    """Return a function that runs all loops in one foreign call and keeps the operations'
     tensors."""
     found, count = library(), len(operations)
     structs = [operation.packed for operation in operations]

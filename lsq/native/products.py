@@ -102,8 +102,7 @@ class ProductLibrary:
 
 
 class Matmul:
-    """A product in C++ (class MatrixProduct of cublaslt.h); a launcher runs it through
-    `address`."""
+    """A product in C++ (MatrixProduct of cublaslt.h), which a launcher runs through `address`."""
 
     def __init__(self, library: ctypes.c_void_p, spec: _Spec) -> None:
         self._handle = ctypes.c_void_p()
@@ -127,9 +126,8 @@ class Matmul:
         ]
 
     def check(self, data: bytes) -> Candidate:
-        """Return an algorithm with the workspace that it needs for this product. Raises ValueError:
-        `data` is not 64 bytes; ProductError: the algorithm does not run this product on this
-        device."""
+        """Return an algorithm and the workspace that it needs here. Raises ValueError: `data` is
+        not 64 bytes; ProductError: the algorithm does not run this product on this device."""
         workspace_bytes = ctypes.c_int64()
         _call("check", self._handle, _checked(data), ctypes.byref(workspace_bytes))
         return Candidate(bytes(data), workspace_bytes.value)
@@ -146,17 +144,9 @@ class Matmul:
         workspace_bytes: int = 0,
         stream: int = 0,
     ) -> None:
-        """Queue the product.
-
-        Args:
-            operands: addresses of a, b and out, multiples of 16.
-            workspace: address of the workspace, a multiple of 256.
-            workspace_bytes: size of the workspace.
-            stream: a cudaStream_t.
-
-        Raises:
-            ProductError: it cannot be queued; the message says why, with the shapes.
-        """
+        """Queue the product. `operands`: addresses of a, b and out, multiples of 16. `workspace`:
+        its address, a multiple of 256. `stream`: a cudaStream_t. Raises ProductError: the product
+        cannot be queued; the message says why, with the shapes."""
         pointers = [ctypes.c_void_p(address) for address in operands]
         addresses = ctypes.c_void_p(workspace), workspace_bytes, ctypes.c_void_p(stream)
         _call("run", self._handle, *pointers, None, *addresses)

@@ -1,5 +1,4 @@
-"""Calls the launcher in csrc/runtime: the CUDA driver and its functions. Lists: see
-launch_list.py."""
+"""Calls the launcher in csrc/runtime: the CUDA driver and its functions (lists: launch_list.py)."""
 
 import contextlib
 import ctypes
@@ -29,8 +28,7 @@ def library() -> ctypes.CDLL:
 
 
 def call(name: str, *arguments) -> tuple[int, str]:
-    """Call a function that returns a status and fills a message; return both. Whole numbers are
-    passed as int64."""
+    """Call a function; return its status and message. Whole numbers are passed as int64."""
     function = getattr(library(), name)
     function.restype = ctypes.c_int64
     numbers = (
@@ -66,9 +64,8 @@ class Driver:
         """Newest CUDA version that it supports: (major, minor)."""
 
     def load(self, image: bytes, name: str, shared: int) -> int:
-        """Load machine code and return the handle of its kernel `name`, with `shared` bytes of
-        dynamic shared memory. It stays loaded until the process ends. Raises RuntimeError: the
-        driver refuses it."""
+        """Load machine code for good; return the handle of its kernel `name`, with `shared` bytes
+        of dynamic shared memory. Raises RuntimeError: the driver refuses it."""
         module, function = ctypes.c_void_p(), ctypes.c_void_p()
         handles = ctypes.byref(module), ctypes.byref(function)
         _call("lsq_function_load", self.handle, image, name.encode(), shared, *handles)

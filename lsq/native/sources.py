@@ -21,14 +21,12 @@ REMEDY = (
 
 
 class LibraryError(RuntimeError):
-    """A library of lsq is missing, damaged or built from other sources; the user can repair
-    that."""
+    """A library of lsq is missing, damaged or of other sources; the user can repair that."""
 
 
 @functools.cache
 def operations_header() -> str:
-    """Return the text of operations.h, which sources in "cpu" and kernels include; see
-    declarations.py."""
+    """Return the text of operations.h (declarations.py), for sources in "cpu" and kernels."""
     known = sys.modules.get("lsq.native.declarations")  # it has read the declarations already
     return (
         known.header()
@@ -43,8 +41,7 @@ def headers(folder: str) -> list[Path]:
 
 
 def checksum(folder: str) -> int:
-    """Return the CRC-32 of the names and contents of a library's C++ sources; 0: they are not
-    installed."""
+    """Return the CRC-32 of names and contents of a library's C++ sources; 0: not installed."""
     implementations = sorted(FOLDER.joinpath(folder).glob("*.cpp"))
     value = zlib.crc32(operations_header().encode()) if folder == "cpu" and implementations else 0
     for path in [*headers(folder), *implementations] if implementations else []:
@@ -65,8 +62,7 @@ def unsealed(content: bytes) -> bytes:
 
 def load(path: Path, folder: str) -> ctypes.CDLL:
     """Load the library at `path`, built from the sources in `folder`. Raises LibraryError: it is
-    damaged (loading it would kill the process), or was built from other sources; OSError: it cannot
-    be read."""
+    damaged (loading would kill the process) or of other sources; OSError: it cannot be read."""
     if not unsealed(path.read_bytes()):
         raise LibraryError(f"{path} is damaged, or was not built by this version of lsq; {REMEDY}")
     library = ctypes.CDLL(os.fspath(path))

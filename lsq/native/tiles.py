@@ -28,8 +28,7 @@ SPARSE_BLOCK = 1280
 
 @functools.cache
 def usable() -> tuple[str, ...]:
-    """Return the INSTRUCTIONS that this processor has and the system allows, the fastest first,
-    "plain" last."""
+    """Return the INSTRUCTIONS that processor and system allow, the fastest first, "plain" last."""
     if not loader.available():
         return ()
     function = loader.function("lsq_tiles_usable")
@@ -115,8 +114,7 @@ class TileProduct(ctypes.Structure):
         instructions: str,
         memory: torch.Tensor | None,
     ) -> "TileProduct":
-        """Describe a product. Raises ValueError: the processor or the system lacks these
-        instructions."""
+        """Describe a product. Raises ValueError: these instructions are not usable here."""
         if instructions not in usable():  # which also asks the system for them
             raise ValueError(
                 f"{instructions!r} cannot run here; there are {', '.join(map(repr, usable()))}"

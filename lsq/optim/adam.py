@@ -1,5 +1,5 @@
-"""Adam as a torch.optim.Optimizer. It reads and writes everything once, and keeps up the codes and
-clips of lsq's layers."""
+"""Adam as a torch.optim.Optimizer: reads and writes everything once, and keeps up codes and
+clips."""
 
 import math
 from collections import defaultdict
@@ -89,8 +89,7 @@ class Adam(Optimizer):
             raise
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Set the state of a copy or of a state dict. Raises ValueError: it is of another kind of
-        Adam."""
+        """Set the state of a copy or a state dict. Raises ValueError: it is of no such Adam."""
         super().__setstate__(state)
         self._clear()
         for group in self.param_groups:
@@ -128,8 +127,8 @@ class Adam(Optimizer):
         self.gradient_factor = 1.0
 
     def multiply_grads(self, factor: float | Tensor) -> None:
-        """Multiply all gradients by a number or a tensor [] or [1] in the next step; `zero_grad`
-        forgets it."""
+        """Multiply all gradients by a number, or a tensor [] or [1], until `step` or
+        `zero_grad`."""
         self.gradient_factor = self.gradient_factor * factor
 
     @torch.no_grad()
@@ -180,8 +179,7 @@ class Adam(Optimizer):
         return loss
 
     def _prepared(self) -> tuple[list[Updates], Tensor]:
-        """Return the updates of each device, with the current gradients, and all their numbers
-        [rows, NUMBERS]."""
+        """Return each device's updates, with current gradients, and all numbers [rows, NUMBERS]."""
         members: dict[torch.device, Members] = defaultdict(Members)
         rows: dict[tuple[int, int], int] = {}
         for number, group in enumerate(self.param_groups):

@@ -119,8 +119,7 @@ class Updates:
         return self._backend.prepare([(operation, scratch)])
 
     def _tables(self) -> dict[str, Table]:
-        """Copy all structs to the GPU, and tell each block which values of which struct it
-        takes."""
+        """On a GPU: copy all structs there, and tell each block its part of which struct."""
         place = self._backend.device
         self._packed = b""
         for step in self._steps:
@@ -163,14 +162,12 @@ class Updates:
             self._upload(torch.frombuffer(bytearray(found), dtype=torch.uint8), self._structs)
 
     def norm(self) -> Tensor:
-        """Return the norm [1] of the gradients before they are multiplied. The next call overwrites
-        it."""
+        """Return the norm [1] of the gradients without any factor; the next call overwrites it."""
         self._measure()
         return self._norm
 
     def run(self, numbers: Tensor, factor: float | Tensor) -> None:
-        """Step with numbers [rows, NUMBERS] and gradients times `factor`; then release the
-        gradients."""
+        """Step with numbers [rows, NUMBERS] and gradients times `factor`; release the gradients."""
         host = torch.zeros(len(self._given), ROW, dtype=torch.float32, device="cpu")
         host[:-1, :NUMBERS] = numbers
         host[-1, 0] = 1.0 if isinstance(factor, Tensor) else factor

@@ -34,8 +34,8 @@ class Reference(Backend):
 
 
 class CPU(Backend):
-    """Runs `Operation.cpu`. Neighbouring operations that consist of a C++ loop alone run in one
-    foreign call."""
+    """Runs `Operation.cpu`. One foreign call runs neighbouring operations that are C++ loops
+    alone."""
 
     name = "cpu"
     refillable = True
@@ -134,5 +134,4 @@ MAKERS: dict[str, Callable[[torch.device, torch.dtype | None], Backend]] = {
     "cpu": _of_cpu,
     "cuda": _of_gpu,
 }
-"""Device type -> makes its backend from a device and the dtype of activations (None: the
-default)."""
+"""Device type -> makes its backend from (device, dtype of activations or None for the default)."""

@@ -106,8 +106,8 @@ def gpu(index: int = 0, choose: Choose | None = None) -> Device:
 
 
 class CUDA(Backend):
-    """Runs `Operation.cuda`. Operations that are prepared together form one list. `kept`: most
-    lists that `run` keeps."""
+    """Runs `Operation.cuda`; one list for all operations prepared together. `run` keeps `kept`
+    lists."""
 
     few_sizes = True
     refillable = True

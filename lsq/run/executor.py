@@ -57,14 +57,10 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 class Execution:
     """A program that runs on the tensors of a call: `Execution(program, backend)(tensors by name)`.
 
-    Args:
-        program: what to run.
-        backend: where to run it.
-        hooks: called around each operation of the forward pass.
-        memory: planned memory for runs with a backward pass; None: fresh memory.
-        owner: the module that runs the program, by which `memory` finds its place in the step.
-        fleeting: names of parameters whose values may change before the backward pass; it gets
-            copies.
+    `hooks`: called around each operation of the forward pass. `memory`: planned memory for runs
+    with a backward pass; None: fresh memory. `owner`: the module that runs the program, by which
+    `memory` finds its place in the step. `fleeting`: names of parameters whose values may change
+    before the backward pass, which gets copies.
     """
 
     def __init__(
@@ -112,7 +108,7 @@ class Execution:
             self.run(indices, values, frame, hooks)
 
     def run(self, indices: range, values: Values, frame: Frame, hooks: Hooks = NO_HOOKS) -> None:
-        """Run `indices` one by one. `values` gains their outputs and loses tensors after their last
+        """Run `indices` one by one. `values` gains outputs, and loses tensors after their last
         reader."""
         program = self.program
         for index in indices:

@@ -35,8 +35,7 @@ def fresh(tensor: VirtualTensor, device: torch.device) -> torch.Tensor:
 
 
 class Slot:
-    """A tensor field of a bound operation and its word in the struct; takes tensors of one shape
-    and dtype."""
+    """A tensor field of a bound operation and of its struct, for tensors of one shape and dtype."""
 
     __slots__ = ("fields", "name", "struct", "word")
 
@@ -113,7 +112,7 @@ class PreparedPass:
                 if check is not None:
                     check(tensor, virtual.name)
                 address = tensor.data_ptr() or NOWHERE
-                for slot in slots:
+                for slot in slots:  # Slot.put in line: every pass of a training comes here
                     slot.fields[slot.name] = tensor
                     slot.struct[slot.word] = address
             self._run()
@@ -127,14 +126,13 @@ class PreparedPass:
 
 
 class Frame:
-    """The memory of one run of a program. `bucket_views`: gradient -> the memory that it is written
-    to."""
+    """The memory of one run of a program. `bucket_views`: gradient -> memory that it belongs in."""
 
     def __init__(self):
         self.bucket_views: Values = {}
 
     def tensors_for(self, program: Program, index: int) -> list[torch.Tensor]:
-        """Return the tensors that operation `index` writes to: its outputs, then its scratch
+        """Return the tensors that operation `index` writes: its outputs, then its scratch
         memory."""
         raise NotImplementedError
 
@@ -144,8 +142,7 @@ class Frame:
     def run_prepared(
         self, program: Program, indices: range, backend: Backend, values: Values
     ) -> bool:
-        """Run a whole pass at once and add its results to `values`; return False if that is
-        impossible."""
+        """Run a whole pass at once and add its results to `values`; False: that is impossible."""
         return False
 
     def kept(self, program: Program) -> Values:
@@ -261,8 +258,7 @@ class BucketView:
         return same and self.free and parameter.grad is None and self._view.dtype == gradient.dtype
 
     def take(self) -> Tensor:
-        """Return a new tensor on this memory. Nothing else refers to it: otherwise autograd would
-        clone it."""
+        """Return a new tensor on this memory, held nowhere else: autograd would clone it."""
         self.free = False
         return self._view.detach()
 
@@ -287,9 +283,8 @@ class Bucket:
 def claim(
     gradients: Sequence[VirtualTensor | None], functions: Sequence[tuple]
 ) -> dict[VirtualTensor, Tensor]:
-    """Return the bucket views that the running backward pass writes gradients to. `gradients` and
-    `functions` (the `next_functions` of the node) have an entry for each tensor that the node was
-    applied to."""
+    """Return the bucket views for the gradients of the running backward pass. `gradients` and
+    `functions` (the node's `next_functions`) have an entry for each tensor that the node read."""
     found = {}
     for gradient, (function, _) in zip(gradients, functions, strict=True):
         parameter = getattr(function, "variable", None)
@@ -301,8 +296,7 @@ def claim(
 
 
 def _accumulates(function) -> bool:
-    """Return whether the gradient becomes `grad` now. Under torch.autograd.grad its caller gets
-    it."""
+    """Return whether the gradient becomes `grad` now; under torch.autograd.grad it does not."""
     try:
         return torch._C._will_engine_execute_node(function)
     except RuntimeError:  # raised for leaves under torch.autograd.grad

@@ -137,8 +137,8 @@ class GuardedMemory(StepMemory):
         self.check_red_zone(one, f"before {what}")
 
     def pass_by(self, moment: int, what: str) -> None:
-        """Poison the tensors whose last reader is done: operation `what`, at `moment` of the step,
-        has run."""
+        """Poison tensors after their last reader: operation `what` at `moment` of the step is
+        over."""
         for key, one in list(self.alive.items()):
             if one.last <= moment and one.until is None:
                 self._end(key, f"after {what}")

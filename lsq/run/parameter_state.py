@@ -32,8 +32,7 @@ from lsq.run.shards import copies, is_shard, local
 SMALL = 2**12
 """Values of the largest tensor that is always compared whole."""
 FEW_ROWS = 64
-"""A pass of fewer rows compares about SAMPLES values of larger tensors: reading all takes too
-long."""
+"""A pass of fewer rows compares about SAMPLES values of larger tensors: all would take too long."""
 SAMPLES = 61
 
 
@@ -93,8 +92,7 @@ def checksum(tensor: Tensor) -> int | None:
 
 
 def _counted(tensor: Tensor) -> tuple:
-    """Return the tensor's memory, shape and PyTorch's version counter, which inference tensors
-    lack."""
+    """Return a tensor's memory, shape and version counter, which inference tensors lack."""
     version = 0 if tensor.is_inference() else tensor._version
     return weakref.ref(tensor.untyped_storage()), tensor.data_ptr(), version, tensor.shape
 
@@ -139,8 +137,7 @@ class WeightCodes:
         return replace(rounded, clip=clip.detach())
 
     def written(self, parameter: Tensor) -> None:
-        """Note that an optimizer has written the codes of `parameter` to all tensors of
-        `rounded`."""
+        """Note that an optimizer has written the codes of `parameter` to all of `rounded`."""
         self.stamp = Stamp([parameter, self.clip()], exact=False)
         self.fresh = set(self.rounded_names)
 
@@ -203,8 +200,7 @@ def take(optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
 
 
 def drop(parameter: Tensor) -> None:
-    """Remove the state of a parameter, and its weak references, which torch.utils.swap_tensors
-    refuses."""
+    """Remove a parameter's state and weak references, which torch.utils.swap_tensors refuses."""
     state = steps.states.pop(id(parameter), None)
     if state is not None:
         state.finalizer.detach()
@@ -225,8 +221,8 @@ def forget(clip: Tensor) -> None:
 
 
 def remember(clips: Iterable[Tensor], limit: float) -> None:
-    """Note that a training pass has read `clips`, which may change by the relative `limit` until
-    the next."""
+    """Note that a training pass reads `clips`; until the next they may change by the share
+    `limit`."""
     unlimited = []
     for clip in clips:
         state = state_of(clip)
@@ -278,11 +274,10 @@ class OptimizerSteps:
         self._modules: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
         self._watching = self._limits_shards = False
         self._shards: list[tuple[Tensor, Tensor, float]] = []
-        """(own part of a clip, its values before the step, limit), where no optimizer limits the
-        step."""
+        """(own part of a clip, values before the step, limit) if no optimizer limits the step."""
 
     def know(self, module: nn.Module, before: Callable[[Optimizer], None]) -> None:
-        """Note that `module` may be trained. `before` is called before each step, once for all
+        """Note that `module` may be trained; call `before` before each step, once for all
         modules."""
         self._modules.setdefault(module)
         if before not in self.before:
@@ -290,15 +285,14 @@ class OptimizerSteps:
             register_module_module_registration_hook(self._note_wrapper)
 
     def _note_wrapper(self, module: nn.Module, name: str, child: nn.Module) -> None:
-        """Note each DDP and what it wraps; PyTorch calls this for every child, and DDP tells it
-        nowhere else."""
+        """Note what each DDP wraps: PyTorch calls this for every child, and DDP tells nowhere
+        else."""
         if isinstance(module, DistributedDataParallel):
             self.wrapped[child] = weakref.ref(module)
             self.wraps += 1
 
     def modules(self) -> list[nn.Module]:
-        """Return every module that may be trained, in the order of making, which all processes
-        share."""
+        """Return every module that may be trained, in the same order in all processes."""
         return [one for one in self._modules if "measured" in vars(one)]  # not reverted since
 
     def watch(self) -> None:

@@ -35,14 +35,10 @@ PREPARED_KEPT = 2048
 class BorrowedTensor:
     """A tensor of the arena that user code may hold, with its own storage.
 
-    Args:
-        tensor: the tensor itself.
-        memory: a weak reference that dies with the tensor's storage.
-        borrow: until when it is borrowed, and whether to hold it until then. A held tensor never
-            becomes the parameter's `grad` itself. A tensor that other contributions are added to in
-            place must not be held.
-        leaf: the leaf whose `grad` it may become.
-        label: its name in messages.
+    `memory`: a reference that dies with that storage. `borrow`: until when, and whether to hold it
+    until then, so that autograd never makes it the `grad` itself. A tensor that contributions are
+    added to in place must not be held. `leaf`: the leaf whose `grad` it may become. `label`: for
+    messages.
     """
 
     def __init__(
@@ -59,8 +55,7 @@ class BorrowedTensor:
         self.leaf, self._address = leaf, tensor.data_ptr()
 
     def find_gradient(self) -> None:
-        """Follow the leaf's `grad` if it lies on this memory: autograd may have made it a new
-        tensor."""
+        """Follow the leaf's `grad` if it lies here: autograd may have made it a new tensor."""
         leaf = self.leaf and self.leaf()
         gradient = None if leaf is None or self._memory() is None else leaf.grad
         if (
@@ -84,12 +79,9 @@ class PlannedFrame(Frame):
     """Tensors at the offsets of a plan. A tensor that crosses a border is borrowed, or has fresh
     memory.
 
-    Args:
-        memory: holds the plan.
-        node: which run of the step this is.
-        leaves: the leaves of autograd's graph that the program reads, by name. A gradient that was
-            planned as the first of a leaf is borrowed if the leaf is among them.
-        repeated: whether the program has run at this node before.
+    `node`: which run of the step it is. `leaves`: the leaves of autograd's graph that the program
+    reads, by name. A gradient that was planned as the first of a leaf is borrowed only if the leaf
+    is among them. `repeated`: whether the program has run at this node before.
     """
 
     def __init__(
@@ -161,8 +153,7 @@ class PlannedFrame(Frame):
         return self.memory.borrow(offset, tensor, borrow, leaf, label)
 
     def offset(self, index: int, number: int) -> int | None:
-        """Return the offset of tensor `number` of operation `index` in this run; None: fresh
-        memory."""
+        """Return the offset of tensor `number` of operation `index`; None: fresh memory."""
         key = self.node, index, number
         borrow = self.memory.step.borrowed.get(key)
         if borrow is not None and borrow.leaf is not None and borrow.leaf.name not in self._leaves:
@@ -306,8 +297,7 @@ class StepMemory:
         self._step_number += 1
 
     def borrow(self, offset: int, virtual: VirtualTensor, *options) -> torch.Tensor:
-        """Return a tensor at byte `offset` for user code; `options`: the last arguments of
-        BorrowedTensor."""
+        """Return a tensor at byte `offset` for user code. `options`: as for BorrowedTensor."""
         tensor, memory = self.arena.lend(offset, virtual.shape, virtual.dtype)
         borrowed = BorrowedTensor(tensor, memory, *options)
         self._open.append(borrowed)

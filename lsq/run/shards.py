@@ -27,8 +27,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def copies(tensors: list[Tensor]) -> list[Tensor]:
-    """Copy tensors in one launch. Multiplies by 1, since torch._foreach_clone is younger than
-    PyTorch 2.11."""
+    """Copy tensors in one launch; torch._foreach_clone is younger than PyTorch 2.11."""
     return list(torch._foreach_mul(tensors, 1)) if tensors else []
 
 
@@ -43,8 +42,7 @@ class MeasuredClips:
         self.limit = 0.0
         self.sharded = False
         self._values: dict[str, tuple[weakref.ref, Tensor]] = {}
-        """Clip name -> (the parameter that was measured, its value), until it is written to the
-        shards."""
+        """Clip name -> (the parameter that was measured, its value) until shards hold it."""
         self._news: dict[str, Tensor] = {}
         """Values that other processes do not know yet."""
         self._before: dict[str, Tensor] = {}
@@ -99,8 +97,7 @@ class MeasuredClips:
 
     @torch.no_grad()
     def settle(self, clips: Mapping[str, Tensor]) -> list[tuple[Tensor, float]]:
-        """Write measured values to clips that are shards now; return (shard, limit of its steps)
-        for each."""
+        """Write measured values to clips that are shards now; return each with its step's limit."""
         found = []
         for name, clip in clips.items():
             parameter, value = self._values.pop(name, (lambda: None, None))
@@ -121,8 +118,7 @@ class MeasuredClips:
 
     @torch.no_grad()
     def check_step(self, clips: Mapping[str, Tensor], owner: str) -> None:
-        """Raise RuntimeError if the first step has put clips back to their values before the
-        measurement."""
+        """Raise RuntimeError if the first step has undone the first measurement of clips."""
         stepping, self._stepping = self._stepping, {}
         rows = {
             name: torch.stack(

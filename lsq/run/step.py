@@ -55,15 +55,13 @@ class Rehearsal:
         self.owners: list[object] = []
         self._numbers: dict[int, int] = {}
         self._made: list[torch.Tensor] = []
-        """All tensors that have a number; kept alive, since a number is found by the tensor's
-        id."""
+        """All tensors that have a number; kept alive, since numbers are found by ids."""
         self._count = itertools.count()
 
     def run(
         self, owner: object, program: Program, tensors: dict[str, torch.Tensor]
     ) -> tuple[torch.Tensor, ...]:
-        """Note a run of `program` by `owner`; return zeros of the outputs' shapes, without
-        memory."""
+        """Note a run of `program` by `owner`; return zeros that take no memory."""
         self.programs.append(program)
         device = next(iter(tensors.values())).device
         if not program.output_gradients:
@@ -175,9 +173,9 @@ def _check_step(loss: object, rehearsal: Rehearsal) -> None:
 
 @contextmanager
 def counting_kept(model: nn.Module, kept: Counter) -> Iterator[None]:
-    """Count the bytes that modules of other packages keep for the backward pass while a step is
-    rehearsed: `kept` gets them by class of the innermost module. Every storage counts once;
-    parameters do not count."""
+    """Count the bytes that modules of other packages keep for the backward pass in a rehearsal:
+    `kept` gets them by class of the innermost module. Storages count once, parameters not at
+    all."""
     known = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     inside: list[str] = []
     held = []  # else a new storage could have the address of a freed one
@@ -221,8 +219,7 @@ class Borrow:
     """Whether it is held until then: it is added to an earlier contribution, and autograd must not
     make it the `grad` itself."""
     leaf: VirtualTensor | None = None
-    """The leaf of autograd's graph whose first gradient of the step it is; it may become the
-    `grad`."""
+    """The leaf of autograd's graph whose first gradient it is: it may become the `grad`."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -245,8 +242,8 @@ def signature(program: Program) -> tuple:
 
 
 def borrowed_in(passes: Sequence[Pass]) -> dict[Key, Borrow]:
-    """Find the borrowed tensors: results that other programs read, their gradients, and gradients
-    of leaves."""
+    """Find the borrowed tensors: results that other programs read, and gradients of these and of
+    leaves."""
     last_read = _last_reads(passes)
     backward = {one.node: position for position, one in enumerate(passes) if one.backward}
     gone_back = {number: backward.get(one.node, 0) for one in passes for number in one.makes}
@@ -289,8 +286,8 @@ def crossing(one: Pass) -> Iterator[tuple[Key, VirtualTensor, int]]:
 
 
 def _last_reads(passes: Sequence[Pass]) -> dict[int, int]:
-    """Return result -> position of the last forward pass that reads it, for results that no
-    backward pass needs."""
+    """Return the position of the last forward pass that reads each result no backward pass
+    needs."""
     last: dict[int, int] = {}
     needed = set()
     for position, one in enumerate(passes):
@@ -308,8 +305,7 @@ def _last_reads(passes: Sequence[Pass]) -> dict[int, int]:
 def buffers_of(
     passes: Sequence[Pass], names: Sequence[str], *, margin: int = 0
 ) -> dict[Key, Buffer]:
-    """Make the buffer of every tensor that gets an offset, `margin` bytes longer than the
-    tensor."""
+    """Make the buffers of all tensors with offsets, each `margin` bytes longer than its tensor."""
     *starts, end = _starts(passes)
     begins = {(one.node, one.backward): start for one, start in zip(passes, starts, strict=True)}
     borrowed = borrowed_in(passes)
@@ -342,15 +338,14 @@ def buffers_of(
 
 
 def _starts(passes: Sequence[Pass]) -> tuple[int, ...]:
-    """Return the index of each pass's first operation, counted over the step, and the number of
-    operations."""
+    """Return the first operation of each pass, counted over the step, and the step's length."""
     return tuple(itertools.accumulate((len(one.operations) for one in passes), initial=0))
 
 
 @lru_cache(maxsize=8)
 def plan_step(passes: tuple[Pass, ...], names: tuple[str, ...], *, margin: int) -> StepPlan:
-    """Choose the offsets of a step. `passes` were rehearsed with the largest batch. Plans are
-    cached."""
+    """Choose the offsets of a step whose `passes` were rehearsed with the largest batch
+    (cached)."""
     buffers = buffers_of(passes, names, margin=margin)
     made = plan(buffers.values(), method="training")
     return StepPlan(

@@ -1,2 +1,1 @@
-"""Makes files of tuned products: finds the ways to run a product on a GPU, and the fastest of
-them."""
+"""Makes files of tuned products: tries the ways to run a product on a GPU, keeps the fastest."""

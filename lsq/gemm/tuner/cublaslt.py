@@ -205,8 +205,7 @@ class CublasTrial:
             return self.backend.time(self._own.run, repeats)
 
     def float_seconds(self, repeats: int) -> float:
-        """Return the seconds in bfloat16 (a float product: in its own dtype) by the library's first
-        proposal."""
+        """Return the seconds in bfloat16 (or a float product's own dtype) by the first proposal."""
         with self.backend.products.current():
             if self._floats is None:
                 own = self._own.key
@@ -234,9 +233,8 @@ class CublasTrial:
 def whole_numbers(
     key: ProductKey, name: str, largest: int, generator: torch.Generator
 ) -> torch.Tensor:
-    """Return int8 [length] of operand "a" or "b": random values up to `largest` in magnitude. The
-    first row is `largest` and the first column -`largest`, so that narrow instructions would
-    saturate there."""
+    """Return int8 [length] of operand "a" or "b": random values up to `largest`, which fills the
+    first row and column (there negative), so that narrow instructions saturate."""
     values = torch.randint(
         -largest, largest + 1, (key.lengths[name],), dtype=torch.int8, generator=generator
     )

@@ -36,7 +36,7 @@ Operations = Mapping[str, Callable[[ProductKey], Operation]]
 """`ProductKey.op` -> makes a representative operation with that product, of virtual tensors."""
 STAGES = {"mma": (2, 3, 4, 6), "wgmma": (3, 4, 6, 8)}
 """Stages of the tiles that are tried, by instruction; GPUs with little shared memory refuse
-many."""
+most."""
 SPLITS = (1, 2, 4, 8)
 """Parts of K that are tried for products over tokens."""
 REFERENCE_ELEMENTS = 2**24
@@ -65,9 +65,8 @@ def tiles(key: ProductKey, sm: int | None) -> list[TileConfiguration]:
 
 
 class EndedTrial:
-    """A product of an operation, with its epilogue, on a device. `by_itself`: its trial without the
-    epilogue (lsq.gemm.tuner.cublaslt.CublasTrial). Raises ValueError: products of this operation
-    are not tuned."""
+    """A product of an operation, with its epilogue, on a device. `by_itself`: the CublasTrial
+    without the epilogue. Raises ValueError: products of this operation are not tuned."""
 
     def __init__(
         self, key: ProductKey, device: Device, operations: Operations, by_itself: Any
@@ -144,8 +143,7 @@ class EndedTrial:
             return operation.cuda(*map(self._memory, enumerate(operation.cuda_scratch())))
 
     def _memory(self, wanted: tuple[int, Spec]) -> torch.Tensor:
-        """Return scratch memory that all lists share, so that it is in the cache, like planned
-        memory."""
+        """Return scratch memory, shared by all lists: it is in the cache, as planned memory is."""
         if wanted not in self._scratch:
             shape, dtype = wanted[1]
             self._scratch[wanted] = torch.empty(shape, dtype=dtype, device=self.device.torch_device)

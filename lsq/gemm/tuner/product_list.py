@@ -1,5 +1,5 @@
-"""Lists of products as CSV. `lsq tune --list` and trainings write them; `lsq tune --shapes` reads
-them."""
+"""Lists of products as CSV: `lsq tune --list` and trainings write them, `lsq tune --shapes`
+reads."""
 
 import csv
 import dataclasses
@@ -30,8 +30,8 @@ def text(keys: Sequence[ProductKey]) -> str:
 
 def read(path: Path) -> list[ProductKey]:
     """Read the products of a CSV file. Its heading has fields of ProductKey; op, m, n and k are
-    needed. Raises ValueError: the file is wrong; the message says where, and what is allowed;
-    OSError: it cannot be read."""
+    needed. Raises ValueError: the file is wrong; the message says where; OSError: it cannot be
+    read."""
     with path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.DictReader(file, strict=True)
         try:

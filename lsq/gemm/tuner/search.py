@@ -1,4 +1,4 @@
-"""Tunes many products into a file, which always holds all finished products: a run may stop
+"""Tunes many products into a file with all finished products at any time: a run may stop
 anywhere."""
 
 import contextlib

@@ -40,8 +40,7 @@ class Trial(Protocol):
 
 
 Trials = Callable[[ProductKey], Trial]
-"""Makes trials. Raises RuntimeError, ValueError: there is no such product; MemoryError: no
-memory."""
+"""Makes trials. Raises RuntimeError, ValueError: no such product; MemoryError: no memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +55,7 @@ class Settings:
     """How often the best must win again on operands at other addresses, which change the times of
     small products."""
     least_gain: float = 0.02
-    """The default stays unless another way is faster by more than this share and more than the
+    """The default stays unless another is faster by more than this share and more than the
     spread."""
     seconds: float = 0.01
     """Length of one measurement, which repeats the run."""
@@ -84,8 +83,7 @@ class Outcome:
     complete: bool
     """Whether there was time for every candidate."""
     other: float | None = None
-    """Best time of a candidate of the other class than the chosen one; None: the screening left
-    none."""
+    """Best time of the other class of candidates; None: the screening left none."""
 
 
 def compare(
@@ -138,8 +136,8 @@ def compare(
 
 
 def _screen(trial, candidates, settings, deadline, clock):
-    """Check and time each candidate once; return ({number: (candidate, repeats)}, refused, whether
-    there was time for all)."""
+    """Check and time each candidate once: ({number: (candidate, repeats)}, refused, whether all
+    were)."""
     first_times: dict[int, float] = {}
     refused = []
     complete = True
@@ -183,8 +181,7 @@ class _Race:
         self._rounds = 0
 
     def run_round(self) -> None:
-        """Time each candidate once; every second round goes backwards, so that a drift affects all
-        alike."""
+        """Time each candidate once, every second round backwards: a drift meets all alike."""
         for number in self.running if self._rounds % 2 == 0 else reversed(self.running):
             self.times[number].append(self.trial.seconds(*self.runners[number]))
         self._rounds += 1
