@@ -61,10 +61,10 @@ class GradientConfig:
     "auto": bf16 on one node, int8_hier on several.
     """
     node_size: int | None = None
-    """Workers on a node; None: what torchrun started there (LOCAL_WORLD_SIZE), or else those on one
+    """Workers on a node; None: what torchrun started there (LOCAL_WORLD_SIZE), or else on one
     host."""
     timeout_s: float = 600.0
-    """Seconds after which an exchange that some worker does not take part in fails."""
+    """Seconds after which an exchange fails if a worker does not take part."""
 
     def __post_init__(self) -> None:
         require_choice("mode", self.mode, MODES)
@@ -74,7 +74,7 @@ class GradientConfig:
 
 
 def kept_largest(values: int) -> int:
-    """Return which magnitude of a row of `values` is its gcq clip, counted from the largest, 1."""
+    """Return which magnitude of a row of `values` values is its gcq clip; 1: the largest."""
     # 100 * (1 - 0.99) is a little more than 1
     return max(1, math.ceil(round(values * (1 - QUANTILE), 6)))
 

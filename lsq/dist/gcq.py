@@ -45,7 +45,7 @@ class GCQ:
 
 
 def _row_scales(rows: Tensor, values: int) -> Tensor:
-    """Return clip / Q [R, 1] of each row [R, ROW] of `values`, with zeros behind the last."""
+    """Return clip / Q [R, 1] of rows [R, ROW] that hold `values` values and then zeros."""
     scale, rest = _scales(rows), values % ROW
     # without the padding, which would make the clip of a few values zero
     if rest:

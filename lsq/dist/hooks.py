@@ -277,7 +277,7 @@ def _device(model: DistributedDataParallel) -> torch.device:
 def _check_fit(
     model: DistributedDataParallel, mode: str, group: ProcessGroup, device: torch.device
 ) -> None:
-    """Raise ValueError for gradients that cannot be coded, or a backend without codes."""
+    """Raise ValueError for gradients that cannot be coded, or a backend that cannot send codes."""
     for name, parameter in model.module.named_parameters():
         if parameter.requires_grad and parameter.dtype not in DTYPES:
             raise _unfit(f"parameter {name} is {parameter.dtype}", mode)

@@ -97,5 +97,5 @@ def _remove(*folders: Path) -> None:
 
 
 def open_partial(path: Path) -> BinaryIO:
-    """Open a file for writing, emptied if it exists. Raises OSError: it is a link, for one."""
+    """Open a file for writing, emptied if it exists. Raises OSError: it is a link or unwritable."""
     return open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o666), "wb")

@@ -40,8 +40,7 @@ def read(path: Path, build: Callable[[Any], Built], remedy: str) -> Built:
 
 
 def write(path: Path, head: dict[str, Any], name: str, lines: list[dict[str, Any]]) -> None:
-    """Write an object, whole or not at all: fields of `head`, then the list `name`, a line an
-    item."""
+    """Write an object, whole or not at all: fields of `head`, then list `name`, one item a line."""
     fields = [
         f" {json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in head.items()
     ]

@@ -55,8 +55,8 @@ _DATE = "%Y-%m-%dT%H:%M:%SZ"
 
 @dataclass(frozen=True, kw_only=True)
 class CublasConfiguration:
-    """An algorithm of cuBLASLt; another kernel applies the epilogue. Raises ValueError: it is
-    none."""
+    """An algorithm of cuBLASLt; another kernel applies the epilogue. Raises ValueError: a field is
+    wrong."""
 
     algorithm: bytes
     """64 bytes, hexadecimal in files; valid for one version of the library and one GPU model."""
@@ -204,8 +204,8 @@ class Times:
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """The best configuration of a product. Raises ValueError: it cannot run it, or a field is
-    wrong."""
+    """The best configuration of a product. Raises ValueError: it does not suit the product, or a
+    field is wrong."""
 
     key: ProductKey
     configuration: Configuration

@@ -145,7 +145,7 @@ def read(path: Path) -> ConfigurationFile:
 
 
 def write(path: Path, file: ConfigurationFile) -> None:
-    """Write a file whole or not at all; make its folder if needed. Raises OSError: it cannot."""
+    """Write a file whole or not at all; make its folder if needed. Raises OSError: that fails."""
     validators = {"kind": "cuda", **dataclasses.asdict(file.validators)}
     json_file.write(
         path, {"validators": validators}, "entries", [_fields(entry) for entry in file.entries]

@@ -121,7 +121,7 @@ def _pages(capacity: int, *, wiped_on_fork: bool) -> mmap.mmap:
         ) from error
     if LINUX:
         for advice in (mmap.MADV_HUGEPAGE, *([WIPE_ON_FORK] if wiped_on_fork else [])):
-            with contextlib.suppress(OSError):  # an older kernel does without
+            with contextlib.suppress(OSError):  # an older kernel lacks it
                 pages.madvise(advice)
     return pages
 

@@ -44,7 +44,7 @@ def load(path: Path) -> bytes | None:
 
 
 def store(path: Path, content: bytes) -> bool:
-    """Write a file with its checksum. Return False, with one warning, if the folder refuses."""
+    """Write a file with its checksum. Return False, with one warning, if that fails."""
     try:
         write(path, hashlib.sha256(content).digest() + content)
     except OSError as error:

@@ -37,7 +37,7 @@ class LaunchList:
         self._products = products or device.products
         self._held = [part.addresses.held for part in parts]
         self._memory: list = [part.addresses.memory for part in parts]
-        self._ticket: ctypes.c_uint64 | None = None  # where one of its kernels takes TICKET
+        self._ticket: ctypes.c_uint64 | None = None  # set if a kernel takes TICKET
         self._workspace_bytes = 0
         self._stream, self._recorded = device.stream(), set()
         self._captured: list = []

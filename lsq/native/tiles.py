@@ -115,7 +115,7 @@ class TileProduct(ctypes.Structure):
         memory: torch.Tensor | None,
     ) -> "TileProduct":
         """Describe a product. Raises ValueError: these instructions are not usable here."""
-        if instructions not in usable():  # which also asks the system for them
+        if instructions not in usable():  # `usable` also asks the system to allow them
             raise ValueError(
                 f"{instructions!r} cannot run here; there are {', '.join(map(repr, usable()))}"
             )

@@ -89,7 +89,8 @@ class Adam(Optimizer):
             raise
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Set the state of a copy or a state dict. Raises ValueError: it is of no such Adam."""
+        """Set the state of a copy or a state dict. Raises ValueError: another kind of Adam made
+        it."""
         super().__setstate__(state)
         self._clear()
         for group in self.param_groups:

@@ -286,8 +286,7 @@ def crossing(one: Pass) -> Iterator[tuple[Key, VirtualTensor, int]]:
 
 
 def _last_reads(passes: Sequence[Pass]) -> dict[int, int]:
-    """Return the position of the last forward pass that reads each result no backward pass
-    needs."""
+    """Return result -> last forward pass that reads it, for results that no backward pass reads."""
     last: dict[int, int] = {}
     needed = set()
     for position, one in enumerate(passes):

@@ -233,8 +233,8 @@ class CublasTrial:
 def whole_numbers(
     key: ProductKey, name: str, largest: int, generator: torch.Generator
 ) -> torch.Tensor:
-    """Return int8 [length] of operand "a" or "b": random values up to `largest`, which fills the
-    first row and column (there negative), so that narrow instructions saturate."""
+    """Return int8 [length] of operand "a" or "b": random values up to `largest`. The first row is
+    `largest` and the first column -`largest`, so that narrow instructions saturate."""
     values = torch.randint(
         -largest, largest + 1, (key.lengths[name],), dtype=torch.int8, generator=generator
     )

@@ -1,5 +1,5 @@
-"""Lists of products as CSV: `lsq tune --list` and trainings write them, `lsq tune --shapes`
-reads."""
+"""Lists of products as CSV: written by `lsq tune --list` and trainings, read by `lsq tune
+--shapes`."""
 
 import csv
 import dataclasses

@@ -1,5 +1,4 @@
-"""Tunes many products into a file with all finished products at any time: a run may stop
-anywhere."""
+"""Tunes many products and writes each entry at once, so that a run may stop anywhere."""
 
 import contextlib
 import dataclasses

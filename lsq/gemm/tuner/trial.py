@@ -181,7 +181,8 @@ class _Race:
         self._rounds = 0
 
     def run_round(self) -> None:
-        """Time each candidate once, every second round backwards: a drift meets all alike."""
+        """Time each candidate once, every second round backwards, so that a drift affects all
+        alike."""
         for number in self.running if self._rounds % 2 == 0 else reversed(self.running):
             self.times[number].append(self.trial.seconds(*self.runners[number]))
         self._rounds += 1
