@@ -10,7 +10,8 @@ from torch.distributed import ProcessGroup
 
 
 def any_process(flag: bool, device: torch.device) -> bool:
-    """Return whether `flag` is set in any process. Every process calls it, with its own device."""
+    """Return whether `flag` is set in any process. Each calls it, with the device on which it
+    trains."""
     if not distributed.is_available() or not distributed.is_initialized():
         return flag
     votes = torch.tensor(int(flag), device=device)

@@ -106,8 +106,8 @@ def gpu(index: int = 0, choose: Choose | None = None) -> Device:
 
 
 class CUDA(Backend):
-    """Runs `Operation.cuda`; one list for all operations prepared together. `run` keeps `kept`
-    lists."""
+    """Runs `Operation.cuda`, as one list for operations prepared together. `kept`: most lists of
+    `run`."""
 
     few_sizes = True
     refillable = True
