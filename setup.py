@@ -1,9 +1,9 @@
-"""Builds the C++ host libraries with one C++ compiler and nothing else: the loops of the CPU, once
-per x86-64 instruction-set level, and the launcher that replays work on a GPU.
+"""Builds the C++ host libraries with a C++ compiler and nothing else: the CPU's loops, once for
+each x86-64 level, and the launcher that replays work on a GPU.
 
 The libraries have a plain C interface and are loaded with ctypes; lsq/native/loader.py picks the
-level that the CPU can run. Where no compiler is found, or compiling fails, the installation goes on
-and plain torch is used. Everything else about the package stands in pyproject.toml.
+level that the CPU can run. If there is no compiler, or compiling fails, the installation goes on
+and plain torch is used. pyproject.toml has everything else about the package.
 """
 
 import hashlib
@@ -22,8 +22,7 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 STAMPED = str(Path("lsq/csrc/sources.cpp"))
-"""The source that is compiled with the checksum of all of a library, which it hands to
-lsq/native/sources.py."""
+"""The source that is compiled with its library's checksum, for lsq/native/sources.py."""
 
 _module = runpy.run_path("lsq/native/sources.py")
 checksum, sealed, unsealed = _module["checksum"], _module["sealed"], _module["unsealed"]
@@ -31,7 +30,7 @@ HEADERS = [str(path) for folder in ("cpu", "runtime") for path in _module["heade
 
 
 def write_operations() -> Path:
-    """Write operations.h, if it changed since the last build; its path."""
+    """Write operations.h if it has changed since the last build; return its path."""
     path, text = Path("build/generated/operations.h"), _module["operations_header"]()
     if not path.exists() or path.read_text(encoding="utf-8") != text:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -44,7 +43,7 @@ HEADERS.append(str(OPERATIONS))
 
 
 def sources(folder: str) -> list[str]:
-    """The .cpp files of the library in lsq/csrc/`folder`."""
+    """Return the .cpp files of the library in lsq/csrc/`folder`."""
     return [*sorted(str(path) for path in Path("lsq/csrc", folder).glob("*.cpp")), STAMPED]
 
 
@@ -67,7 +66,7 @@ LIBRARIES = {
     **{name: ("cpu", flags) for name, flags in LEVELS.items()},
     "libruntime": ("runtime", []),
 }
-"""Name of each library -> (folder of its sources, compiler flags)."""
+"""Name of a library -> (folder of its sources, compiler flags)."""
 
 ADVICE = """\
 lsq: The installation goes on. A library that is missing is replaced by plain torch, which is
@@ -78,13 +77,12 @@ lsq: `dnf install gcc-c++`; any other: name it in CXX) and install lsq again. `l
 
 
 def compiler() -> list[str]:
-    """The C++ compiler's command line: the environment variable CXX, else g++."""
+    """Return the C++ compiler's command line: the environment variable CXX, else g++."""
     return shlex.split(os.environ.get("CXX") or "g++")
 
 
 def made_from(command: list[str], paths: list[str]) -> bytes:
-    """SHA-256 of what a file is made from: the command line, and the name and content of each of
-    `paths`."""
+    """Return the SHA-256 of a file's inputs: command line, names and contents of `paths`."""
     digest = hashlib.sha256(repr(command).encode())
     for path in paths:
         digest.update(repr((path, Path(path).read_bytes())).encode())
@@ -92,18 +90,13 @@ def made_from(command: list[str], paths: list[str]) -> bytes:
 
 
 def is_current(target: Path, digest: bytes) -> bool:
-    """Whether `target` is a whole library, made from what has this digest; wherever it was copied
-    from, and when."""
+    """Return whether `target` is whole and its inputs have this digest, whatever its age."""
     return target.exists() and unsealed(target.read_bytes()).endswith(digest)
 
 
 def execute(command: list[str]) -> None:
-    """Run one compiler command.
-
-    Raises:
-        RuntimeError: the command is missing or fails; the message ends with the compiler's own
-            words.
-    """
+    """Run one compiler command. Raises RuntimeError: it is missing or fails; the message says
+    why."""
     try:
         result = subprocess.run(command, capture_output=True, text=True)
     except OSError as error:
@@ -115,14 +108,11 @@ def execute(command: list[str]) -> None:
 
 
 def compiled(source: str, flags: list[str], objects: Path) -> Path:
-    """The object file of `source` in `objects`, which is compiled unless it is there; it replaces
+    """Return the object file of `source` in `objects`; compile it if it is missing, and remove
     older ones.
 
-    Its name ends with the digest of what it was made from, so that no time of a file and no other
-    checkout misleads.
-
-    Raises:
-        RuntimeError: the compiler is missing or fails.
+    Its name ends with the digest of its inputs, so that neither file times nor another checkout
+    mislead. Raises RuntimeError: the compiler is missing or fails.
     """
     command = [*compiler(), *COMPILE_FLAGS, *flags, "-c", source]
     stem = Path(source).stem
@@ -139,22 +129,22 @@ def compiled(source: str, flags: list[str], objects: Path) -> Path:
 def build_library(
     target: Path, flags: list[str], objects: Path, sources: list[str], checksum: int = 0
 ) -> None:
-    """Compile what changed and link `target`, replacing it in one step: a running process may have
-    it mapped.
+    """Compile what has changed and link `target`, replacing it in one step: a running process may
+    have it mapped.
 
-    Behind it comes the digest of what it was made from, by which the next build knows whether it is
-    current, and the checksum of all that, by which lsq/native/sources.py knows a damaged one
-    before it is loaded.
+    The digest of its inputs is appended, by which the next build knows whether it is current, and
+    then the checksum of it all, by which lsq/native/sources.py finds damage before it loads the
+    library.
 
     Args:
         target: the shared library to make.
         flags: compiler flags of this instruction-set level.
         objects: folder for object files, kept between builds.
         sources: paths of the .cpp files.
-        checksum: of them all, which `STAMPED` is compiled with.
+        checksum: of all sources; `STAMPED` is compiled with it.
 
     Raises:
-        RuntimeError: the compiler is missing or fails. `target` is removed then: nothing outdated
+        RuntimeError: the compiler is missing or fails. `target` is then removed: nothing outdated
             may run.
     """
     stamp = f"-DLSQ_SOURCES={checksum}u"
@@ -183,14 +173,14 @@ def build_library(
 
 
 class BuildLibraries(build_ext):
-    """`build_ext` for libraries that Python does not import: no interpreter's suffix, no PyInit
-    symbol."""
+    """`build_ext` for libraries that Python does not import: no suffix or PyInit symbol of
+    Python."""
 
     def get_ext_filename(self, fullname: str) -> str:
         return os.path.join(*fullname.split(".")) + ".so"
 
     def run(self) -> None:
-        """Build every level, into the source tree when in place or editable, else into the build
+        """Build every library, into the source tree if in place or editable, else the build
         folder."""
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             failures = list(filter(None, pool.map(self.failure, self.extensions)))
@@ -198,7 +188,7 @@ class BuildLibraries(build_ext):
             print(*failures, ADVICE, sep="\n", file=sys.stderr)
 
     def failure(self, extension: Extension) -> str | None:
-        """Build one level; the message that says why it was not built, or None."""
+        """Build one library; return the message that says why it was not built, or None."""
         root = Path() if self.inplace else Path(self.build_lib)
         target = root / self.get_ext_filename(extension.name)
         try:

@@ -1,4 +1,4 @@
-"""Int8 gradients between workers, and what processes say to each other."""
+"""Int8 gradients between workers, and everything else that processes exchange."""
 
 from typing import TYPE_CHECKING
 

@@ -10,7 +10,8 @@ from torch.distributed import ProcessGroup
 
 
 def any_process(flag: bool, device: torch.device) -> bool:
-    """Whether `flag` is set in any process; every process calls it. `device` trains."""
+    """Return whether `flag` is set in any process. Each calls it, with the device on which it
+    trains."""
     if not distributed.is_available() or not distributed.is_initialized():
         return flag
     votes = torch.tensor(int(flag), device=device)
@@ -19,10 +20,8 @@ def any_process(flag: bool, device: torch.device) -> bool:
 
 
 def least_of_all(values: torch.Tensor, group: ProcessGroup | None = None) -> torch.Tensor:
-    """The least of `values` [...] in all processes, element by element; every process must call it.
-
-    `group`: whose processes; None: all. `values` must be on the device that trains.
-    """
+    """Return the elementwise minimum of `values` [...] over the processes of `group` (None: all).
+    Every process must call it. `values` must be on the device that trains."""
     if distributed.is_available() and distributed.is_initialized():
         values = values.clone()
         distributed.all_reduce(values, op=distributed.ReduceOp.MIN, group=group)
@@ -30,14 +29,14 @@ def least_of_all(values: torch.Tensor, group: ProcessGroup | None = None) -> tor
 
 
 def gather_text(text: str, group: ProcessGroup, device: torch.device) -> list[str]:
-    """The texts of all processes of a group, in order of ranks; every process calls it."""
+    """Return the texts of all processes of a group, in order of ranks. Every process calls it."""
     texts = [""] * group.size()
     at = (
         contextlib.nullcontext()
         if device.type == "cpu"
         else torch.accelerator.device_index(device.index)
     )
-    with at:  # NCCL sends from there
+    with at:  # NCCL sends from the current device
         distributed.all_gather_object(texts, text, group=group)
     return texts
 
@@ -45,9 +44,9 @@ def gather_text(text: str, group: ProcessGroup, device: torch.device) -> list[st
 def require_same(
     what: str, settings: Mapping[str, object], group: ProcessGroup, device: torch.device
 ) -> None:
-    """Check that `settings` (JSON values) are the same in every process of a group; every process
-    must call it. Raises ValueError: they are not; names the first ranks that differ and their
-    values."""
+    """Check that `settings` (JSON values) are the same in every process of a group. Every process
+    must call it. Raises ValueError: they differ; the message names the first rank that differs from
+    rank 0, and the values of both."""
     texts = gather_text(json.dumps(dict(settings), sort_keys=True), group, device)
     for rank, text in enumerate(texts):
         if text != texts[0]:

@@ -1,8 +1,9 @@
-"""The store of a training that torchrun starts again, without what earlier attempts have left.
+"""The store of a training that torchrun restarts, without entries of earlier attempts.
 
-torchrun's agents may keep one store over all restarts (pytorch#135712): processes that meet by
-`env://` find addresses and answers of dead ones. `init_method="lsq://"` meets in a part of the
-store that is new. The number of restarts cannot name it: each machine's agent counts its own.
+torchrun's agents may keep one store over all restarts (pytorch#135712). Then processes that meet by
+`env://` find the addresses and answers of dead processes. `init_method="lsq://"` meets in a new
+part of the store. The number of restarts cannot name the part, since each machine's agent counts
+its own.
 """
 
 import time
@@ -11,16 +12,18 @@ import uuid
 from torch import distributed
 
 PERIOD_S = 0.05
-"""How often a process looks whether rank 0 has answered, in seconds."""
+"""Seconds between two looks for the answer of rank 0."""
 METHOD = "lsq://"
-"""For `init_process_group` of a process that torchrun has started, once this module is imported."""
+"""`init_method` for processes that torchrun has started; import this module first."""
 
 
 def own_part(store: distributed.Store, rank: int, size: int) -> distributed.Store:
-    """The part of `store` that the processes of this attempt alone know; every process calls it.
-    Rank 0 names it. Others ask under a name and take it once it is answered: nobody answers
-    under an earlier one. Raises TimeoutError: rank 0 does not answer within the timeout of the
-    store."""
+    """Return a part of `store` that only the processes of this attempt use. Every process calls it.
+
+    Rank 0 stores a new name. Every other rank asks under the name that it finds, and takes it once
+    rank 0 has answered: nobody answers under the names of earlier attempts. Raises TimeoutError:
+    rank 0 does not answer within the store's timeout.
+    """
     store = distributed.PrefixStore("lsq/attempts", store)
     if rank == 0:
         name = uuid.uuid4().hex

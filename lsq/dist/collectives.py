@@ -1,8 +1,8 @@
 """Collectives under the names of the installed PyTorch, memory for messages, and small tensors.
 
-Gradients of small tensors travel as floats beside the codes of the others. A clip of one number
+Gradients of small tensors travel as floats beside the codes of all others. A clip of one number
 lies in a block with gradients of weights that may be hundreds of times as large: rounded under
-their scale it would often be zero.
+their scale, its gradient would often be zero.
 """
 
 import math
@@ -16,16 +16,12 @@ from torch.distributed import ProcessGroup, Work
 _all_gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
 
 LEAST_CODED = 16
-"""Tensors of fewer values travel as floats."""
+"""Tensors with fewer values travel as floats."""
 
 
 def all_gather(out: Tensor, own: Tensor, group: ProcessGroup) -> Work:
-    """Write what each of N workers has, `own` of n elements, to `out` of N * n, in order of ranks;
-    both contiguous.
-
-    Returns:
-        What waits for it; on a GPU the current stream waits, and the host does not.
-    """
+    """Write the `own` tensors of N workers, n elements each, to `out` of N * n elements, in order
+    of ranks; both contiguous. Return the Work to wait for; a GPU's stream waits, not the host."""
     return _all_gather(out.view(-1), own.view(-1), group=group, async_op=True)
 
 
@@ -36,9 +32,9 @@ def all_to_all(
     received: list[int] | None = None,
     sent: list[int] | None = None,
 ) -> Work:
-    """Send each worker its part of `given` and write what all sent here to `out`, in order of
-    ranks; both contiguous. `received` elements come from each worker, `sent` ones go to it;
-    None: as many from or to each. Returns as `all_gather`."""
+    """Send each worker its part of `given`, and write the parts that all workers sent here to
+    `out`, in order of ranks; both are contiguous. `received`, `sent`: elements from and to each
+    worker; None: equal parts. Returns as `all_gather`."""
     return distributed.all_to_all_single(
         out.view(-1), given.view(-1), received, sent, group=group, async_op=True
     )
@@ -56,15 +52,14 @@ def average(tensors: list[Tensor], group: ProcessGroup | None) -> None:
 
 
 class Scratch:
-    """Named pieces of memory that grow; exchanges run one after another, so all buckets share
-    them."""
+    """Named pieces of memory that grow, shared by all buckets: exchanges run one after another."""
 
     def __init__(self, device: torch.device):
         self.device = device
         self._pieces: dict[str, Tensor] = {}
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.uint8) -> Tensor:
-        """A contiguous tensor with any content; the last one of that name becomes invalid."""
+        """Return a contiguous, uninitialised tensor; the last one of this name becomes invalid."""
         size = math.prod(shape) * dtype.itemsize
         piece = self._pieces.get(name)
         if piece is None or piece.numel() < size:
@@ -75,21 +70,20 @@ class Scratch:
 
 
 def small_positions(tensors: Iterable[tuple[int, int]], device: torch.device) -> Tensor | None:
-    """The positions int64 of the values of small tensors in a buffer; None: there is none.
-
-    `tensors`: (values of a tensor, how many values of the buffer are its own), in order.
-    """
+    """Return the positions int64 of small tensors' values in a buffer; None: there are none.
+    `tensors`: (values of a tensor, its values in the buffer, padding included), in order."""
     runs, first = [], 0
     for values, length in tensors:
         if values < LEAST_CODED:
             runs.append((first, first + length))
         first += length
-    # Made where they are used: a copy from the host would wait.
+    # Made on the device: a copy from the host would wait.
     return torch.cat([torch.arange(*run, device=device) for run in runs]) if runs else None
 
 
 def take_out(buffer: Tensor, positions: Tensor) -> Tensor:
-    """The values float32 at `positions` of the last dimension of `buffer`, which become zero."""
+    """Return the values float32 at `positions` of the last dimension of `buffer`; zero them
+    there."""
     values = buffer.index_select(-1, positions).float()
     buffer.index_fill_(-1, positions, 0.0)
     return values

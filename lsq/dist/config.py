@@ -12,12 +12,12 @@ from lsq.config.checks import accept, warn, without_constants
 from lsq.quant import GRADIENT
 
 COMPRESSED = ("gcq", "int8", "int8_hier")
-"""Modes whose codes lsq makes itself."""
+"""Modes whose codes lsq makes."""
 MODES = ("auto", *COMPRESSED, "bf16", "fp16")
 GCQ_ADVISED_WORKERS = 16
-"""More of them leave gcq fewer than 7 codes on each side of zero: a warning."""
+"""With more workers, gcq has fewer than 7 codes on each side of zero, and a warning says so."""
 BLOCK = 128
-"""Neighbouring values that share a scale, a bfloat16; 64 would send 1.5 % more."""
+"""Neighbouring values that share a scale, a bfloat16; blocks of 64 would send 1.5 % more."""
 ROW = 1024
 """gcq: neighbouring values that share a clip."""
 QUANTILE = 0.99
@@ -29,11 +29,11 @@ CONSTANT = {
     "row": ROW,
     "quantile": QUANTILE,
 }
-"""Fields of version 0.1 that cannot be chosen any more, and their values."""
+"""Fields of version 0.1 that can no longer be chosen, and their values."""
 
 
 def _of_this_version(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of GradientConfig from those of version 0.1."""
+    """Make fields of GradientConfig from the fields of version 0.1."""
     fields = {name: value for name, value in given.items() if name != "seed"}
     if "seed" in given:
         warn("seed decides nothing now, since no mode rounds at random: leave it out")
@@ -61,10 +61,10 @@ class GradientConfig:
     "auto": bf16 on one node, int8_hier on several.
     """
     node_size: int | None = None
-    """Workers on a node; None: what torchrun started there (LOCAL_WORLD_SIZE), or else those on one
+    """Workers on a node; None: what torchrun started there (LOCAL_WORLD_SIZE), or else on one
     host."""
     timeout_s: float = 600.0
-    """Seconds after which an exchange that some worker does not take part in fails."""
+    """Seconds after which an exchange fails if a worker does not take part."""
 
     def __post_init__(self) -> None:
         require_choice("mode", self.mode, MODES)
@@ -74,14 +74,14 @@ class GradientConfig:
 
 
 def kept_largest(values: int) -> int:
-    """gcq: which magnitude of a row of so many values is its clip, counted from the largest, 1."""
+    """Return which magnitude of a row of `values` values is its gcq clip; 1: the largest."""
     # 100 * (1 - 0.99) is a little more than 1
     return max(1, math.ceil(round(values * (1 - QUANTILE), 6)))
 
 
 def gcq_levels(workers: int) -> int:
-    """Largest code that each of `workers` may send under gcq, so that their int8 sum cannot
-    overflow. Raises ValueError: none is left but 0."""
+    """Return the largest code that each worker may send under gcq, so that int8 sums cannot
+    overflow. Raises ValueError: it is 0."""
     levels = GRADIENT.largest // workers
     if levels == 0:
         raise ValueError(
@@ -94,8 +94,8 @@ def gcq_levels(workers: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """One worker among all that average their gradients: nodes of equal size, ranks counted node by
-    node as torchrun does."""
+    """One worker among all that average their gradients. Nodes have equal size; ranks are counted
+    node by node, as torchrun does."""
 
     world_size: int
     rank: int
@@ -114,8 +114,7 @@ class Topology:
 
     @property
     def all_counterparts(self) -> list[list[int]]:
-        """The ranks at the same position of every node, in order of nodes: a part for each
-        position."""
+        """The ranks at the same position of every node, one list for each position."""
         return [list(range(at, self.world_size, self.node_size)) for at in range(self.node_size)]
 
 
@@ -126,9 +125,10 @@ def find_topology(
     hosts: Callable[[], Sequence[str]],
     environment: Mapping[str, str] = os.environ,
 ) -> Topology:
-    """The Topology for a node size that was given, or that torchrun says (LOCAL_WORLD_SIZE), or as
-    hosts tell: the name of each worker's host, in order of ranks. Raises ValueError: nodes of that
-    size do not divide the workers, or hosts have different numbers of workers."""
+    """Return the Topology for `node_size`, or else for the size that torchrun gives
+    (LOCAL_WORLD_SIZE), or else for the hosts. `hosts`: returns the name of each worker's host, in
+    order of ranks. Raises ValueError: nodes of this size do not divide the workers, or hosts have
+    different numbers of workers."""
     if node_size is None:
         launched = environment.get("LOCAL_WORLD_SIZE")
         node_size = _node_size_of(hosts()) if launched is None else int(launched)

@@ -1,7 +1,7 @@
-"""Runs exchanges during the backward pass in order, one after another.
+"""Runs exchanges in order, one after another, during the backward pass.
 
-Workers must start the collectives of buckets in the same order. Callbacks that issue further
-collectives do not keep an order and hang; one queue does.
+All workers must start the collectives of buckets in the same order. One queue keeps it. Callbacks
+that start further collectives would not, and would hang.
 """
 
 import queue
@@ -17,11 +17,10 @@ Task = Callable[[], Tensor]
 
 
 class WorkerThread:
-    """Runs exchanges of the CPU in one thread, whose collectives block; the caller goes on at once.
+    """Runs exchanges on the CPU in one thread, since their collectives block; the caller goes on.
 
-    After a task has failed its group is of no use, so that all later ones fail with the same error.
-
-    `explain`: turns the exception of a failed task into the one to raise.
+    After a failed task its group is unusable, so all later tasks fail with the same error.
+    `explain`: turns the exception of a failed task into the exception to raise.
     """
 
     def __init__(self, explain: Callable[[Exception], Exception] = lambda error: error):
@@ -30,7 +29,7 @@ class WorkerThread:
         self._thread: threading.Thread | None = None
 
     def submit(self, task: Task) -> Future:
-        """A future of what `task` returns, or that raises what it raised."""
+        """Return a future with the result of `task`, or with its exception."""
         if self._thread is None:
             arguments = self._tasks, self._explain, torch.get_num_threads()
             self._thread = threading.Thread(
@@ -47,8 +46,8 @@ class WorkerThread:
 def _work(
     tasks: queue.SimpleQueue, explain: Callable[[Exception], Exception], threads: int
 ) -> None:
-    """Run tasks until None comes: nothing here keeps the WorkerThread alive."""
-    torch.set_num_threads(threads)  # OpenMP counts for each thread that calls it
+    """Run tasks until None comes. Nothing here keeps the WorkerThread alive."""
+    torch.set_num_threads(threads)  # OpenMP has its own number for each calling thread
     failure: Exception | None = None
     while (entry := tasks.get()) is not None:
         task, done = entry
@@ -59,7 +58,7 @@ def _work(
             except Exception as error:
                 outcome = failure = explain(error)
         done.set_result(outcome)
-        del entry, task, done, outcome  # until the next task comes, they would keep a bucket alive
+        del entry, task, done, outcome  # else they keep a bucket alive until the next task
 
 
 def _result(future: Future) -> Tensor:
@@ -70,17 +69,16 @@ def _result(future: Future) -> Tensor:
 
 
 class SideStream:
-    """Runs exchanges of a GPU on a stream of their own, ordered by events; nothing waits on the
-    host."""
+    """Runs exchanges on a side stream of a GPU, ordered by events; the host does not wait."""
 
     def __init__(self, device: torch.device):
         self.device = device
         self.stream = torch.Stream(device)
 
     def submit(self, task: Task) -> Future:
-        """A future of what `task` returns, complete once the side stream has got there."""
+        """Return a future with the result of `task`, complete when the side stream has done it."""
         done: Future = Future(devices=[self.device])
         self.stream.wait_stream(torch.accelerator.current_stream(self.device))
         with self.stream:
-            done.set_result(task())  # records the events that whoever waits will wait for
+            done.set_result(task())  # records the events to wait for
         return done

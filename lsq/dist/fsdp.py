@@ -1,8 +1,8 @@
-"""int8 gradients for FSDP2: a reduce-scatter whose payload is codes.
+"""int8 gradients for FSDP2: a reduce-scatter that sends codes.
 
-FSDP2 keeps each gradient on the worker that owns the shard, so that there is one hop: an all-to-all
-of packed messages, then a float32 sum in the order of ranks. Values are rounded once, before they
-are sent; those of small tensors are not.
+Under FSDP2 the worker that owns a shard keeps its gradient, so one hop is enough: an all-to-all of
+packed messages, then a float32 sum in the order of ranks. Values are rounded once, before they are
+sent; values of small tensors are not rounded.
 """
 
 import sys
@@ -33,15 +33,15 @@ def compress_reduce_scatter(
 ) -> "Int8ReduceScatter":
     """Let every FSDP2 module in `model` reduce its gradients in int8.
 
-    It is FSDPModule.set_custom_reduce_scatter, called on all of them. Parameters are gathered as
-    before. Call it after `fully_shard` and before the first backward pass, in every process.
+    It calls FSDPModule.set_custom_reduce_scatter on all of them; parameters are gathered as before.
+    Call it after `fully_shard` and before the first backward pass, in every process.
 
     Args:
-        model: holds at least one module that `fully_shard` was called on.
-        config: mode "int8"; None: that.
+        model: has at least one module on which `fully_shard` was called.
+        config: its mode is "int8"; None: GradientConfig(mode="int8").
 
     Raises:
-        ValueError: another mode is asked for, or there is no such module.
+        ValueError: the mode is another, or there is no such module.
     """
     config = config or GradientConfig(mode="int8")
     if config.mode != "int8":
@@ -66,7 +66,7 @@ class Int8ReduceScatter:
     def allocate(
         self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        """Memory for FSDP2's own buffers."""
+        """Return memory for FSDP2's own buffers."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -77,11 +77,11 @@ class Int8ReduceScatter:
         op: ReduceOp,
         async_op: bool = False,
     ) -> None:
-        """Write the sum or mean over the group of everyone's part of `input_tensor` [N * n] to
-        `output_tensor` [n].
+        """Write the sum or mean of all workers' values for this worker to `output_tensor` [n].
+        `input_tensor` [N * n] has a part for each of the N workers.
 
-        On a GPU it is ordered on the current stream, as FSDP2 wants it. Raises ValueError: an
-        operation other than SUM and AVG, a dtype that cannot be compressed, or async_op.
+        On a GPU it is ordered on the current stream, as FSDP2 requires. Raises ValueError: `op` is
+        neither SUM nor AVG, the dtype cannot be compressed, or async_op is set.
         """
         workers = group.size()
         factors = {ReduceOp.SUM: 1.0, ReduceOp.AVG: 1.0 / workers}
@@ -122,11 +122,11 @@ class Int8ReduceScatter:
 
 
 def _small_around(workers: int, device: torch.device) -> Tensor | None:
-    """The positions of small tensors in each worker's part of what FSDP2 reduces; None: there is
-    none.
+    """Return the positions of small tensors in each worker's part of the reduced tensor; None:
+    there are none.
 
-    FSDP2 does not say whose gradients it has put together: those of parameters that have one, each
-    padded to a multiple of `workers` rows. The function that calls the reduce-scatter knows.
+    FSDP2 does not say which gradients it joins: of all parameters that have one, each padded to a
+    multiple of `workers` rows. The function that calls the reduce-scatter knows them.
     """
     known = sys._getframe(2).f_locals
     if not {"fsdp_params", "padded_unsharded_sizes"} <= known.keys():

@@ -1,11 +1,11 @@
 """gcq: LightSeq's gradient communication quantisation, in its five steps.
 
-1. The clip of each row of a bucket is a quantile of its magnitudes; the largest of all workers is
-taken (all-reduce MAX). 2. Values are divided by the number of workers N. 3. They are rounded to
-codes within Q // N, Q being the largest code of int8, 4. which are added up in int8 (all-reduce
-SUM) and cannot overflow, 5. and multiplied by the scale, clip / Q. Three differences: a clip of
-zero divides nothing, what is not finite makes its whole row non-finite on all workers, and the clip
-of a short last row comes from its own values, not from the zeros behind them.
+1. The clip of each row of a bucket is a quantile of its magnitudes; the largest clip of all workers
+counts (all-reduce MAX). 2. Values are divided by the number of workers N. 3. They are rounded to
+codes of magnitude Q // N or less; Q is the largest int8 code. 4. Codes are added in int8
+(all-reduce SUM), which cannot overflow. 5. Sums are multiplied by the scale, clip / Q. Three things
+differ from LightSeq: nothing is divided by a clip of zero; a value that is not finite makes its
+whole row non-finite on all workers; and the clip of a short last row ignores the padding behind it.
 """
 
 import math
@@ -20,8 +20,8 @@ from lsq.quant import GRADIENT
 
 
 class GCQ:
-    """Averages buckets over a group of workers; `scratch` holds codes. Raises ValueError: so many
-    workers leave no code but 0."""
+    """Averages buckets over a group of workers; `scratch` holds codes. Raises ValueError: with so
+    many workers, 0 is the only code."""
 
     def __init__(self, group: ProcessGroup, scratch: Scratch):
         self.group, self.scratch = group, scratch
@@ -38,27 +38,26 @@ class GCQ:
         distributed.all_reduce(scale, op=ReduceOp.MAX, group=self.group)
         scaled = rows / (scale * self.group.size())
         codes = self.scratch.take("codes", tuple(rows.shape), torch.int8)
-        # at scale 0 codes mean 0
+        # at scale 0 codes are 0
         codes.copy_(scaled.nan_to_num_(nan=0.0).clamp_(-self.levels, self.levels).round_())
         distributed.all_reduce(codes, op=ReduceOp.SUM, group=self.group)
         buffer.copy_((codes * scale).view(-1)[:values])
 
 
 def _row_scales(rows: Tensor, values: int) -> Tensor:
-    """clip / Q [R, 1] of each row [R, ROW] of a bucket, behind whose values the last row has
-    zeros."""
+    """Return clip / Q [R, 1] of rows [R, ROW] that hold `values` values and then zeros."""
     scale, rest = _scales(rows), values % ROW
-    # zeros that are no values count for nothing: with them, the clip of a few values would be zero
+    # without the padding, which would make the clip of a few values zero
     if rest:
         scale[-1:] = _scales(rows[-1:, :rest])
     return scale
 
 
 def _scales(rows: Tensor) -> Tensor:
-    """clip / Q [R, 1], where the clip is a quantile of the magnitudes of each row [R, n].
+    """Return clip / Q [R, 1]; the clip is a quantile of the magnitudes of each row [R, n].
 
-    A row that holds a NaN or an infinity has infinity: MAX between workers carries that, but may
-    lose a NaN.
+    A row with a NaN or an infinity gets infinity: MAX between workers keeps infinity, but may lose
+    NaN.
     """
     largest = rows.abs().topk(kept_largest(rows.shape[1]), dim=1, sorted=False).values
     scale = largest.amin(1, keepdim=True) / GRADIENT.largest

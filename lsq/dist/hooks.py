@@ -1,4 +1,4 @@
-"""DDP's communication hook that averages gradients as a GradientConfig says."""
+"""DDP's communication hook that averages gradients by a GradientConfig."""
 
 import logging
 import os
@@ -42,17 +42,16 @@ PYTORCH_HOOKS = {
     "fp16": default_hooks.fp16_compress_hook,
     "float": default_hooks.allreduce_hook,
 }
-"""Modes that are PyTorch's own; "float" stands for modes that have nothing to compress."""
+"""Modes -> PyTorch's own hooks; "float" stands for modes that have nothing to compress."""
 NODE_MODES = ("auto", "int8_hier")
-"""Modes that go by which workers share a node."""
+"""Modes that depend on which workers share a node."""
 
 
 class GradientCompression:
-    """A communication hook with its mode, which "auto" chooses and one worker makes "float"."""
+    """A communication hook and its mode: never "auto", and "float" with one worker."""
 
     mode: str
-    """One of COMPRESSED, "bf16", "fp16", or "float": nothing to compress, gradients travel as they
-    are."""
+    """One of COMPRESSED, "bf16", "fp16" or "float": gradients travel as they are."""
     topology: Topology
 
     def __init__(self, mode: str, topology: Topology, group: ProcessGroup):
@@ -60,14 +59,14 @@ class GradientCompression:
         self._average: GCQ | TwoHop | None = None
         self._executor: WorkerThread | SideStream | None = None
         self._buckets: defaultdict[int, Bucket] | None = None
-        """Into which gradients of lsq's layers are written from the next exchange on."""
+        """Buckets that the gradients of lsq's layers are written to, after the first exchange."""
         self._groups: list[ProcessGroup] = []
-        """The mean over these groups, one after another, is the mean of all workers."""
+        """The means over these groups, one after another, give the mean of all workers."""
         self._small: dict[int, tuple[torch.UntypedStorage, Tensor | None]] = {}
-        """By the number of a bucket: its memory, and the positions of small tensors there."""
+        """Number of a bucket -> its memory, and the positions of small tensors in it."""
 
     def exchange(self, bucket: GradBucket) -> Future[Tensor]:
-        """The future of a bucket's mean, in the bucket's own buffer."""
+        """Return the future of a bucket's mean, which is written to the bucket's own buffer."""
         buffer = bucket.buffer()
         if self._buckets is not None:
             pairs = zip(bucket.parameters(), bucket.gradients(), strict=True)
@@ -78,7 +77,7 @@ class GradientCompression:
             raise _unfit(
                 f"a bucket is {'sparse ' if buffer.is_sparse else ''}{buffer.dtype}", self.mode
             )
-        if buffer.numel() == 0:  # of parameters that hold nothing, in a dtype of their own
+        if buffer.numel() == 0:  # parameters without values, the only ones of their dtype
             done: Future = Future(devices=None if buffer.device.type == "cpu" else [buffer.device])
             done.set_result(buffer)
             return done
@@ -86,7 +85,8 @@ class GradientCompression:
         return self._executor.submit(lambda: self._mean(buffer, small))
 
     def _small_in(self, bucket: GradBucket) -> Tensor | None:
-        """Positions of small tensors in a bucket; DDP gives other tensors other memory."""
+        """Return the positions of small tensors in a bucket, found anew when DDP changes the
+        bucket."""
         buffer, index = bucket.buffer(), bucket.index()
         storage = buffer.untyped_storage()
         if index not in self._small or self._small[index][0]._cdata != storage._cdata:
@@ -105,7 +105,7 @@ class GradientCompression:
         return buffer
 
     def _prepare(self, config: GradientConfig, device: torch.device) -> None:
-        """Make groups and memory; every worker must call it, with the same configuration."""
+        """Make groups and memory. Every worker must call it, with the same configuration."""
         topology, scratch = self.topology, Scratch(device)
         timeout, backend = timedelta(seconds=config.timeout_s), backend_of(self.group, device)
 
@@ -121,7 +121,7 @@ class GradientCompression:
             neighbours, counterparts = self._groups
             self._average = TwoHop(counterparts, scratch, neighbours)
         if device.type == "cpu":
-            # else some processes may never register
+            # all processes must register, and here all are in the group
             if topology.world_size == distributed.get_world_size():
                 roll_call.register()
             self._executor = WorkerThread(explain=roll_call.name_the_lost)
@@ -132,20 +132,20 @@ class GradientCompression:
 def compress_gradients(
     model: DistributedDataParallel, config: GradientConfig | None = None
 ) -> GradientCompression:
-    """Let a DDP model average its gradients as `config` says, in place of DDP's own all-reduce.
+    """Let a DDP model average its gradients by `config`, in place of DDP's all-reduce.
 
-    Call it in every process, once, before the first forward pass. Every worker gets the same bits:
-    the mean of all, or something that is not finite where one worker's values were not. The
-    backward pass goes on meanwhile. With one worker nothing is registered.
+    Call it once in every process, before the first forward pass. Every worker gets the same bits:
+    the mean of all, or a non-finite value where a worker had one. The backward pass goes on
+    meanwhile. With one worker nothing is registered.
 
     Args:
-        model: the wrapped model, its parameters on one device.
+        model: the wrapped model, with all parameters on one device.
         config: the same in all processes; None: GradientConfig().
 
     Raises:
-        ValueError: the configuration does not fit the workers, the model or the backend, differs
-            between processes, or the model has a communication hook already.
-        TypeError: `model` is not DistributedDataParallel.
+        ValueError: the configuration does not fit the workers, the model or the backend, or differs
+            between processes; or the model already has a communication hook.
+        TypeError: `model` is no DistributedDataParallel.
     """
     config = config or GradientConfig()
     require_model(model)
@@ -189,9 +189,12 @@ def compress_gradients(
 def _own_group(
     whole: ProcessGroup, parts: list[list[int]], timeout: timedelta, backend: str
 ) -> ProcessGroup:
-    """A new group of the part of `whole` that this process is in; every member must call it. With
-    use_local_synchronization, PyTorch names a group by how many its process knows, which may
-    differ: so, where all processes are there, all make all groups."""
+    """Return a new group of the part of `whole` that this process belongs to. Every member must
+    call it.
+
+    With use_local_synchronization, PyTorch names a group by the number of groups that its process
+    knows, which may differ. So if `whole` has all processes, every process makes all groups.
+    """
     ranks = distributed.get_process_group_ranks(whole)
     everybody, own = len(ranks) == distributed.get_world_size(), None
     for positions in parts:
@@ -208,10 +211,10 @@ def _own_group(
 
 
 def _topology(config: GradientConfig, group: ProcessGroup, device: torch.device) -> Topology:
-    """Modes that know of no nodes take workers as if there were one node."""
+    """Return the workers' nodes; one node for modes that do not depend on nodes."""
     if config.mode not in NODE_MODES:
         return Topology(world_size=group.size(), rank=group.rank(), node_size=group.size())
-    # What torchrun says is said of all its processes, not of a group of some.
+    # torchrun's node size is for all its processes, not for a smaller group.
     environment = os.environ if group.size() == distributed.get_world_size() else {}
     return find_topology(
         group.size(),
@@ -223,8 +226,7 @@ def _topology(config: GradientConfig, group: ProcessGroup, device: torch.device)
 
 
 def _mode(config: GradientConfig, topology: Topology) -> str:
-    """The mode that a configuration comes to, with a word in rank 0's log where that is not
-    plain."""
+    """Return the mode that a configuration leads to; rank 0 logs why if it is not obvious."""
     workers, nodes = topology.world_size, topology.nodes
     mode = config.mode
     if mode == "auto":
@@ -275,7 +277,7 @@ def _device(model: DistributedDataParallel) -> torch.device:
 def _check_fit(
     model: DistributedDataParallel, mode: str, group: ProcessGroup, device: torch.device
 ) -> None:
-    """Refuse gradients and backends that codes cannot be made of or travel by."""
+    """Raise ValueError for gradients that cannot be coded, or a backend that cannot send codes."""
     for name, parameter in model.module.named_parameters():
         if parameter.requires_grad and parameter.dtype not in DTYPES:
             raise _unfit(f"parameter {name} is {parameter.dtype}", mode)
@@ -297,6 +299,6 @@ def _unfit(what: str, mode: str) -> ValueError:
 
 
 def backend_of(group: ProcessGroup, device: torch.device) -> str | None:
-    """The name of the backend that carries tensors of `device` in a group, if any."""
+    """Return the name of the backend that carries tensors of `device` in a group, if any."""
     pairs = (pair.partition(":") for pair in distributed.get_backend_config(group).split(","))
     return {kind: backend for kind, _, backend in pairs}.get(device.type)

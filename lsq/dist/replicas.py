@@ -1,9 +1,9 @@
 """Clips that all processes of a training share, as they share gradients.
 
 Each process measures clips on its own batches. Before an optimizer steps, clips that follow
-activations become the largest of all processes, and what was measured of clips that learn is
-averaged. Passes may differ between processes, steps may not: so which steps exchange goes by their
-number alone, and every process takes part, whatever it has measured.
+activations become the largest of all processes, and measurements of learned clips are averaged.
+Processes may run different passes, but make the same steps. So the number of a step alone decides
+whether clips are exchanged, and every process takes part, whatever it has measured.
 """
 
 import functools
@@ -25,19 +25,14 @@ from lsq.run.shards import is_shard, local
 logger = logging.getLogger(__name__)
 
 EVERY_STEP, PERIOD = 64, 16
-"""The first steps of an optimizer average what was measured; later, when little is, every so
-many-th does."""
+"""The first EVERY_STEP steps of an optimizer average measured clips; later, when little is
+measured, every PERIOD-th step does."""
 
 
 def share(model: nn.Module, group: ProcessGroup | None = None) -> RemovableHandle:
-    """Average the clips of `model` over the processes of a group, which train it in a way that lsq
-    does not see.
-
-    Where DistributedDataParallel is around the model, its group is taken. None: all processes.
-
-    Returns:
-        Its `remove()` ends it.
-    """
+    """Average the clips of `model` over the processes of a group that train it in a way that lsq
+    does not see. `group`: None: all processes; if DistributedDataParallel wraps the model, its own
+    group counts. Return a handle, whose `remove()` ends the averaging."""
     require_model(model)
     handle = RemovableHandle(steps.shared)
     steps.shared[handle.id] = weakref.ref(model), group
@@ -45,8 +40,7 @@ def share(model: nn.Module, group: ProcessGroup | None = None) -> RemovableHandl
 
 
 def agree(optimizer: Optimizer) -> None:
-    """Before a step in one of several processes: let measured clips of the models be the same in
-    all."""
+    """Make measured clips the same in all processes, before a step of `optimizer`."""
     trained = steps.trained.get(optimizer)
     if trained is None or trained.known != _known(optimizer):
         trained = steps.trained[optimizer] = _Trained(optimizer, trained)
@@ -99,8 +93,8 @@ class _Trained:
         self.meshes = list(dict.fromkeys(one.device_mesh for one in parameters if is_shard(one)))
 
     def alone(self) -> bool:
-        """Whether processes may step at times of their own, so that none can wait for the
-        others."""
+        """Return whether processes may step at different times, so that none can wait for
+        another."""
         wrappers = [wrapper() for _, wrapper, _ in self.models if wrapper is not None]
         if any(one is not None and one._join_config.enable for one in wrappers):
             _warn(
@@ -118,7 +112,7 @@ class _Trained:
         return False
 
 
-_warn = functools.cache(logger.warning)  # once each
+_warn = functools.cache(logger.warning)  # each message once
 
 
 def _modules_in(model: nn.Module) -> list[nn.Module]:
@@ -128,7 +122,7 @@ def _modules_in(model: nn.Module) -> list[nn.Module]:
 
 @torch.no_grad()
 def _take_largest(model: nn.Module, group: ProcessGroup | None) -> None:
-    """Let clips of activations that do not learn be the largest of all processes."""
+    """Set clips of activations that do not learn to the largest of all processes."""
     clips: dict[int, tuple[Tensor, bool]] = {}
     for module in _modules_in(model):
         if module.quant.quantized and not module.quant.learned:
@@ -151,8 +145,8 @@ def _take_largest(model: nn.Module, group: ProcessGroup | None) -> None:
 
 @torch.no_grad()
 def _average(model: nn.Module, group: ProcessGroup | None) -> None:
-    """Make each clip of `model` the mean of the processes that have measured it since the last
-    time; where none has, of all: a process that has not run a layer has not limited its steps."""
+    """Set each learned clip to its mean over the processes that have measured it since the last
+    time, or if none has, over all: a process that has not run a layer has not limited its steps."""
     modules = [module for module in _modules_in(model) if module.quant.learned]
     clips: dict[int, tuple[Tensor, bool]] = {}
     for module in modules:
@@ -176,7 +170,7 @@ def _average(model: nn.Module, group: ProcessGroup | None) -> None:
 
 @torch.no_grad()
 def _average_shards(mesh) -> None:
-    """Average clips that are shards on a mesh: the mean is written to the shards later."""
+    """Average clips that are shards on a mesh; the means are written to the shards later."""
     named = [
         (module, name, clip)
         for module in steps.modules()
@@ -207,8 +201,8 @@ def _average_shards(mesh) -> None:
 def _means(
     own: Tensor, measured: list[bool], clips: list[Tensor], groups: list[ProcessGroup | None]
 ) -> tuple[Tensor, Tensor]:
-    """(means, counts) float32 [n] over the processes that have measured, or else over all. `own`:
-    values of this process; sums are taken over `groups` one after another."""
+    """Return (means, counts) float32 [n] over the processes that have measured, or over all if none
+    has. `own`: values of this process. Sums are taken over `groups` one after another."""
     counts = torch.tensor(measured, dtype=torch.float32, device=own.device)
     counts = counts.repeat_interleave(
         torch.tensor([clip.numel() for clip in clips], device=own.device), output_size=len(own)

@@ -1,9 +1,10 @@
-"""Which process of a training is gone: what a failed exchange alone does not tell.
+"""Finds out which process of a training is gone; a failed exchange alone does not tell.
 
-When a process dies or hangs, others only see that a connection closed or that time ran out. So
-whoever sees an exchange fail calls the roll in the store of the process group (in torchrun's agent,
-or with init_method tcp:// in rank 0). A thread of every process answers; who has not after a few
-seconds is named. A process that ends by an error of its own leaves its last words there.
+When a process dies or hangs, the others only see a closed connection or a timeout. So a process
+whose exchange fails calls the roll in the store of the process group (it lies in torchrun's agent,
+or with init_method tcp:// in rank 0). A thread of every process answers. A process that has not
+answered after a few seconds is named. A process that ends with its own error leaves it in the store
+as its last words.
 """
 
 import atexit
@@ -20,23 +21,22 @@ from typing import NoReturn
 from torch import distributed
 
 PATIENCE_S = 5.0
-"""How long the roll call waits for an answer, in seconds; torchrun gives a process 30 from SIGTERM
-to SIGKILL."""
+"""Seconds that the roll call waits; torchrun gives a process 30 from SIGTERM to SIGKILL."""
 PERIOD_S = 0.5
-"""How often a process looks whether the roll is called, in seconds."""
+"""Seconds between two looks whether the roll is called."""
 FAILURES = re.compile(
     r"/gloo/|\bgloo timeout\b|timed out waiting \d+ ?ms|wait timeout|\bnccl"
     r" (communicator|error|operation|work)\b"
     r"|watchdog caught collective|socket timeout|connection (closed|reset) by peer|broken pipe",
     re.IGNORECASE,
 )
-"""Found in the messages of failed exchanges."""
+"""Occurs in the messages of failed exchanges."""
 NOISE = (
     (re.compile(r"Got the following error when running the callback: \w+: "), ""),
     (re.compile(r"\[\S*/gloo/\S*\] "), "gloo: "),
     (re.compile(r"\. This is typically caused by.*"), ""),
 )
-"""Text that DDP and gloo put around the reason: (pattern, replacement)."""
+"""Text that DDP and gloo add around the reason: (pattern, replacement)."""
 
 
 class ExchangeFailed(RuntimeError):
@@ -44,14 +44,14 @@ class ExchangeFailed(RuntimeError):
 
 
 class RankLost(ExchangeFailed):
-    """It failed because processes are gone; the message says which."""
+    """An exchange failed because processes are gone; the message says which."""
 
 
 class RollCall:
-    """One process's part in the roll calls of a group.
+    """The part of one process in the roll calls of a group.
 
-    `store` is used from one thread only: give a clone. `host` says in words where this process
-    runs, `store_host` who is gone if the store is.
+    `store`: only one thread may use it, so pass a clone. `host`: where this process runs, in words.
+    `store_host`: who is gone if the store is gone, in words.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class RollCall:
         self.rank, self.size, self.host, self.store_host = rank, size, host, store_host
         self._store = distributed.PrefixStore("lsq/roll_call", store)
         self.group: Callable[[], object] = lambda: None
-        """The process group, while it exists."""
+        """Returns the process group while it exists."""
         self._last_words: str | None = None
         self._lost: str | None = None
         self._called, self._ends, self._wake, self._done = (threading.Event() for _ in range(4))
@@ -68,24 +68,24 @@ class RollCall:
         self._thread.start()
 
     def lost(self) -> str | None:
-        """Call the roll, unless somebody has: who is gone, in words, or None if all answered."""
+        """Call the roll, unless somebody has. Return who is gone, in words; None: all answered."""
         self._called.set()
         self._wake.set()
-        # A store whose host is stopped, not gone, answers nothing: its requests never return.
+        # If the store's host is stopped, not gone, requests to the store never return.
         if not self._done.wait(2 * (PATIENCE_S + PERIOD_S)) or self._lost is None:
             return self.store_host
         return self._lost or None
 
     def leave(self, last_words: str | None = None) -> None:
-        """End this process's part; others are told `last_words`. A thread that comes back from C++
-        while the interpreter ends aborts the process: this waits until it is done."""
+        """End the part of this process, and leave `last_words`. Waits for the thread: if it came
+        back from C++ while the interpreter ends, it would abort the process."""
         self._last_words = last_words
         self._ends.set()
         self._wake.set()
         self._thread.join(max(10.0, 2 * PATIENCE_S))
 
     def _watch(self) -> None:
-        """Errors of the store mean that it is gone."""
+        """Answer and call the roll; an error of the store means that the store is gone."""
         try:
             store = self._store
             store.set(f"host/{self.rank}", self.host)
@@ -94,7 +94,7 @@ class RollCall:
                     store.set("called", "")
                 if store.check(["called"]):
                     self._lost = self._call()
-                    # where the store may live: the others have seen the call a little later
+                    # the store may live here: let the other ranks see the call before it ends
                     if self.rank == 0:
                         self._ends.wait(2 * PERIOD_S)
                     break
@@ -107,7 +107,7 @@ class RollCall:
             self._done.set()
 
     def _call(self) -> str:
-        """Answer, wait for the others and return who gave no answer, in words."""
+        """Answer, wait for the others, and return in words who has not answered."""
         store, deadline = self._store, time.monotonic() + PATIENCE_S
         store.set(f"here/{self.rank}", "")
         while not store.check([f"here/{rank}" for rank in range(self.size)]):
@@ -132,12 +132,12 @@ class RollCall:
 
 
 _current: RollCall | None = None
-"""A registry, since whoever sees an exchange fail has no part in roll calls at hand."""
+"""A registry, since code that sees an exchange fail has no access to the roll call."""
 
 
 def register() -> None:
-    """Take part in the roll calls of the default process group, or of the one that was made
-    since; to be called by every process once it is there. Does nothing without several."""
+    """Take part in the roll calls of the default process group. Every process must call it, and
+    again for a new group. Does nothing with one process."""
     global _current
     if not distributed.is_available() or not distributed.is_initialized():
         return
@@ -168,7 +168,7 @@ def unregister(last_words: str | None = None) -> None:
 
 
 def is_exchange_failure(error: BaseException) -> bool:
-    """Whether `error`, or one that it was raised in place of, is that of a failed exchange."""
+    """Return whether `error`, or an error that led to it, is a failed exchange."""
     return any(
         isinstance(one, (ExchangeFailed, distributed.DistError))
         or (isinstance(one, RuntimeError) and FAILURES.search(str(one)) is not None)
@@ -177,18 +177,20 @@ def is_exchange_failure(error: BaseException) -> bool:
 
 
 def name_the_lost(error: BaseException) -> BaseException:
-    """Call the roll if `error` is that of a failed exchange, and return the error to raise:
-    RankLost, which names those that are gone; ExchangeFailed with the words of `error` if all
-    answered or nobody has registered; else `error` itself."""
+    """Call the roll if `error` is a failed exchange, and return the error to raise.
+
+    RankLost names the processes that are gone. ExchangeFailed has the words of `error`, if all
+    answered or nobody has registered. For any other error, `error` itself is returned.
+    """
     if isinstance(error, ExchangeFailed) or not is_exchange_failure(error):
         return error
     *_, last = _chain(error)
     root = next((one for one in _chain(error) if isinstance(one, RuntimeError)), last)
-    reason = _first_line(root)  # what the exchange itself said
+    reason = _first_line(root)  # the exchange's own message
     if _current is None:
         return ExchangeFailed(reason)
     lost = _current.lost()
-    # DDP passes on no more than the words of what another thread has named already
+    # DDP passes on the message alone, which another thread may have completed already
     if lost is not None:
         return RankLost(reason if reason.startswith(lost) else f"{lost}: {reason}")
     answer = (
@@ -200,8 +202,8 @@ def name_the_lost(error: BaseException) -> BaseException:
 
 @contextlib.contextmanager
 def naming_the_lost(before: Callable[[], object] = lambda: None) -> Iterator[None]:
-    """Within this context a failed exchange is raised as `name_the_lost` has it, after `before`.
-    Another error that ends this process is left to the others as its last words."""
+    """Within this context, raise a failed exchange as `name_the_lost` returns it, after calling
+    `before`. Any other error that ends this process becomes its last words for the others."""
     try:
         yield
     except (Exception, SystemExit) as error:

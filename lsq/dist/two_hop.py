@@ -1,16 +1,16 @@
-"""int8 and int8_hier: the mean of all workers' gradients in two hops of codes.
+"""int8 and int8_hier: the mean of all workers' gradients, by two hops of codes.
 
-Each worker owns a shard of the bucket. First hop: every worker sends each owner its codes of the
-owner's shard (all-to-all); the owner adds up the values in float32, in the order of ranks. Second
-hop: the owner rounds the mean once more and sends its codes to all (all-gather). All end with the
-same codes. Scales lie in the messages, beside the codes (Wang et al. 2023, ZeRO++, section 3.3;
-there only the first hop is rounded).
+Each worker owns a shard of the bucket. First hop: every worker sends each owner the codes of its
+shard (all-to-all), and the owner adds the values in float32, in the order of ranks. Second hop: the
+owner rounds the mean again and sends its codes to all (all-gather), so that all have the same
+codes. Scales lie in the messages, beside the codes (Wang et al. 2023, ZeRO++, section 3.3, where
+only the first hop is rounded).
 
-Under int8_hier each worker of a node first gets a piece of every neighbour's bucket as it is and
-adds them up, fused with the rounding that follows. Workers at the same position of every node
+Under int8_hier each worker of a node first gets one piece of every neighbour's bucket, unrounded,
+and adds them, fused with the rounding that follows. Workers at the same position of every node
 average their pieces as above, so that each piece crosses a node's network card once in each
-direction; the codes of all pieces are gathered inside the node. A large bucket goes in parts, so
-that the network carries one part while others are packed and summed.
+direction. Then the codes of all pieces are gathered inside the node. A large bucket goes in parts:
+the network carries one part while others are packed and summed.
 """
 
 from collections.abc import Iterator
@@ -39,9 +39,9 @@ PART = 2**20
 class TwoHop:
     """Averages buckets; see the module.
 
-    `group`: the workers that exchange codes, in order of ranks: all of them, or the one with this
-    one's position on every node. `scratch`: holds pieces and messages. `neighbours`: the workers of
-    this node, in order of ranks; None: none but this one.
+    `group`: the workers that exchange codes, in order of ranks: all, or the workers at this
+    position of every node. `scratch`: holds pieces and messages. `neighbours`: the workers of this
+    node, in order of ranks; None: this worker is alone.
     """
 
     def __init__(
@@ -56,13 +56,12 @@ class TwoHop:
             self._steps(number, buffer[first : first + length])
             for number, (first, length) in enumerate(parts)
         )
-        # Each part goes a step, then each the next one: all workers begin collectives in the same
-        # order.
+        # The parts go a step each in turn, so that all workers begin collectives in the same order.
         for _ in zip_longest(*steps):
             pass
 
     def _steps(self, number: int, buffer: Tensor) -> Iterator[None]:
-        """`average` of one part; it yields wherever it would wait."""
+        """Average one part; yield wherever it would wait."""
 
         def scratch(name: str, shape: tuple[int, ...], *dtype) -> Tensor:
             return self.scratch.take(f"{name} {number}", shape, *dtype)
@@ -123,8 +122,8 @@ def unpack(messages: Tensor, layout: MessageLayout, out: Tensor) -> None:
 
 
 def cut(values: int, pieces: int) -> list[tuple[int, int]]:
-    """(first value, number of values) of each piece, the longest first, the last perhaps empty.
-    Pieces begin at multiples of SHARD_MULTIPLE, so that kernels find them aligned."""
+    """Return (first value, number of values) of each piece, the longest first, the last perhaps
+    empty. Pieces begin at multiples of SHARD_MULTIPLE, so that kernels find them aligned."""
     length = -(-values // (pieces * SHARD_MULTIPLE)) * SHARD_MULTIPLE
     starts = [min(piece * length, values) for piece in range(pieces)]
     return [(start, min(length, values - start)) for start in starts]

@@ -1,9 +1,9 @@
 """Builds and caches the emulated CUDA libraries and the kernels that run in them.
 
-The libraries stand in for libcuda and libcublasLt. A kernel source becomes a shared library of its
-own; the image that `cuModuleLoadData` takes is that library's path. Everything lies in
-`$XDG_CACHE_HOME/lsq/emulator` (or `~/.cache/lsq/emulator`) under names that depend on the sources,
-flags and compiler, so that nothing is ever outdated.
+The libraries stand in for libcuda and libcublasLt. Each kernel source becomes a shared library; the
+image for `cuModuleLoadData` is the path of that library. All files lie in
+`$XDG_CACHE_HOME/lsq/emulator` (or `~/.cache/lsq/emulator`). Their names depend on the sources,
+flags and compiler, so that none is ever outdated.
 """
 
 import functools
@@ -49,16 +49,13 @@ SANITIZE = [
 # AddressSanitizer guards no variable that the linker may merge, such as those of inline functions
 # and templates.
 KERNEL_SANITIZE = [*SANITIZE, "-fwhole-program"]
-# Every access to memory calls a function of the driver (races.cpp); ThreadSanitizer's own library
-# stays away.
+# Every memory access calls the driver (races.cpp), in place of ThreadSanitizer's own library.
 KERNEL_WATCH = ["-fsanitize=thread", "-nodefaultlibs"]
-# For counts: scalar, unrolled code, as near to a GPU's as g++ comes to it, that calls the driver at
-# each basic block.
+# For counts: scalar, unrolled code, similar to a GPU's, that calls the driver at each basic block.
 KERNEL_PROFILE = [*KERNEL_WATCH, "-O3", "-fno-tree-vectorize", "-fno-tree-slp-vectorize"]
 KERNEL_PROFILE += ["--param", "max-completely-peeled-insns=4000", "-fsanitize-coverage=trace-pc"]
 KERNEL_PROFILE += ["-Wno-maybe-uninitialized", "-Wno-sign-compare"]  # of unrolled loops
-# The only variables of a module in memory that starts as zeros must be its shared ones: no start
-# files.
+# No start files: the shared variables must be the only ones in zeroed memory (.bss) of a module.
 KERNEL_LINK = ["-shared", "-nostartfiles"]
 KERNEL_LIBRARIES = ["-lstdc++", "-lm", "-lgcc_s", "-lc"]
 
@@ -69,19 +66,17 @@ _STATIC_SHARED = re.compile(r"\b__shared__\b")
 
 
 def build_driver(sanitize: bool = False) -> Path:
-    """Build the emulated libcuda unless it is cached; its path. `sanitize`: with
+    """Build the emulated libcuda unless it is cached; return its path. `sanitize`: with
     AddressSanitizer and UndefinedBehaviorSanitizer, for a process that preloads them. Raises
-    RuntimeError: no compiler, the build failed, or the cache folder cannot be written."""
+    RuntimeError: there is no compiler, the build failed, or the cache folder cannot be written."""
     return _build_library(
         "libemulated_cuda", tuple(SOURCES / name for name in DRIVER_SOURCES), sanitize
     )
 
 
 def build_products(sanitize: bool = False) -> Path:
-    """Build the emulated libcublasLt unless it is cached; its path.
-
-    Args and Raises as `build_driver`.
-    """
+    """Build the emulated libcublasLt unless it is cached; return its path. Args and Raises as
+    `build_driver`."""
     parts = tuple(SOURCES / name for name in PRODUCTS_SOURCES)
     return _build_library("libemulated_cublasLt", parts, sanitize, (build_driver(sanitize),))
 
@@ -98,7 +93,7 @@ def compile_kernels(
     Args:
         source: file name in lsq/csrc/cuda ("activation.cu"), or a path elsewhere.
         defines: (name, value) of each preprocessor definition.
-        sanitize: as in the `build_driver` that loads the module.
+        sanitize: the same as in the `build_driver` whose driver loads the module.
         profile: count instructions, for lsq.emulator.profile.
 
     Returns:
@@ -106,7 +101,7 @@ def compile_kernels(
 
     Raises:
         FileNotFoundError: there is no such source.
-        RuntimeError: no compiler, the build failed, or the cache folder cannot be written.
+        RuntimeError: there is no compiler, the build failed, or the cache folder cannot be written.
     """
     path = KERNELS / source
     driver = build_driver(sanitize)
@@ -150,7 +145,7 @@ def _headers() -> list[Path]:
 
 
 def _operations() -> Path:
-    """operations.h, in a folder of its own in the cache."""
+    """Return the path of operations.h, in its own folder of the cache."""
     text = sources.operations_header().encode()
     path = cache.folder("emulator").absolute() / f"operations-{cache.digest(text)}" / "operations.h"
     if not path.exists():
@@ -159,14 +154,15 @@ def _operations() -> Path:
 
 
 def _target(stem: str, sources: list[Path], flags: list[str]) -> Path:
-    """The path of the library made of `sources` with `flags`; its name hashes all it depends on."""
+    """Return the path of the library of `sources` and `flags`; its name has a hash of all
+    inputs."""
     parts = [part for path in sources for part in (path.name, path.read_bytes())]
     name = cache.digest(repr(flags), _compiler_version(tuple(_compiler())), *parts)
     return cache.folder("emulator").absolute() / f"{stem}-{name}.so"
 
 
 def _compiler() -> list[str]:
-    """The C++ compiler's command line: the environment variable CXX, else g++."""
+    """Return the C++ compiler's command line: the environment variable CXX, else g++."""
     return shlex.split(os.environ.get("CXX") or "g++")
 
 
@@ -178,13 +174,13 @@ def _compiler_version(compiler: tuple[str, ...]) -> str:
 def _declare_shared(text: str) -> str:
     """Declare shared memory in C++: dynamic memory as a pointer, the rest as static variables."""
     dynamic = r"[[maybe_unused]] \1* const \2 = reinterpret_cast<\1*>(emulator_dynamic_shared);"
-    # used: others write to it as well, the emulator before each block.
+    # used: the emulator writes to it before each block, which the compiler does not see.
     return _STATIC_SHARED.sub("static __attribute__((used))", _DYNAMIC_SHARED.sub(dynamic, text))
 
 
 def _link(arguments: list[str], target: Path, text: str | None = None) -> None:
-    """Link `target` and move it into place at once: other processes may build or use it now. Raises
-    RuntimeError: the compiler is missing or fails, or the cache folder cannot be written."""
+    """Link `target` and move it into place at once, since other processes may build or use it now.
+    Raises RuntimeError: the compiler is missing or fails, or the cache folder cannot be written."""
     with tempfile.TemporaryDirectory() as folder:
         staged = Path(folder) / target.name
         _run([*_compiler(), *arguments, "-o", os.fspath(staged)], text)
@@ -198,7 +194,7 @@ def _link(arguments: list[str], target: Path, text: str | None = None) -> None:
 
 
 def _run(command: list[str], text: str | None = None) -> str:
-    """Run a compiler command with `text` as its input; its output. Warnings are logged. Raises
+    """Run a compiler command with `text` as its input; log warnings and return the output. Raises
     RuntimeError: the command is missing or fails; the message has the compiler's errors."""
     try:
         result = subprocess.run(command, input=text, capture_output=True, text=True)

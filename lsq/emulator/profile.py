@@ -1,8 +1,8 @@
 """Counts what kernels do in the emulator: memory accesses by warps, and instructions by kind.
 
-Lanes of a warp that access memory together are one request (counters.h). Instructions are those of
-the kernel compiled for the scalar units of this machine, near a GPU's, at each execution of a
-basic block by a warp.
+Accesses that the lanes of a warp make together are one request (counters.h). Instructions are
+counted in the kernel compiled to scalar code for this machine, which is similar to a GPU's, each
+time a warp executes a basic block.
 """
 
 import ctypes
@@ -50,8 +50,8 @@ CALLED = {
     "sqrt": "root",
     "logf": "logarithm",
 }
-"""Functions that stand for one or a few GPU instructions, and their kind. Their own instructions
-are not counted."""
+"""Functions that stand for one or a few GPU instructions -> their kind. Their bodies do not
+count."""
 KINDS = (
     ("root", r"sqrt[sp][sd]"),
     ("division", r"div[sp][sd]|i?div[lq]?"),
@@ -67,8 +67,7 @@ KINDS = (
         r"(add|sub|and|or|xor|not|neg|sh[lr]d?|sa[lr]|ro[lr]|inc|dec|cmp|test|lea|bt\w*)[bwlq]?|(set|cmov)\w+",
     ),
 )
-"""Kinds of instructions and the x86-64 mnemonics that stand for them. Others (moves, calls) are not
-counted."""
+"""(kind of instruction, pattern of its x86-64 mnemonics); others (moves, calls) do not count."""
 _KINDS = [(kind, re.compile(pattern)) for kind, pattern in KINDS]
 _HOOK = "__sanitizer_cov_trace_pc"
 
@@ -78,13 +77,13 @@ class Traffic:
     """Accesses of one kind to one tensor."""
 
     requests: int = 0
-    """By warps."""
+    """Requests by warps."""
     bytes: int = 0
-    """Asked for by lanes."""
+    """Bytes that lanes ask for."""
     sectors: int = 0
     """Sectors of 32 bytes in all requests."""
     touched: int = 0
-    """Different sectors."""
+    """Different sectors among them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,22 +103,22 @@ class Profile:
     kernel: str
     warps: int
     operands: tuple[Operand, ...]
-    """In the order of `operands_of`. If a tensor occurs twice, the first has all accesses."""
+    """In the order of `operands_of`. If a tensor occurs twice, the first has all its accesses."""
     elsewhere: tuple[Traffic, Traffic, Traffic]
     """Reads, writes and atomics of memory outside the operands."""
     shared_requests: int
     shared_passes: int
-    """Passes of the banks of shared memory; those beyond `shared_least` are conflicts."""
+    """Passes of the banks of shared memory; passes above `shared_least` are conflicts."""
     shared_least: int
     instructions: dict[str, int]
-    """Executions by warps, by kind."""
+    """Kind -> number of executions by warps."""
     activity: float
     """Mean share of a warp's 32 lanes that take part in an instruction."""
 
 
 @functools.cache
 def device() -> Device:
-    """The emulator with kernels compiled for counting. Its lists hold no products. Raises
+    """Return the emulator with kernels compiled for counting; its lists hold no products. Raises
     RuntimeError: there is no C++ compiler."""
     return Device(
         name="CUDA emulator that counts",
@@ -133,7 +132,7 @@ def device() -> Device:
 
 
 def operands_of(entry: Launch) -> list[torch.Tensor]:
-    """The tensor arguments of a launch in order, those in structs of operations included."""
+    """Return the tensor arguments of a launch in order, also those in structs of operations."""
     found: list[torch.Tensor] = []
     for argument in entry.arguments:
         if hasattr(argument, "pack"):
@@ -144,9 +143,8 @@ def operands_of(entry: Launch) -> list[torch.Tensor]:
 
 
 def profile(entries: Sequence[Launch]) -> list[Profile]:
-    """Run launches on tensors on the CPU, one after another, and count what each does. Raises
-    RuntimeError: a kernel fails, or there is no C++ compiler or no objdump; ValueError: see
-    lsq.native.launch_list."""
+    """Run launches on CPU tensors one after another, and count what each does. Raises RuntimeError:
+    a kernel fails, or there is no C++ compiler or objdump; ValueError: as LaunchList."""
     ready = device().list(entries)
     library = ctypes.CDLL(str(emulator.build_driver()))
     library.emulator_profile_end.restype = ctypes.c_char_p
@@ -208,7 +206,7 @@ def _profile(record: dict, entry: Launch, tensors: list[torch.Tensor], places: d
 
 
 def _instructions(record: dict) -> tuple[dict[str, int], float]:
-    """Instructions by kind, and the mean share of lanes that took part."""
+    """Return instructions by kind, and the mean share of lanes that took part."""
     code = _code(record["module"])
     found, active = Counter(), 0
     for offset, warps, lanes in record["blocks"]:
@@ -221,8 +219,8 @@ def _instructions(record: dict) -> tuple[dict[str, int], float]:
 
 @functools.cache
 def _code(module: str) -> dict[int, Counter]:
-    """Instructions by kind of each basic block, by the address after its call of the hook. Raises
-    RuntimeError: there is no objdump."""
+    """Return the instructions by kind of each basic block, by the address after its call of the
+    hook. Raises RuntimeError: there is no objdump."""
     try:
         command = ["objdump", "--disassemble", "--demangle", "--no-show-raw-insn", module]
         listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -255,11 +253,11 @@ def _code(module: str) -> dict[int, Counter]:
 
 
 def _kind(name: str, given: str) -> str | None:
-    """The kind of an instruction; None: it is not counted."""
+    """Return the kind of an instruction; None: it is not counted."""
     if name.startswith("call"):
         target = re.search(r"<([^+>]*(?:<.*>)?[^+>]*)", given)
         return _called(target.group(1)) if target else None
-    if re.search(r"%[re]?[sb]p\b", given.rpartition(",")[2]):  # the machine's own stack
+    if re.search(r"%[re]?[sb]p\b", given.rpartition(",")[2]):  # work on the CPU's stack
         return None
     return next((kind for kind, pattern in _KINDS if pattern.fullmatch(name)), None)
 
@@ -270,8 +268,7 @@ def _called(symbol: str) -> str | None:
 
 
 def fitting_blocks(threads: int, registers: int, shared: int, limits: "Limits") -> int:
-    """Blocks of a kernel that a multiprocessor holds at once; `shared` bytes are static and
-    dynamic."""
+    """Return the blocks that a multiprocessor holds at once. `shared`: static and dynamic bytes."""
     warps = -(-threads // WARP)
     of_warp = -(-registers * WARP // 256) * 256
     by_registers = limits.registers // of_warp // warps if registers else limits.blocks

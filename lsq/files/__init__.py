@@ -9,15 +9,16 @@ from pathlib import Path
 from typing import BinaryIO
 
 PARTIAL = ".partial"
-"""End of the name of a file that is being written."""
+"""Suffix of a file or folder that is being written."""
 
 
 def write(path: Path, make: Callable[[BinaryIO], object], *, mark: str = "") -> None:
-    """Let `make` write into a temporary file beside `path`, then rename it: all of the new file or
-    all of the old stays. OSError if it cannot be written.
+    """Write a file whole or not at all: `make` writes a temporary file beside `path`, which is then
+    renamed. Raises OSError: it cannot be written.
 
-    `mark` is part of the temporary name: another for each writer, where several may write this file
-    at once. Without, what a killed process left is written over and does not pile up.
+    `mark`: part of the temporary name. Writers that may write `path` at the same time need
+    different marks. Without a mark, the next writer overwrites what a killed process left, so that
+    nothing piles up.
     """
     temporary = path.with_name(f".{path.name}{mark}{PARTIAL}")
     try:
@@ -27,7 +28,7 @@ def write(path: Path, make: Callable[[BinaryIO], object], *, mark: str = "") -> 
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError as error:
-        if error.errno is not None and error.filename is None:  # of a full disk
+        if error.errno is not None and error.filename is None:  # a full disk names no file
             raise OSError(error.errno, error.strerror, str(path)) from error
         raise
     finally:
@@ -35,7 +36,7 @@ def write(path: Path, make: Callable[[BinaryIO], object], *, mark: str = "") -> 
 
 
 def check_name(path: str | os.PathLike) -> None:
-    """Raise a ValueError if a name is not UTF-8, which other libraries cannot open."""
+    """Raise ValueError if a name is not UTF-8, since other libraries cannot open such a file."""
     try:
         os.fspath(path).encode()
     except UnicodeEncodeError:
@@ -45,7 +46,7 @@ def check_name(path: str | os.PathLike) -> None:
 
 
 def loading_fault(error: Exception) -> str:
-    """Say in a line why torch.load refused a file, without its advice to load whatever is in it."""
+    """Say in a line why torch.load refused a file, without its advice to load it anyway."""
     text = str(error)
     unknown = re.search(r"GLOBAL (\S+)", text)
     if unknown is not None:
@@ -56,21 +57,21 @@ def loading_fault(error: Exception) -> str:
 
 
 def write_text(path: Path, text: str) -> None:
-    """`write` a UTF-8 file, which others may be writing, too. What is no text, as in names of files
-    that are not UTF-8, is escaped: "\\udcff", which JSON reads as it was."""
+    """Write a UTF-8 file as `write` does, safely beside other writers. Characters that UTF-8 cannot
+    hold (from file names that are not UTF-8) are escaped: "\\udcff", which JSON reads back."""
     content = text.encode(errors="backslashreplace")
     write(path, lambda file: file.write(content), mark=f".{uuid.uuid4().hex}")
 
 
 def write_folder(path: Path, make: Callable[[Path], object]) -> None:
-    """Let `make` write into an empty folder beside `path`, then rename it; a folder that was there
-    is replaced. OSError if it cannot be written.
+    """Let `make` write an empty folder beside `path`, then put it in the place of `path`. Raises
+    OSError: it cannot be written.
 
-    For an instant between two renames neither is there; of a process that is killed then, the next
-    one puts the old folder back. A link to a folder is replaced, and what it names stays.
+    Between the two renames there is no `path` for an instant. If the process is killed then, the
+    next writer puts the old folder back. A link is replaced, and the folder that it names stays.
     """
     new, old = (path.with_name(f".{path.name}.{name}{PARTIAL}") for name in ("new", "old"))
-    _put_back(old, path)  # of a killed process
+    _put_back(old, path)  # that a killed process left
     _remove(new, old)
     new.mkdir()
     try:
@@ -79,7 +80,7 @@ def write_folder(path: Path, make: Callable[[Path], object]) -> None:
             path.rename(old)
         new.rename(path)
     finally:
-        _put_back(old, path)  # a signal came between the renames, or the second one failed
+        _put_back(old, path)  # if a signal came between the renames, or the second failed
         _remove(new, old)
 
 
@@ -96,5 +97,5 @@ def _remove(*folders: Path) -> None:
 
 
 def open_partial(path: Path) -> BinaryIO:
-    """Open a file for writing, and empty it if it exists; OSError if it is a link."""
+    """Open a file for writing, emptied if it exists. Raises OSError: it is a link or unwritable."""
     return open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o666), "wb")

@@ -1,6 +1,6 @@
-"""JSON from files that nobody vouches for, read into dataclasses that check themselves.
+"""Reads JSON from untrusted files into dataclasses that check themselves.
 
-A mistake is one ValueError that says where: "file.json: entries[12].key.m is 0; it must be ...".
+An error is one ValueError that says where: "file.json: entries[12].key.m is 0; it must be ...".
 """
 
 import dataclasses
@@ -15,18 +15,23 @@ from lsq import files
 
 LARGEST_FILE = 16 * 2**20
 _LONGEST_TEXT = 200
-"""Of the name of a device, a library or a feature."""
+"""Characters of the name of a device, a library or a feature."""
 _SHOWN = 60
 
 Built = TypeVar("Built")
 
 
 def read(path: Path, build: Callable[[Any], Built], remedy: str) -> Built:
-    """Return what `build` makes of the content of a file; ValueError if the file is too large, not
-    JSON, has a field twice or a number that is not finite, or is not what `build` takes.
+    """Return what `build` makes of the content of a file.
 
-    `path`: the file. `build`: checks the content; raises a ValueError that begins with the path of
-    what is wrong. `remedy`: what to do about a file that is wrong, for the message.
+    Args:
+        path: the file.
+        build: checks the content; raises ValueError, beginning with the path of the wrong value.
+        remedy: ends the message: what to do about a wrong file.
+
+    Raises:
+        ValueError: the file is too large or not JSON, has a field twice or a number that is not
+            finite, or `build` refuses it.
     """
     try:
         return build(_parse(_content(path)))
@@ -35,8 +40,7 @@ def read(path: Path, build: Callable[[Any], Built], remedy: str) -> Built:
 
 
 def write(path: Path, head: dict[str, Any], name: str, lines: list[dict[str, Any]]) -> None:
-    """Write an object, whole or not at all: the fields of `head` and the list `name`, each item on
-    a line."""
+    """Write an object, whole or not at all: fields of `head`, then list `name`, one item a line."""
     fields = [
         f" {json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in head.items()
     ]
@@ -49,11 +53,13 @@ def write(path: Path, head: dict[str, Any], name: str, lines: list[dict[str, Any
 def record(
     made: type[Built], value: Any, path: str, **converters: Callable[[Any, str], Any]
 ) -> Built:
-    """Make a dataclass from an object with its fields; those that have a default may be missing.
+    """Make a dataclass from an object with its fields; fields with a default may be missing.
 
-    `made`: a dataclass that checks itself, with errors that begin with the name of the field.
-    `value`: what should be the object; else a ValueError is raised. `path`: where it stands; "" for
-    the whole file. `converters`: field -> what makes its value, given the content and its path.
+    Args:
+        made: a dataclass that checks itself; its errors begin with the name of the field.
+        value: the object; anything else raises ValueError.
+        path: where the object stands in the file; "" for the whole file.
+        converters: field -> makes its value from the content and its path.
     """
     fields = dataclasses.fields(made)
     needed = [field.name for field in fields if field.default is dataclasses.MISSING]
@@ -71,8 +77,7 @@ def record(
 def check_fields(
     value: Any, needed: list[str], path: str, allowed: list[str] | None = None
 ) -> None:
-    """Raise a ValueError unless a value is an object with these fields, and none beside
-    `allowed`."""
+    """Raise ValueError unless `value` is an object with all `needed` and only `allowed` fields."""
     where = path or "the content"
     if not isinstance(value, dict):
         raise ValueError(
@@ -90,14 +95,14 @@ def check_fields(
 
 
 def sequence(value: Any, path: str, convert: Callable[[Any, str], Built]) -> tuple[Built, ...]:
-    """Convert each item of a list; ValueError if it is none."""
+    """Convert each item of a list. Raises ValueError: `value` is no list."""
     if not isinstance(value, list):
         raise ValueError(f"{path} is {shown(value)}; it must be a list")
     return tuple(convert(item, f"{path}[{number}]") for number, item in enumerate(value))
 
 
 def within(path: str, name: str) -> str:
-    """Return the path of a field of what stands at `path`."""
+    """Return the path of the field `name` of the object at `path`."""
     return f"{path}.{name}" if path else name
 
 
@@ -141,13 +146,13 @@ def _constant(name: str) -> None:
 
 
 def check_choice(name: str, value: object, allowed: Iterable[str]) -> None:
-    """Refuse what is not one of the allowed texts."""
+    """Raise ValueError unless the value is one of the allowed texts."""
     if not isinstance(value, str) or value not in allowed:
         raise ValueError(f"{name} is {shown(value)}; allowed: {', '.join(map(repr, allowed))}")
 
 
 def check_whole(name: str, value: object, smallest: int, largest: int) -> None:
-    """Refuse what is not a whole number in this range; True is none."""
+    """Raise ValueError unless the value is a whole number in this range; True and False are not."""
     if not isinstance(value, int) or isinstance(value, bool) or not smallest <= value <= largest:
         raise ValueError(
             f"{name} is {shown(value)}; it must be a whole number from {smallest} to {largest}"
@@ -155,7 +160,7 @@ def check_whole(name: str, value: object, smallest: int, largest: int) -> None:
 
 
 def check_number(name: str, value: object, largest: float) -> None:
-    """Refuse what is not a finite number from 0 to `largest`."""
+    """Raise ValueError unless the value is a finite number from 0 to `largest`."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not number or not 0 <= value <= largest or not math.isfinite(value):
         raise ValueError(
@@ -164,7 +169,7 @@ def check_number(name: str, value: object, largest: float) -> None:
 
 
 def check_text(name: str, value: object) -> None:
-    """Refuse what is not a short text that can be printed."""
+    """Raise ValueError unless the value is a short printable text."""
     is_text = isinstance(value, str) and 1 <= len(value) <= _LONGEST_TEXT and value.isprintable()
     if not is_text:
         raise ValueError(
@@ -174,7 +179,7 @@ def check_text(name: str, value: object) -> None:
 
 
 def shown(value: object) -> str:
-    """Show a value that may be anything in a message: short, and printable everywhere."""
+    """Show any value in a message: short, and printable everywhere."""
     plain = isinstance(value, (str, int, float, bool, type(None)))
     text = ascii(value) if plain else f"a {type(value).__name__}"
     return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."

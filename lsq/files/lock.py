@@ -1,4 +1,4 @@
-"""One writer at a time: locks that fall with the process that holds them, however it ends."""
+"""Locks for one writer at a time, which end with the process that holds them, however it ends."""
 
 import contextlib
 import errno
@@ -18,11 +18,11 @@ from filelock import FileLock, Timeout
 logger = logging.getLogger(__name__)
 
 NAME = ".lsq.lock"
-"""The lock of a folder, while it is held."""
+"""Name of the lock file of a folder; it exists while the lock is held."""
 _BEGINS = "process "
-"""How the text of a lock begins."""
+"""Beginning of the text in a lock."""
 _PAUSE = 0.05
-"""Between two looks whether the lock has fallen, in seconds."""
+"""Seconds between two attempts to take the lock."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
@@ -33,19 +33,19 @@ class Busy(OSError):
 
 @contextlib.contextmanager
 def locked(path: Path, what: str, remedy: str, *, seconds: float = 0.0) -> Iterator[None]:
-    """Let nobody else hold the lock `path` within this context. The file says who holds it, and is
-    removed at the end; one that a killed process left is taken over.
+    """Hold the lock `path` within this context. The file names this process and is removed at the
+    end; a lock that a killed process left is taken over.
 
     Args:
-        path: the lock, a file of its own; its folder is made where it is missing.
-        what: is locked, for the message: "runs/mine".
+        path: the lock file, used for nothing else; a missing folder is made.
+        what: what is locked, for the message: "runs/mine".
         remedy: what else the user can do, for the message: "choose another --output".
-        seconds: to wait for the one who holds it.
+        seconds: how long to wait for another process.
 
     Raises:
-        Busy: somebody holds it still; names the process.
-        OSError: a file of somebody else, or a link, has the name of the lock, or the folder cannot
-            be written.
+        Busy: another process still holds the lock; the message names it.
+        OSError: the name is taken by a link or a file that is no lock, or the folder cannot be
+            written.
     """
     made = [folder for folder in (path.parent, *path.parent.parents) if not folder.exists()]
     lock, since, taken = FileLock(path, timeout=0, fallback_to_soft=False), time.monotonic(), False
@@ -63,16 +63,16 @@ def locked(path: Path, what: str, remedy: str, *, seconds: float = 0.0) -> Itera
     finally:
         with _uninterrupted():
             if taken:
-                # before the lock falls: whoever opened it meanwhile looks again
+                # before the lock is released: a process that opened the file meanwhile tries again
                 path.unlink(missing_ok=True)
             lock.release()
             for folder in made:
-                with contextlib.suppress(OSError):  # it holds something
+                with contextlib.suppress(OSError):  # the folder is not empty
                     folder.rmdir()
 
 
 def _take(lock: FileLock, path: Path) -> bool:
-    """Try to take the lock; True also where the file system has none."""
+    """Try to take the lock; return True as well if the file system has no locks."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists() and not _text(path).startswith(("another", _BEGINS)):
         raise FileExistsError(f"{path} is no lock of lsq's and would be written over; move it away")
@@ -89,18 +89,18 @@ def _take(lock: FileLock, path: Path) -> bool:
 
 @contextlib.contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Let signals that Python handles, as Ctrl-C, wait for the end of this context: no lock is half
-    taken or released."""
+    """Delay signals that Python handles, such as Ctrl-C, to the end of this context, so that no
+    lock is half taken or released."""
     came: list[int] = []
     held = True
 
     def note(number: int, frame: object) -> None:
         if held:
             came.append(number)
-        else:  # a signal came while handlers were put back, and this one was not yet
+        else:  # the signal came before its own handler was put back
             handlers[number](number, frame)
 
-    # the others never see one
+    # other threads get no signals
     numbers = _SIGNALS if threading.current_thread() is threading.main_thread() else ()
     handlers = {number: signal.getsignal(number) for number in numbers}
     handlers = {number: handler for number, handler in handlers.items() if callable(handler)}
@@ -119,12 +119,12 @@ def _uninterrupted() -> Iterator[None]:
 def locked_folder(
     folder: Path, remedy: str, *, seconds: float = 0.0
 ) -> contextlib.AbstractContextManager[None]:
-    """`locked` for all that is in a folder."""
+    """Lock everything in a folder; see `locked`."""
     return locked(folder / NAME, str(folder), remedy, seconds=seconds)
 
 
 def locked_file(path: Path, remedy: str) -> contextlib.AbstractContextManager[None]:
-    """`locked` for one file."""
+    """Lock one file; see `locked`."""
     return locked(path.with_name(path.name + ".lock"), str(path), remedy)
 
 
@@ -137,14 +137,14 @@ def _write(path: Path, text: str) -> None:
 
 
 def _text(path: Path) -> str:
-    """Say who holds a lock."""
+    """Return the text of a lock, which says who holds it."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip() or "another process"
     except OSError:
         return "another process"
 
 
-@functools.cache  # once a folder
+@functools.cache  # once for each folder
 def _say_unsupported(folder: Path, reason: str) -> None:
     logger.warning(
         "%s cannot be locked (%s): do not let two processes write there at a time", folder, reason

@@ -1,8 +1,8 @@
-"""int8 matrix products: on a CPU lsq's tiles make them, on a GPU lsq's kernels or cuBLASLt, as
-tuned files or a rule say.
+"""int8 matrix products: by lsq's tiles on a CPU; on a GPU by lsq's kernels or cuBLASLt, as a tuned
+file or a rule decides.
 
-Every product is a [M, K] times b [N, K] transposed; either operand may be a transposed view.
-lsq.gemm.tuner makes the files.
+Every product is a [M, K] times b [N, K] transposed; both may be transposed views. lsq.gemm.tuner
+makes the files.
 """
 
 from typing import TYPE_CHECKING

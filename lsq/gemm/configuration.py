@@ -1,5 +1,5 @@
-"""How a product runs on a GPU, the rule for untuned ones, and measured times: checked data, as
-tuned files hold it.
+"""How a product runs on a GPU, the rule for untuned products, and measured times: the checked data
+of tuned files.
 
 Every error is a ValueError that begins with the name of the field.
 """
@@ -20,48 +20,46 @@ TILE_COLUMNS = {"mma": (64, 128), "wgmma": (64, 128, 256)}
 TILE_STAGES = {"mma": (2, 8), "wgmma": (3, 8)}
 """Least and most, by instruction."""
 WGMMA_SM = 90
-"""Compute capability, times 10, of the GPUs that have "wgmma"."""
+"""10 times the compute capability of the GPUs that have "wgmma"."""
 MOST_SPLIT = 32
 TILE_STEP = 64
-"""Values along K in a stage of csrc/cuda/product.cuh, which is so many bytes of each row."""
+"""Values along K in a stage of csrc/cuda/product.cuh; codes, so each row takes this many bytes."""
 MOST_TILE_ROWS = 65535
-"""Rows of tiles that a grid has room for."""
+"""Most rows of tiles in a grid."""
 LARGEST_TIME = 1e12
 LARGEST_SPREAD = 1e6
 
 # The rule follows a model of GPUs (benchmarks/model_gpu_step.py, docs/gpu.md); nothing of it is
 # measured.
 BLOCKS = 128
-"""Blocks that fill a GPU, about its multiprocessors. Tiles shrink until there are so many."""
+"""Blocks that fill a GPU, about its multiprocessors. Tiles shrink until there are this many."""
 SIDES = {
     "mma": ((128, 128), (128, 64), (64, 64)),
     "wgmma": ((128, 256), (128, 128), (128, 64), (64, 64)),
 }
 """Rows and columns of tiles, the fastest first."""
 FEW_ROWS = 64
-"""Products of at most so many rows have tiles of so many rows."""
+"""Products of at most this many rows have tiles of this many rows."""
 SHARED_BYTES = {"mma": 48 * 1024, "wgmma": 192 * 1024}
-"""Shared memory of a block, in bytes, by instruction. Two blocks with mma fit a multiprocessor of
-every GPU; with wgmma one fits, or two with small tiles."""
+"""Most bytes of shared memory of a block, by instruction. With mma, two blocks fit a multiprocessor
+of every GPU; with wgmma one block fits, or two with small tiles."""
 STAGES = {"mma": 4, "wgmma": 8}
 INNER_OF_A_PART = 1024
-"""Values along K that a part has at least."""
+"""Least values along K in a part."""
 MOST_PARTS = 8
 LONGEST_BESIDE_FASTER_PRODUCTS = {"mma": 512, "wgmma": 8192}
-"""Largest K of tiles on GPUs whose libraries multiply faster than mma.sync. There, sums that pass
-through memory cost less than slower multiplication (by wgmma: than reads of tiles through the L2
-cache), unless K is short."""
+"""Largest K of tiles on GPUs whose libraries multiply faster than mma.sync. For longer K, sums in
+memory cost less than slower multiplication (wgmma: than reading tiles through the L2 cache)."""
 _DATE = "%Y-%m-%dT%H:%M:%SZ"
 
 
 @dataclass(frozen=True, kw_only=True)
 class CublasConfiguration:
-    """An algorithm of cuBLASLt; another kernel applies the epilogue. Raises ValueError: no such
-    algorithm."""
+    """An algorithm of cuBLASLt; another kernel applies the epilogue. Raises ValueError: a field is
+    wrong."""
 
     algorithm: bytes
-    """64 bytes, in files as hexadecimal digits; valid for one version of the library and one model
-    of device."""
+    """64 bytes, hexadecimal in files; valid for one version of the library and one GPU model."""
     workspace_bytes: int
 
     def __post_init__(self) -> None:
@@ -89,17 +87,17 @@ class CublasConfiguration:
 
 @dataclass(frozen=True, kw_only=True)
 class TileConfiguration:
-    """The tiles of a kernel of lsq that makes a product on a GPU with its epilogue. Raises
+    """The tiles of a kernel of lsq that makes a product and its epilogue on a GPU. Raises
     ValueError: the kernels have no such tile."""
 
     rows: int
-    """Of sums that a block makes, 64 or 128."""
+    """Rows of sums in a block: 64 or 128."""
     columns: int
-    """64 or 128; by "wgmma" also 256."""
+    """64 or 128; with "wgmma" also 256."""
     stages: int
-    """Steps along K that a block holds in shared memory, 2 to 8; by "wgmma" at least 3."""
+    """Steps along K that a block holds in shared memory: 2 to 8; with "wgmma" at least 3."""
     split: int = 1
-    """Parts along K, each by blocks of its own: of weight gradients, else 1."""
+    """Parts of K, each for its own blocks; 1 except for weight gradients."""
     instruction: str = "mma"
     """"mma" (mma.sync), or "wgmma", which only GPUs of compute capability 9.0 have."""
 
@@ -123,7 +121,7 @@ class TileConfiguration:
         return self.stages * (self.rows + self.columns) * TILE_STEP
 
     def blocks(self, m: int, n: int) -> tuple[int, int]:
-        """Tiles across and down a product [M, N]; one row of them if M is 0."""
+        """Return (tiles across, tiles down) of a product [M, N]; one row of tiles if M is 0."""
         return -(-n // self.columns), max(1, -(-m // self.rows))
 
     def check_key(self, key: ProductKey) -> None:
@@ -156,9 +154,8 @@ Configuration = CublasConfiguration | TileConfiguration
 
 
 def default_tile(key: ProductKey, sm: int | None = None) -> TileConfiguration | None:
-    """The tile for an untuned product; None: cuBLASLt multiplies, but not for TILED_ALONE. `sm`:
-    compute capability of the GPU, e.g. 90; None: of any whose fastest int8 products are those of
-    mma.sync."""
+    """Return the tile for an untuned product; None: cuBLASLt multiplies (never for TILED_ALONE).
+    `sm`: compute capability, e.g. 90; None: a GPU that multiplies int8 fastest by mma.sync."""
     instruction = "wgmma" if sm == WGMMA_SM else "mma"
     if key.op not in TILED_ALONE and _is_left_to_cublaslt(key, sm, instruction):
         return None
@@ -177,7 +174,7 @@ def default_tile(key: ProductKey, sm: int | None = None) -> TileConfiguration | 
 
 
 def _is_left_to_cublaslt(key: ProductKey, sm: int | None, instruction: str) -> bool:
-    """Whether no tile takes a product, or a library multiplies it faster."""
+    """Return whether no tile can run the product, or a library multiplies it faster."""
     if key.op not in TILED or key.n % 16 or key.k % 16 or key.m > 64 * MOST_TILE_ROWS:
         return True
     return sm is not None and 90 <= sm < 120 and key.k > LONGEST_BESIDE_FASTER_PRODUCTS[instruction]
@@ -185,15 +182,15 @@ def _is_left_to_cublaslt(key: ProductKey, sm: int | None, instruction: str) -> b
 
 @dataclass(frozen=True, kw_only=True)
 class Times:
-    """Medians, in microseconds. Raises ValueError: a time is not above 0."""
+    """Medians in microseconds. Raises ValueError: a time is not above 0."""
 
     chosen: float
     default: float
-    """As the product runs untuned."""
+    """Time of the untuned product."""
     float: float
-    """Of the same product of floats."""
+    """Time of the same product of floats."""
     other: float | None = None
-    """Of the best way of the other kind, a tile beside cuBLASLt and the reverse; None: none was
+    """Best time of the other kind: cuBLASLt if a tile was chosen, or the reverse; None: none was
     near."""
 
     def __post_init__(self) -> None:
@@ -207,8 +204,8 @@ class Times:
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """The best configuration of a product. Raises ValueError: the configuration cannot run the
-    product, or a value is out of range."""
+    """The best configuration of a product. Raises ValueError: it does not suit the product, or a
+    field is wrong."""
 
     key: ProductKey
     configuration: Configuration
@@ -216,7 +213,7 @@ class Entry:
     spread: float
     """Interquartile range of the chosen configuration's times, relative to their median."""
     date: str
-    """Of the measurement: YYYY-MM-DDThh:mm:ssZ, UTC."""
+    """Time of the measurement: YYYY-MM-DDThh:mm:ssZ, UTC."""
 
     def __post_init__(self) -> None:
         if self.key != self.key.rounded():

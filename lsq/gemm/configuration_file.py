@@ -1,6 +1,6 @@
 """Files of tuned products: JSON with the validators of one GPU and its entries, one per line.
 
-Files are not trusted. A file whose validators do not match is refused as a whole.
+Files are not trusted. A file is refused as a whole if its validators do not match.
 """
 
 import dataclasses
@@ -37,8 +37,8 @@ _REMEDY = "correct or delete the file"
 
 @dataclass(frozen=True, kw_only=True)
 class Validators:
-    """A model of GPU with its libcublasLt. Entries hold where all of these are the same. Raises
-    ValueError: a value of the wrong type or out of range."""
+    """A GPU model and its libcublasLt; entries are valid where all fields are equal. Raises
+    ValueError: a value has the wrong type or is out of range."""
 
     format: int = FORMAT
     device: str
@@ -67,7 +67,7 @@ def _check_format(value: object) -> None:
 
 
 def difference(file: Validators, here: Validators) -> str | None:
-    """The first value in which a file's validators differ from this GPU's, in words."""
+    """Describe the first value in which a file's validators differ from this GPU's, if any."""
     for name, ours in vars(here).items():
         theirs = getattr(file, name)
         if theirs != ours:
@@ -76,8 +76,8 @@ def difference(file: Validators, here: Validators) -> str | None:
 
 
 def here() -> Validators:
-    """The validators of the current GPU with the installed libcublasLt. Raises RuntimeError: there
-    is no GPU, or no library."""
+    """Return the validators of the current GPU and the installed libcublasLt. Raises RuntimeError:
+    there is no GPU, or no library."""
     if not torch.cuda.is_available():
         raise RuntimeError(f"torch sees no GPU here; {compiler.remedy()}, or use the CPU")
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
@@ -100,14 +100,14 @@ def _cublaslt_version() -> str:
 
 
 def file_name(validators: Validators) -> str:
-    """The default name of a GPU's file, e.g. NVIDIA_H200.json."""
+    """Return the default name of a GPU's file, e.g. NVIDIA_H200.json."""
     return (re.sub(r"[^A-Za-z0-9]+", "_", validators.device).strip("_") or "unknown") + ".json"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigurationFile:
     """The entries of one GPU, sorted by key. Raises ValueError: two entries have the same key, or
-    one does not suit the GPU."""
+    an entry does not suit the GPU."""
 
     validators: Validators
     entries: tuple[Entry, ...] = ()
@@ -134,8 +134,8 @@ class ConfigurationFile:
 
 
 def read(path: Path) -> ConfigurationFile:
-    """Read a file. Raises ValueError: it is no such file; the message says where, what stands
-    there, and what is allowed; FileNotFoundError, OSError: there is none, or it cannot be read."""
+    """Read a file. Raises ValueError: it is wrong; the message says where, and what is allowed;
+    FileNotFoundError: it does not exist; OSError: it cannot be read."""
     if not path.exists():
         raise FileNotFoundError(
             f"there is no file {path} of tuned products; `lsq configs list` names all files, and"
@@ -145,8 +145,7 @@ def read(path: Path) -> ConfigurationFile:
 
 
 def write(path: Path, file: ConfigurationFile) -> None:
-    """Write a file, whole or not at all; make its folder if it is missing. Raises OSError: it
-    cannot be written."""
+    """Write a file whole or not at all; make its folder if needed. Raises OSError: that fails."""
     validators = {"kind": "cuda", **dataclasses.asdict(file.validators)}
     json_file.write(
         path, {"validators": validators}, "entries", [_fields(entry) for entry in file.entries]
@@ -154,7 +153,7 @@ def write(path: Path, file: ConfigurationFile) -> None:
 
 
 def _file(content: Any) -> ConfigurationFile:
-    # The validators come first: of a later format nothing else can be judged.
+    # The validators come first: a file of a later format cannot be checked further.
     json_file.check_fields(content, ["validators", "entries"], "")
     validators = _validators(content["validators"], "validators")
     record = json_file.record
@@ -188,7 +187,7 @@ def _validators(value: Any, where: str) -> Validators:
 
 
 def _configuration(value: Any, where: str) -> Configuration:
-    """A tile, or an algorithm of cuBLASLt, which alone has the field of that name."""
+    """Make a tile, or an algorithm of cuBLASLt: only the latter has the field `algorithm`."""
     if isinstance(value, dict) and "algorithm" not in value:
         return json_file.record(TileConfiguration, value, where)
     return json_file.record(CublasConfiguration, value, where, algorithm=_bytes)
@@ -219,16 +218,16 @@ def _order(entry: Entry) -> tuple:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchedFile:
-    """A file of the user's folder or of the package, or an explicitly named one, and whether it is
+    """A file that was named or found in the user's folder or the package, and whether it is
     used."""
 
     path: Path
     file: ConfigurationFile | None
-    """None if it cannot be read."""
+    """None: it cannot be read."""
     refusal: str | None
-    """Why it is not used here; None if it is."""
+    """Why it is not used here; None: it is used."""
     shipped: bool = False
-    """Whether it comes with lsq, where files for other devices are expected."""
+    """Whether it comes with lsq, whose files are for many devices."""
 
 
 PACKAGE_FOLDER = Path(__file__).parent / "configs"
@@ -236,9 +235,9 @@ PACKAGE_FOLDER = Path(__file__).parent / "configs"
 
 
 def user_folder() -> Path | None:
-    """$XDG_CONFIG_HOME/lsq/gemm, by default ~/.config/lsq/gemm; None without a home."""
+    """Return $XDG_CONFIG_HOME/lsq/gemm, by default ~/.config/lsq/gemm; None: no home folder."""
     configured = os.environ.get("XDG_CONFIG_HOME", "")
-    if os.path.isabs(configured):  # the XDG specification: others are to be ignored
+    if os.path.isabs(configured):  # the XDG specification ignores relative paths
         return Path(configured, "lsq", "gemm")
     try:
         return Path.home() / ".config" / "lsq" / "gemm"
@@ -247,8 +246,8 @@ def user_folder() -> Path | None:
 
 
 def search(gpu: Validators | str) -> list[SearchedFile]:
-    """Every file of the user's folder, then of the package, with its refusal for a GPU, or why
-    there is none."""
+    """Find every file of the user's folder, then of the package. `gpu`: its validators, or why
+    there is no GPU, which then refuses all files."""
     user, results = user_folder(), []
     own = sorted(user.glob("*.json")) if user is not None and user.is_dir() else []
     for path in (*own, *sorted(PACKAGE_FOLDER.glob("*.json"))):

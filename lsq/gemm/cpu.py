@@ -1,8 +1,8 @@
-"""int8 products of the CPU: lsq's own tiles multiply, and the loops of an operation apply its
-epilogue in the same pass.
+"""int8 products on the CPU: lsq's tiles multiply, and an operation's loops apply its epilogue in
+the same pass.
 
-A rule says how: by the fastest instructions of the processor, as many rows at a time as suit the
-caches (lsq/csrc/cpu/tiles.h). No bit depends on it.
+A rule chooses the fastest instructions of the processor, and as many rows at a time as suit the
+caches (lsq/csrc/cpu/tiles.h). The bits of the result do not depend on it.
 """
 
 import functools
@@ -13,16 +13,16 @@ from lsq.gemm.operations import LARGEST_INNER, TILED_ALONE, inner_parts, is_long
 from lsq.native import loader, tiles
 
 ALIGNMENT = 64
-"""Bytes of a cache line, to whose multiples scratch memory is aligned."""
+"""Bytes of a cache line; the address of scratch memory is a multiple."""
 
 
 def scratch_for(op: str, m: int, n: int, k: int) -> tuple[tuple[int], torch.dtype]:
-    """(shape, dtype) of the scratch memory for a product, and for any with fewer tokens; m, n or k
-    is 0 where there is nothing to multiply."""
+    """Return (shape, dtype) of the scratch memory for a product, and for products with fewer
+    tokens. m, n or k is 0 if there is nothing to multiply."""
     if not min(m, n, k):
         return (ALIGNMENT,), torch.uint8
     long = is_long(op, k)
-    # of vocabularies, each thread packs the columns that it reads in memory of its own
+    # for vocabularies, each thread packs the columns that it reads in its own memory
     packed = 0 if op in TILED_ALONE else _packed_bytes(n, LARGEST_INNER if long else k)
     return (max(packed, ALIGNMENT) + (2 * _sums_bytes(m, n) if long else 0),), torch.uint8
 
@@ -30,11 +30,14 @@ def scratch_for(op: str, m: int, n: int, k: int) -> tuple[tuple[int], torch.dtyp
 def multiply(
     op: str, operation: object, a: torch.Tensor, b: torch.Tensor, memory: torch.Tensor, *arguments
 ) -> None:
-    """Multiply int8 a [M, K] by b [N, K] transposed, either perhaps a transposed view, and let
-    the loops of an operation apply its epilogue: `lsq_multiply_<op>` of the C++ library takes
-    the operation, a TileProduct and `arguments`; where K is longer than an int32 sum may be,
-    `lsq_end_long_<op>` takes float32 sums [M, N], their first row and number. `memory`: as
-    `scratch_for` asks for, aligned to ALIGNMENT. Raises ValueError: it is too small."""
+    """Multiply int8 a [M, K] by b [N, K] transposed (both may be transposed views) and apply the
+    epilogue of an operation.
+
+    `lsq_multiply_<op>` of the C++ library gets the operation, a TileProduct and `arguments`. If K
+    is too long for int32 sums, `lsq_end_long_<op>` gets float32 sums [M, N], their first row and
+    their number of rows instead. `memory`: as `scratch_for` says, aligned to ALIGNMENT. Raises
+    ValueError: `memory` is too small.
+    """
     (m, k), n = a.shape, b.shape[0]
     if is_long(op, k):
         loader.call(f"lsq_end_long_{op}", operation, _long_sums(a, b, memory), 0, m, *arguments)
@@ -44,8 +47,8 @@ def multiply(
 
 
 def untuned_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a int8 [M, K], b int8 [N, K] -> int32 [M, N] by tiles. Raises ValueError: K could overflow
-    the sums; LibraryError: the C++ library is missing."""
+    """Multiply a int8 [M, K], b int8 [N, K] -> int32 [M, N] by tiles. Raises ValueError: K is so
+    long that sums could overflow; LibraryError: the C++ library is missing."""
     size = _packed_bytes(b.shape[0], a.shape[1])
     memory = torch.empty(size + ALIGNMENT, dtype=torch.uint8, device="cpu")
     memory = memory[-memory.data_ptr() % ALIGNMENT :]
@@ -56,8 +59,8 @@ def untuned_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 def int8_product(
     a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """a int8 [M, K], b int8 [N, K] -> int32 [M, N] by oneDNN. Raises ValueError: K could overflow
-    the sums."""
+    """Multiply a int8 [M, K], b int8 [N, K] -> int32 [M, N] by oneDNN. Raises ValueError: K is so
+    long that sums could overflow."""
     _check_inner(a.shape[1])
     a, b = _unambiguous(a), _unambiguous(b)
     if out is None:
@@ -66,9 +69,9 @@ def int8_product(
 
 
 def reference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a int8 [M, K], b int8 [N, K] -> int32 [M, N], through float64, in which every sum is exact.
+    """Multiply a int8 [M, K], b int8 [N, K] -> int32 [M, N] in float64, where every sum is exact.
 
-    If K is longer than LARGEST_INNER: float32 [M, N], see `inner_parts`.
+    If K is longer than LARGEST_INNER, the result is float32 [M, N]; see `inner_parts`.
     """
     sums = [
         (a[:, part].to(torch.float64) @ b[:, part].to(torch.float64).t()).to(torch.int32)
@@ -107,7 +110,7 @@ def _multiply_into(
 
 
 def _long_sums(a: torch.Tensor, b: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
-    """float32 [M, N] in `memory`: exact sums of the parts of K, added as floats."""
+    """Return float32 [M, N] in `memory`: exact sums of the parts of K, added as floats."""
     (m, inner), n = a.shape, b.shape[0]
     size = _sums_bytes(m, n)
     total, block = (memory[first : first + 4 * m * n] for first in (0, size))
@@ -127,8 +130,8 @@ def _check_inner(inner: int) -> None:
 
 
 def _unambiguous(x: torch.Tensor) -> torch.Tensor:
-    """x [1, n] or [n, 1] with strides that say which; with strides (1, 1), torch._int_mm (2.13)
-    reads past its end."""
+    """Return x [1, n] or [n, 1] with strides that tell them apart: with strides (1, 1),
+    torch._int_mm (2.13) reads past its end."""
     if x.stride() != (1, 1):
         return x
     rows, columns = x.shape

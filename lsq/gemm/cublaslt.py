@@ -1,7 +1,7 @@
-"""Products of cuBLASLt on a GPU, each with its algorithm: as tuned, or as the library proposes.
+"""Products of cuBLASLt on a GPU, each with a tuned algorithm or the library's first proposal.
 
-Algorithms are looked up when a product is first asked for, never when it runs, so that runs may be
-captured in a graph. Nothing here was ever run on a GPU.
+An algorithm is looked up when its product is first prepared, never when it runs, so that runs can
+be captured in a graph. Nothing here was ever run on a GPU.
 """
 
 import contextlib
@@ -24,13 +24,13 @@ logger = logging.getLogger(__name__)
 WORKSPACE_BYTES = 32 * 2**20
 """Default workspace of cuBLASLt."""
 CANDIDATES = 16
-"""Proposals of the library that are looked at."""
+"""Most proposals of the library that are looked at."""
 INT8_MULTIPLES = {"k": 16, "leading_a": 16, "leading_b": 16, "n": 4, "leading_out": 4}
-"""Numbers of an int8 product that must be multiples."""
+"""Sizes of an int8 product -> the number that they must be a multiple of."""
 
 
 def check_key(key: ProductKey) -> None:
-    """Raise ValueError if cuBLASLt does not support how int8 operands lie."""
+    """Raise ValueError if cuBLASLt does not support the layout of int8 operands."""
     if key.dtype != "int8":
         return
     if key.layout != "nt":
@@ -62,7 +62,7 @@ class ChosenProduct:
 
 
 Choose = Callable[["Products", ProductKey, list[CublasConfiguration]], CublasConfiguration]
-"""Picks the algorithm of a product: one of the library's proposals, or one without a `fault`."""
+"""Chooses a product's algorithm: one of the proposals, or another without a `fault`."""
 
 
 def first_candidate(
@@ -72,10 +72,12 @@ def first_candidate(
 
 
 class Products:
-    """The products of one device; each gets its algorithm from `choose` when it is first asked
-    for, within `workspace_bytes`. `current` makes the device's context current in this thread,
-    as libcublasLt needs. `library`: its path, by default the installed one. Raises RuntimeError:
-    it is not found or cannot be loaded."""
+    """The products of one device. `choose` gives each its algorithm when it is first needed.
+
+    `current` makes the device's context current in this thread, as libcublasLt needs. `library`:
+    its path; None: the installed one. `workspace_bytes`: most that an algorithm may need. Raises
+    RuntimeError: the library is not found or cannot be loaded.
+    """
 
     def __init__(
         self,
@@ -95,21 +97,21 @@ class Products:
         self._lock = threading.Lock()
 
     def get(self, key: ProductKey) -> ChosenProduct:
-        """The product of a key, the same object every time. Raises ValueError: cuBLASLt has no such
-        product; RuntimeError: it has no algorithm for it, or refuses the chosen one."""
+        """Return the product of a key, always the same object. Raises ValueError: cuBLASLt has no
+        such product; RuntimeError: it has no algorithm for it, or refuses the chosen one."""
         with self._lock:
             if key not in self._chosen:
                 self._chosen[key] = self._create(key)
             return self._chosen[key]
 
     def prepare(self, product: Product) -> ChosenProduct:
-        """The product of these tensors. Raises ValueError: the tensors do not fit; RuntimeError: as
+        """Return the product of these tensors. Raises ValueError: they do not fit; else as
         `get`."""
         return self.get(key_of(product))
 
     def describe(self, key: ProductKey) -> Matmul:
-        """A product without an algorithm; the caller closes it. Raises ValueError: cuBLASLt has no
-        such product; RuntimeError: the library refuses the description."""
+        """Describe a product without an algorithm; the caller closes it. Raises ValueError:
+        cuBLASLt has no such product; RuntimeError: the library refuses the description."""
         key = key.by_itself
         check_key(key)
         return self.library.product(
@@ -124,12 +126,12 @@ class Products:
         )
 
     def candidates(self, key: ProductKey) -> list[CublasConfiguration]:
-        """The library's proposals for a key, best first, perhaps none; errors as `describe`."""
+        """Return the library's proposals, best first, perhaps none. Raises as `describe`."""
         with contextlib.closing(self.describe(key)) as native:
             return self._candidates(native)
 
     def fault(self, key: ProductKey, algorithm: CublasConfiguration) -> str | None:
-        """Why an algorithm does not run a product here in its workspace; None if it does."""
+        """Say why an algorithm cannot run a product here in the workspace; None: it can."""
         try:
             with contextlib.closing(self.describe(key)) as native, self.current():
                 needed = native.check(algorithm.algorithm).workspace_bytes
@@ -178,8 +180,8 @@ class Products:
 
 
 class TunedChoice:
-    """Picks algorithms from a table: the `choose` of Products. One serves its own shape alone; if
-    the library refuses it, the library's first proposal runs, with one warning."""
+    """Chooses algorithms from a table: the `choose` of Products. An algorithm serves its own shape
+    alone. If the library refuses it, the first proposal runs, with one warning."""
 
     def __init__(self, table: Table) -> None:
         self.table = table
@@ -188,7 +190,7 @@ class TunedChoice:
     def __call__(
         self, products: Products, key: ProductKey, proposals: list[CublasConfiguration]
     ) -> CublasConfiguration:
-        """The algorithm for a product."""
+        """Return the algorithm for a product."""
         use = self.table.use(key)
         if (
             use.entry is None

@@ -1,5 +1,5 @@
-"""State that products of a GPU depend on: a tile that somebody forces, and the generation of tuned
-files. `lsq.gemm.lookup.cuda_tile` says which tile runs."""
+"""State that GPU products depend on: a forced tile, and the generation of tuned files.
+`lsq.gemm.lookup.cuda_tile` says which tile runs."""
 
 import threading
 from collections.abc import Iterator
@@ -11,12 +11,13 @@ if TYPE_CHECKING:
     from lsq.gemm.configuration import TileConfiguration
 
 _forced: ContextVar["tuple[TileConfiguration | None, ...]"] = ContextVar("forced", default=())
-"""(the tile,) that whoever compares all ways forces on everything that runs in its thread."""
+"""(the tile,) that `ended_by` forces in this thread; () if it forces nothing."""
 
 
 class TunedFiles:
-    """The tuned files of this process: the SearchedFiles that were `named` (None: those that are
-    found), their Table, once lsq.gemm.lookup wants it, and a number that changes with them."""
+    """The tuned files of this process. `named`: the SearchedFiles that `set_files` was given; None:
+    search. `table`: their Table, once a product was looked up. `generation`: changes with the
+    files."""
 
     def __init__(self):
         self.lock, self.generation = threading.Lock(), 0
@@ -29,14 +30,13 @@ class TunedFiles:
 
 
 files = TunedFiles()
-"""A registry, since files decide for the whole process, for all layers and threads."""
+"""A registry, since files hold for the whole process: all layers and threads."""
 
 
 @contextmanager
 def ended_by(tile: "TileConfiguration | None") -> Iterator[None]:
     """Force the answer of `cuda_tile` within this context and thread, to compare, count or compile
-    all ways. None leaves products to cuBLASLt, but those of TILED_ALONE.
-    """
+    tiles. None: cuBLASLt multiplies, except for TILED_ALONE."""
     token = _forced.set((tile,))
     try:
         yield
@@ -45,7 +45,7 @@ def ended_by(tile: "TileConfiguration | None") -> Iterator[None]:
 
 
 def choices() -> tuple:
-    """Return the generation of tuned files, whether a tile is forced here, and that tile: the value
-    changes whenever products may be made in another way, on any device."""
+    """Return (generation of tuned files, whether a tile is forced here, that tile). The value
+    changes whenever products may be made differently, on any device."""
     forced = _forced.get()
     return files.generation, bool(forced), forced[0] if forced else None

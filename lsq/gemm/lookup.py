@@ -1,4 +1,4 @@
-"""Which configuration runs each product of a GPU: the entry of a file, or the rule.
+"""The configuration of each GPU product: from the entry of a file, or from the rule.
 
 Files are read when the first product is looked up. `set_files` changes them; call it before memory
 is planned.
@@ -27,30 +27,26 @@ class Use:
     """A product that was looked up, and how it runs."""
 
     key: ProductKey
-    """As it stands in files: with its number of tokens rounded."""
+    """The key in files, with a rounded number of tokens."""
     entry: Entry | None
-    """Of its key, or of another batch size; None: untuned."""
+    """The entry of this key, or of another batch size; None: untuned."""
     default: Configuration | None
-    """The rule; None: as cuBLASLt proposes first."""
+    """By the rule; None: the first proposal of cuBLASLt."""
 
     @property
     def configuration(self) -> Configuration | None:
-        """How it runs; None: as cuBLASLt proposes first."""
+        """How it runs; None: the first proposal of cuBLASLt."""
         return self.default if self.entry is None else self.entry.configuration
 
     @property
     def hit(self) -> bool:
-        """Whether there is an entry for this very product."""
+        """Whether there is an entry for exactly this product."""
         return self.entry is not None and self.entry.key == self.key
 
 
 class Table:
-    """The entries that hold for one GPU, and the products that were looked up.
-
-    Threads may share it.
-
-    `here`: the GPU. `files`: its files, in the order of their precedence.
-    """
+    """The entries that are valid for one GPU, and the products that were looked up. Threads may
+    share it. `here`: the GPU. `files`: its files; the first that has an entry counts."""
 
     def __init__(self, here: Validators, files: Sequence[SearchedFile] = ()) -> None:
         self.here = here
@@ -71,10 +67,8 @@ class Table:
         return ConfigurationFile(validators=self.here, entries=tuple(self._entries.values()))
 
     def use(self, key: ProductKey) -> Use:
-        """How a product runs; `uses` lists it from now on.
-
-        An entry of an operation serves other batch sizes, too: see `_nearest_entry`.
-        """
+        """Return how a product runs, and list it in `uses` from now on. An entry of an operation
+        serves other batch sizes, too: see `_nearest_entry`."""
         with self._lock:
             key = key.rounded()
             if key not in self._uses:
@@ -82,13 +76,13 @@ class Table:
             return self._uses[key]
 
     def configuration(self, key: ProductKey) -> Configuration | None:
-        """How `use` says that a product runs; `uses` does not list it."""
+        """Return the configuration that `use` gives, without listing the product in `uses`."""
         with self._lock:
             key = key.rounded()
             return (self._uses.get(key) or self._look_up(key)).configuration
 
     def uses(self) -> list[Use]:
-        """The products looked up by `use` so far."""
+        """Return the products that `use` has looked up so far."""
         with self._lock:
             return [copy.copy(use) for use in self._uses.values()]
 
@@ -97,10 +91,10 @@ class Table:
         return Use(key, entry, default_tile(key, self.here.sm))
 
     def _nearest_entry(self, key: ProductKey) -> Entry | None:
-        """The entry for the next larger batch, or for the largest of all.
+        """Return the entry for the next larger batch, or else for the largest.
 
-        Every configuration runs every batch size, except algorithms of cuBLASLt: those say that
-        none of the tiles is best.
+        A tile runs every batch size. An algorithm of cuBLASLt runs its own size alone; for other
+        sizes its entry says that no tile is best.
         """
         family = self._families.get(key.family)
         if not family or key.op == MATMUL:
@@ -110,10 +104,10 @@ class Table:
 
 
 def set_files(paths: Sequence[Path] | None) -> None:
-    """Use these files and no others from now on, the first before the next; none at all if empty;
-    None: search the user's folder again. `Table.uses` begins anew. Raises ValueError: a file is
-    damaged or was made for another GPU; the message names what differs; OSError: a file cannot be
-    read; RuntimeError: there is no GPU."""
+    """Use these files and no others from now on; an earlier one takes precedence. [] uses none;
+    None searches the user's folder again. `Table.uses` starts empty. Raises ValueError: a file is
+    damaged or for another GPU (the message names the difference); OSError: a file cannot be read;
+    RuntimeError: there is no GPU."""
     cuda.files.use(None if paths is None else [_named_file(Path(path)) for path in paths])
 
 
@@ -126,7 +120,7 @@ def _named_file(path: Path) -> SearchedFile:
 
 
 def table() -> Table:
-    """The table of the current GPU, loaded when it is first wanted. Raises RuntimeError: there is
+    """Return the table of the current GPU, loaded by the first call. Raises RuntimeError: there is
     no GPU, or no libcublasLt."""
     files = cuda.files
     with files.lock:
@@ -137,16 +131,18 @@ def table() -> Table:
 
 
 def loaded() -> Table | None:
-    """The table, if a product was looked up."""
+    """Return the table; None: no product was looked up yet."""
     return cuda.files.table
 
 
 def cuda_tile(op: str, m: int, n: int, k: int) -> TileConfiguration | None:
-    """The tile of a kernel of lsq that multiplies codes [M, K] x [N, K] for `op`, one of TILED
-    and TILED_ALONE, and applies the epilogue; None: cuBLASLt multiplies. Operations ask for
-    their scratch memory, and again for launches. The answer depends on the shape and the files
-    of the GPU that is here; without a GPU, on the shape. m, n or k is 0 where there is nothing
-    to multiply. Raises ValueError: there is no such product."""
+    """Return the tile of a kernel of lsq that multiplies codes [M, K] x [N, K] for `op`, with its
+    epilogue; None: cuBLASLt multiplies, or nothing, if m, n or k is 0.
+
+    Operations call it for their scratch memory, and again for their launches. The answer depends on
+    the shape, and with a GPU on its files. `op`: one of TILED and TILED_ALONE. Raises ValueError:
+    there is no such product.
+    """
     if not min(m, n, k) or is_long(op, k):
         return None
     generation, forced, tile = cuda.choices()
@@ -160,22 +156,23 @@ def _tuned_tile(generation: int, op: str, m: int, n: int, k: int) -> TileConfigu
     key = ProductKey(op=op, m=m, n=n, k=k)
     try:
         found = table()
-    except RuntimeError:  # no GPU: programs are planned, or run in the emulator
+    except RuntimeError:  # no GPU: a program is planned, or runs in the emulator
         return default_tile(key)
     if op in TILED_ALONE:
         return default_tile(key, found.here.sm)
     configuration = found.configuration(key)
     if not isinstance(configuration, TileConfiguration):
-        return None  # products of cuBLASLt are listed where their algorithms are looked up
+        return None  # TunedChoice lists it when it looks up the algorithm
     found.use(key)
     return configuration
 
 
 def load(gpu: Validators) -> Table:
-    """A table of the user's and the package's files, with one warning of those that are refused.
+    """Make a table of the user's and the package's files, with one warning that names refused
+    files.
 
-    All others beside a file that is used are expected, and so are those of the package for other
-    GPUs.
+    It does not name files that are readable, but for other GPUs, if they come with the package or
+    another file is used.
     """
     files = configuration_file.search(gpu)
     loaded = Table(gpu, files)

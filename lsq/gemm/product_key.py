@@ -1,7 +1,7 @@
-"""ProductKey: the description of a matrix product without its tensors, the key of tuned files.
+"""ProductKey, which describes a matrix product without its tensors: the key of tuned files.
 
-out [M, N] = a [M, K] times b [N, K] transposed. Every error of a key is a ValueError that
-begins with the name of the field.
+out [M, N] = a [M, K] times b [N, K] transposed. Every error of a key is a ValueError that begins
+with the name of the field.
 """
 
 import dataclasses
@@ -16,24 +16,24 @@ from lsq.native.launch import Product
 
 LARGEST_DIMENSION = 2**31 - 1
 EXACT_TOKENS = 512
-"""Up to so many tokens, each number has its own entry; above, multiples of TOKEN_STEP have one."""
+"""Up to this number of tokens each number has an entry, above it each multiple of TOKEN_STEP."""
 TOKEN_STEP = 32
 ADDRESS_MULTIPLE = 16
 """Alignment of operands on a GPU, in bytes."""
 
 LAYOUTS = ("nt", "nn", "tt", "tn")
-"""First letter: a lies as [M, K] ("n") or [K, M] ("t"); second: b lies as [K, N] ("n") or [N, K]
+"""First letter: a is stored as [M, K] ("n") or [K, M] ("t"); second: b as [K, N] ("n") or [N, K]
 ("t")."""
 OUTS = {"int8": ("int32",), "bfloat16": ("bfloat16", "float32"), "float32": ("float32",)}
 """dtype of the operands -> dtypes of the result."""
 MATMUL = Product.op
-"""Any product without an epilogue: of floats, or where another kernel applies the epilogue."""
+"""A product without an epilogue: of floats, or where another kernel applies the epilogue."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProductKey:
-    """The description of a product. The name of an operation implies all but m, n and k. Raises
-    ValueError: there is no such product."""
+    """The description of a product. The name of an operation implies everything but m, n and k.
+    Raises ValueError: there is no such product."""
 
     op: str = MATMUL
     """One of TILED and TILED_ALONE, or MATMUL."""
@@ -41,12 +41,12 @@ class ProductKey:
     n: int
     k: int
     dtype: str = "int8"
-    """Of a and b."""
+    """dtype of a and b."""
     out: str = "int32"
     layout: str = "nt"
     """One of LAYOUTS."""
     leading_a: int | None = None
-    """Elements from one row of a, as it lies, to the next; None: packed rows."""
+    """Elements from one stored row of a to the next; None: rows are packed."""
     leading_b: int | None = None
     leading_out: int | None = None
 
@@ -73,19 +73,19 @@ class ProductKey:
 
     @property
     def by_itself(self) -> "ProductKey":
-        """The product that cuBLASLt makes for an operation: of packed operands along K."""
+        """The product of packed operands along K that cuBLASLt computes for an operation."""
         return self if self.op == MATMUL else ProductKey(m=self.m, n=self.n, k=self.k)
 
     @property
     def matrices(self) -> dict[str, tuple[int, int]]:
-        """(rows, columns) of a, b and out as they lie."""
+        """(rows, columns) of a, b and out as they are stored."""
         a, b = (self.m, self.k), (self.n, self.k)
         a, b = a[::-1] if self.layout[0] == "t" else a, b[::-1] if self.layout[1] == "n" else b
         return {"a": a, "b": b, "out": (self.m, self.n)}
 
     @property
     def leading(self) -> dict[str, int]:
-        """leading_a to leading_out, with packed ones filled in."""
+        """leading_a, leading_b and leading_out; packed rows have their number of columns."""
         packed = {f"leading_{name}": columns for name, (_, columns) in self.matrices.items()}
         return packed | {name: vars(self)[name] for name in packed if vars(self)[name] is not None}
 
@@ -107,17 +107,17 @@ class ProductKey:
 
     @property
     def bytes(self) -> int:
-        """Of a, b and out together."""
+        """Bytes of a, b and out together."""
         return sum(length * self.dtypes[name].itemsize for name, length in self.lengths.items())
 
     def fields(self) -> dict[str, Any]:
-        """m, n, k and the fields that differ from their default."""
+        """Return m, n, k and all fields that differ from their defaults."""
         usual = {field.name: field.default for field in dataclasses.fields(self)}
         return {name: value for name, value in vars(self).items() if value != usual[name]}
 
     @property
     def token_dimension(self) -> str:
-        """The dimension that differs from batch to batch, "m" or "k"."""
+        """The dimension that differs from batch to batch: "m" or "k"."""
         return "k" if self.op == OVER_TOKENS else "m"
 
     @property
@@ -128,7 +128,7 @@ class ProductKey:
         return dataclasses.replace(self, **{self.token_dimension: tokens})
 
     def rounded(self) -> "ProductKey":
-        """The key whose entry in files serves this one; of MATMUL, itself."""
+        """Return the key whose entry in files serves this product; for MATMUL, the key itself."""
         tokens = rounded_tokens(self.tokens)
         if self.op == OVER_TOKENS:
             tokens = min(tokens, LARGEST_INNER)
@@ -136,7 +136,7 @@ class ProductKey:
 
     @property
     def family(self) -> tuple:
-        """A value shared by all batch sizes of this product."""
+        """A value that all batch sizes of this product share."""
         return tuple(value for name, value in vars(self).items() if name != self.token_dimension)
 
     @property
@@ -159,9 +159,9 @@ def rounded_tokens(tokens: int) -> int:
 
 
 def key_of(product: Product) -> ProductKey:
-    """The key of a product of tensors, which may be on "meta": a [M, K] or [K, M] transposed, b
-    [N, K] or [K, N] transposed, out [M, N]; rows contiguous, those of an operation packed.
-    Raises ValueError: shapes, dtypes or strides do not fit."""
+    """Return the key of a product of tensors, which may be on "meta". a is [M, K] or transposed [K,
+    M], b [N, K] or [K, N], out [M, N]. Rows are contiguous, for an operation also packed. Raises
+    ValueError: shapes, dtypes or strides do not fit."""
     a, b = product.a, product.b
     tensors = {"a": a, "b": b, "out": product.out}
     shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in tensors.items())
@@ -198,7 +198,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _leading(name: str, tensor: torch.Tensor) -> int | None:
-    """Elements from one row to the next; None for a single row."""
+    """Return the elements from one row to the next; None for a single row."""
     if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
         raise ValueError(
             f"the rows of {name} are contiguous, not strided by {tensor.stride(-1)}; copy it first"

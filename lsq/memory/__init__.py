@@ -1,2 +1,1 @@
-"""Where tensors lie: buffers, plans of their offsets, the arena of a plan, and memory kept between
-passes."""
+"""Where tensors lie: buffers, plans of their offsets, arenas, and memory kept between passes."""

@@ -1,7 +1,6 @@
-"""Buffers with their lives, plans of their offsets, and the checks of both; and best fit, which
-places buffers one after another.
+"""Buffers and their lives, plans of their offsets, checks of both, and placement by best fit.
 
-Buffers that are alive at one time must not overlap.
+Buffers that are alive at the same time must not overlap.
 """
 
 import itertools
@@ -19,15 +18,15 @@ NO_OFFSET = -1
 LARGEST = 2**62
 """Sizes, offsets and operation indices stay below this, so that sums of two fit into 64 bits."""
 DEFAULT_ALIGNMENT = 256
-"""Bytes: what cudaMalloc gives, and more than any vector instruction needs."""
+"""Bytes: the alignment of cudaMalloc, and more than any vector instruction needs."""
 SHOWN = 5
-"""Faults that an error message lists."""
+"""Most faults that an error message lists."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Buffer:
-    """Bytes that hold one value from the operation that writes it to the last one that reads it.
-    Raises ValueError: a number is out of range, the life is empty, or the offset is not aligned."""
+    """Bytes that hold a value from the operation that writes it to the last operation that reads
+    it. Raises ValueError: a number is out of range, or the offset is not aligned."""
 
     name: str
     size: int
@@ -36,9 +35,9 @@ class Buffer:
     last: int
     """Indices of the first and last operation that use it."""
     alignment: int = DEFAULT_ALIGNMENT
-    """The offset is a multiple of this power of two."""
+    """A power of two, of which the offset is a multiple."""
     offset: int | None = None
-    """Bytes from the start of the memory, fixed; None: the planner chooses."""
+    """Fixed offset in bytes from the start of the memory; None: the planner chooses."""
 
     def __post_init__(self):
         ranges = {"size": 0, "first": -LARGEST, "last": -LARGEST, "alignment": 1, "offset": 0}
@@ -73,26 +72,26 @@ class Plan:
     """The offset of every buffer."""
 
     offsets: dict[str, int]
-    """Buffer -> bytes from the start of the memory."""
+    """Name of a buffer -> bytes from the start of the memory."""
     peak: int
     """Bytes up to the end of the highest buffer."""
     lower_bound: int
     """Bytes that every plan needs."""
     method: str
-    """The planner's method."""
     seconds: float
-    """Time that planning took."""
+    """Time of planning."""
     capacity_met: bool | None = None
-    """Whether the plan keeps to the requested capacity; None without one."""
+    """Whether the peak meets the capacity, or for "exact" without one the lower bound; else
+    None."""
 
     @property
     def gap(self) -> float:
-        """Peak above the lower bound, relative to it."""
+        """The peak's excess over the lower bound, relative to the lower bound."""
         return self.peak / self.lower_bound - 1 if self.lower_bound else 0.0
 
 
 def live_load(buffers: Iterable[Buffer]) -> list[tuple[int, int]]:
-    """(operation, bytes alive from it on) wherever that changes, in order of time."""
+    """Return (operation, bytes alive from there on) wherever the bytes change, in order."""
     changes: dict[int, int] = {}
     for buffer in buffers:
         changes[buffer.first] = changes.get(buffer.first, 0) + buffer.size
@@ -102,14 +101,16 @@ def live_load(buffers: Iterable[Buffer]) -> list[tuple[int, int]]:
 
 
 def lower_bound(buffers: Sequence[Buffer]) -> int:
-    """Bytes that every plan needs: the largest live load, or the highest fixed end."""
+    """Return the bytes that every plan needs: the largest live load, or the highest fixed end."""
     ends = [each.offset + each.size for each in buffers if each.size and each.offset is not None]
     return max([*(load for _, load in live_load(buffers)), *ends], default=0)
 
 
 def busiest_loads(buffers: Sequence[Buffer]) -> list[int]:
-    """The largest live load during each life, in bytes: range maxima by doubling, of which one row,
-    over 2^k times, is kept at a time."""
+    """Return the largest live load during each life, in bytes.
+
+    Range maxima by doubling: only the row of maxima over 2^k times is kept at a time.
+    """
     if not buffers:
         return []
     times, loads = (
@@ -129,9 +130,9 @@ def busiest_loads(buffers: Sequence[Buffer]) -> list[int]:
 def overlaps(
     buffers: Sequence[Buffer], offsets: Sequence[int]
 ) -> Iterator[tuple[int, Buffer, Buffer]]:
-    """Yield (operation, a, b) where two buffers share bytes at one time. The sweep over time shares
-    nothing with the planner. It compares neighbours in order of offsets: it finds at least one pair
-    if there are any."""
+    """Yield (operation, a, b) for buffers that share bytes at the same time. Shares no code with
+    the planner. Compares neighbours in order of offsets, so it finds at least one pair if there is
+    any."""
     events = [(each.first, 1, number) for number, each in enumerate(buffers) if each.size]
     events += [(each.last + 1, 0, number) for number, each in enumerate(buffers) if each.size]
     alive: list[tuple[int, int]] = []
@@ -148,8 +149,7 @@ def overlaps(
 
 
 def check(buffers: Sequence[Buffer], plan: Plan) -> None:
-    """Accept a right plan in silence. Raises ValueError: the plan is wrong; the message names the
-    first faults."""
+    """Check a plan. Raises ValueError: it is wrong; the message lists the first faults."""
     faults = list(_faults(buffers, plan))
     if faults:
         more = f" (and {len(faults) - SHOWN} more)" if len(faults) > SHOWN else ""
@@ -180,9 +180,10 @@ def _faults(buffers: Sequence[Buffer], plan: Plan) -> Iterator[str]:
 
 
 def by_load(buffers: Sequence[Buffer]) -> list[int]:
-    """Largest live load during the life first; then the largest, the earliest, as given.
+    """Order buffers by the largest live load during their life, then size, both descending, then
+    start.
 
-    This packs training programs best: buffers that cross the peak must be packed tightly.
+    Packs training programs best: buffers that live across the peak must be packed tightly.
     """
     loads = busiest_loads(buffers)
     return sorted(
@@ -191,17 +192,17 @@ def by_load(buffers: Sequence[Buffer]) -> list[int]:
 
 
 def by_area(buffers: Sequence[Buffer]) -> list[int]:
-    """Largest size times length of life first; then as given."""
+    """Order buffers by size times length of life, descending."""
     return sorted(range(len(buffers)), key=lambda i: -buffers[i].size * buffers[i].operations)
 
 
 def by_size(buffers: Sequence[Buffer]) -> list[int]:
-    """Largest first, as Pisarchyk and Lee 2020 do; then as given."""
+    """Order buffers by size, descending (Pisarchyk and Lee 2020)."""
     return sorted(range(len(buffers)), key=lambda i: -buffers[i].size)
 
 
 def by_start(buffers: Sequence[Buffer]) -> list[int]:
-    """Earliest first; then the largest, as given."""
+    """Order buffers by start; at the same start the largest first."""
     return sorted(range(len(buffers)), key=lambda i: (buffers[i].first, -buffers[i].size))
 
 
@@ -215,9 +216,11 @@ def fixed_offsets(buffers: Sequence[Buffer]) -> dict[int, int]:
 
 
 def place(buffers: Sequence[Buffer], order: Sequence[int], fixed: Mapping[int, int]) -> list[int]:
-    """Offsets of buffers by best fit, algorithm 3 of Pisarchyk and Lee 2020: one after the other
-    in `order`, those with `fixed` offsets first, goes into the smallest gap between those that
-    are alive at the same time, else above them all. None has size 0."""
+    """Return the offset of each buffer, placed by best fit (Pisarchyk and Lee 2020, algorithm 3).
+
+    Buffers with `fixed` offsets come first, then the others in `order`. Each goes into the smallest
+    gap between buffers that are alive at the same time, or above them all. No buffer has size 0.
+    """
     order = [*(i for i in order if i in fixed), *(i for i in order if i not in fixed)]
     if not loader.available():
         return reference(buffers, order, fixed)
@@ -230,7 +233,7 @@ def place(buffers: Sequence[Buffer], order: Sequence[int], fixed: Mapping[int, i
 def reference(
     buffers: Sequence[Buffer], order: Sequence[int], fixed: Mapping[int, int]
 ) -> list[int]:
-    """`place` in plain Python; `order` begins with the buffers that have fixed offsets."""
+    """Compute `place` in plain Python. `order` begins with the buffers that have fixed offsets."""
     offsets = [0] * len(buffers)
     placed: list[tuple[int, int]] = []  # (offset, index), in order of offset
     for i in order:
@@ -247,7 +250,7 @@ def reference(
 
 
 def table(buffers: Sequence[Buffer], fixed: Mapping[int, int]) -> torch.Tensor:
-    """int64 [n, 5], which C++ reads as struct Buffer of lsq/csrc/cpu/planner.cpp."""
+    """Return int64 [n, 5], which C++ reads as struct Buffer of lsq/csrc/cpu/planner.cpp."""
     rows = [
         (each.size, each.first, each.last, each.alignment, fixed.get(i, NO_OFFSET))
         for i, each in enumerate(buffers)

@@ -1,8 +1,8 @@
-"""The exact search of `plan`: which capacities to try, in which orders, and for how long.
+"""The exact search of `plan`: which capacities it tries, in which orders of buffers, and how long.
 
-The search itself, depth first after Moffitt 2023 (MiniMalloc, ASPLOS), is C++:
-lsq/csrc/cpu/planner.cpp. Its time depends on the order in which it tries buffers, with a
-heavy tail; so it restarts with other orders, each time with a larger budget.
+The search itself is C++ (lsq/csrc/cpu/planner.cpp): depth first, after Moffitt 2023 (MiniMalloc,
+ASPLOS). Its time depends on the order in which it tries buffers, with a heavy tail. So it restarts
+with other orders, each round with a larger budget.
 """
 
 import random
@@ -17,15 +17,15 @@ from lsq.native import loader
 from lsq.native.sources import LibraryError
 
 MOST_BUFFERS = 4096
-"""The search compares every pair of buffers; beyond so many, the smallest are set aside."""
+"""Most buffers of a search, which compares every pair; the smallest are set aside."""
 SMALL_SHARE = 2**14
 """Buffers below capacity / SMALL_SHARE are set aside, and placed afterwards where they fit."""
 FIRST_BUDGET = 4096
-"""Positions that the first round tries with each order; every further round tries twice as many."""
+"""Positions that the first round tries with each order; every round doubles it."""
 NOISE = 0.4
-"""Lives and sizes are shortened at random by up to this share where orders are varied."""
+"""Random orders shrink the sort keys (lives, areas) by up to this share."""
 WAIT = 0.1
-"""Seconds between two looks at the clock and two calls of `progress`."""
+"""Most seconds between two looks at the clock, with a call of `progress` each."""
 
 IMPOSSIBLE, FOUND, STOPPED = range(3)
 
@@ -38,12 +38,21 @@ def improve(
     seconds: float,
     progress: Callable[[int], None] | None = None,
 ) -> list[int]:
-    """Look for better `offsets` of buffers, none of size 0, than the best known ones; these come
-    back if there are none. `loads`: the largest live load during each life. `target`: bytes that
-    are good enough: half of the `seconds` goes to them, half of what remains to the middle
-    between them and the best known peak, and so on. KeyboardInterrupt ends it, too. `progress`
-    gets the number of positions tried, several times a second. Raises LibraryError: the C++ host
-    library is not built."""
+    """Search for better `offsets`; return the given ones if none are found. KeyboardInterrupt ends
+    the search.
+
+    Args:
+        buffers: none of size 0.
+        loads: the largest live load during each life.
+        offsets: the best known ones.
+        target: a peak, in bytes, that is good enough. It gets half of `seconds`. Half of the rest
+            goes to the middle between it and the best known peak, and so on.
+        seconds: time for all searches together.
+        progress: gets the number of positions tried, several times a second.
+
+    Raises:
+        LibraryError: the C++ host library is not built.
+    """
     if not loader.available():
         raise LibraryError(
             'method "exact" needs the C++ host library; install g++ (Debian: apt-get install g++)'
@@ -70,7 +79,7 @@ class _OutOfTime(Exception):
 
 
 class _Worker:
-    """Runs the C++ search in a thread, so that the deadline and Ctrl-C reach this one."""
+    """Runs the C++ search in a thread, so that this thread sees the deadline and Ctrl-C."""
 
     def __init__(self, progress: Callable[[int], None]):
         self.progress = progress
@@ -85,7 +94,7 @@ class _Worker:
         budget: int,
         deadline: float,
     ) -> tuple[int, list[int]]:
-        """(outcome, offsets) of one search; raises _OutOfTime if the deadline comes first."""
+        """Return (outcome, offsets) of one search. Raises _OutOfTime: the deadline came first."""
         numbers = {"dtype": torch.int64, "device": "cpu"}
         rows, indices = table(buffers, fixed_offsets(buffers)), torch.tensor(order, **numbers)
         offsets, outcome = torch.zeros(len(buffers), **numbers), torch.zeros(1, **numbers)
@@ -110,7 +119,7 @@ class _Worker:
 def search(
     buffers: Sequence[Buffer], loads: Sequence[int], capacity: int, deadline: float, worker: _Worker
 ) -> list[int] | None:
-    """Offsets within `capacity` bytes; None: there are none, or the deadline came first."""
+    """Return offsets within `capacity` bytes; None: there are none, or the deadline came first."""
     smallest = capacity // SMALL_SHARE
     if len(buffers) > MOST_BUFFERS:
         sizes = sorted((buffer.size for buffer in buffers), reverse=True)
@@ -129,7 +138,7 @@ def search(
                 if outcome == IMPOSSIBLE:
                     return None
                 if outcome == FOUND:
-                    # the others by best fit around those, the largest first
+                    # place the rest by best fit around these, the largest first
                     by_size = sorted(range(len(buffers)), key=lambda i: -buffers[i].size)
                     known = dict(zip(large, offsets, strict=True))
                     complete = place(buffers, by_size, known)
@@ -145,7 +154,8 @@ def search(
 def _sorting_keys(
     buffers: Sequence[Buffer], loads: Sequence[int], generator: random.Random
 ) -> Iterator[list[tuple]]:
-    """One round: load, life and area in three orders, as in MiniMalloc, then three at random."""
+    """Yield sort keys: load, life and area in three orders, as in MiniMalloc, then three at
+    random."""
     lives = [buffer.operations for buffer in buffers]
     areas = [life * buffer.size for life, buffer in zip(lives, buffers, strict=True)]
     for columns in ((loads, lives, areas), (areas, lives, loads), (lives, areas, loads)):

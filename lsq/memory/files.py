@@ -1,4 +1,4 @@
-"""Files of `lsq plan`: buffers as MiniMalloc's CSV (github.com/google/minimalloc), plans as CSV,
+"""Files of `lsq plan`: buffers in MiniMalloc's CSV (github.com/google/minimalloc); plans in CSV,
 JSON and pictures."""
 
 import csv
@@ -17,24 +17,20 @@ from lsq.memory.buffers import LARGEST, Buffer, Plan, live_load
 REQUIRED = ("id", "lower", "upper", "size")
 OPTIONAL = ("alignment", "offset", "gaps")
 ALIASES = {"buffer": "id", "buffer_id": "id", "begin": "lower", "start": "lower", "end": "upper"}
-"""MiniMalloc's other names of columns. A life includes the operation `end` and ends before
-`upper`."""
+"""MiniMalloc's other names for columns. A life includes the operation `end`, but not `upper`."""
 NUMBER = re.compile("-?[0-9]+")
-"""A whole number; int() would take digits of every script, spaces and underscores as well."""
+"""A whole number; int() would also take digits of any script, spaces and underscores."""
 TOO_LONG = 100
-"""Characters that no allowed number has."""
+"""More characters than any allowed number has."""
 MEBIBYTE = 2**20
 COLOURED = 1000
-"""Sizes down to the largest divided by this have colours of their own."""
+"""Colours tell sizes apart from the largest down to the largest / COLOURED."""
 
 
 def read_buffers(path: Path, alignment: int = 1) -> list[Buffer]:
     """Read `id,lower,upper,size[,alignment][,offset]`; a buffer's last operation is upper - 1.
-
-    `path`: the file. `alignment`: bytes, of rows that give none. Raises ValueError: the file is
-    empty, or a column or a row is wrong; the message names the line; OSError: the file cannot be
-    read.
-    """
+    `alignment`: bytes, for rows without one. Raises ValueError: the file is empty, or a column or a
+    row is wrong (the message names the line); OSError: the file cannot be read."""
     with path.open(encoding="utf-8-sig", newline="") as file:
         rows = csv.DictReader(file)
         try:
@@ -131,9 +127,10 @@ def save_plan(plan: Plan, path: Path) -> None:
 
 
 def alive_at_peak(buffers: Iterable[Buffer]) -> tuple[int | None, list[Buffer]]:
-    """The operation at which most bytes are alive, and the buffers alive then, the largest first.
+    """Return the operation with the most live bytes, and the buffers alive there, the largest
+    first.
 
-    Without fixed offsets, their sum is the lower bound.
+    If no offset is fixed, their sizes add up to the lower bound.
     """
     buffers = list(buffers)
     curve = live_load(buffers)
@@ -145,9 +142,9 @@ def alive_at_peak(buffers: Iterable[Buffer]) -> tuple[int | None, list[Buffer]]:
 
 
 def draw(buffers: Iterable[Buffer], plan: Plan, path: Path) -> None:
-    """Draw the live load, and below it a rectangle per buffer, operation by offset, coloured by
-    size. The suffix of `path` chooses the format (.png, .svg, .pdf). Raises ValueError: no buffer
-    occupies bytes, or the format is unknown; OSError: the picture cannot be written."""
+    """Draw the live load, and below it a rectangle for each buffer: operations by offsets, coloured
+    by size. The suffix of `path` chooses the format (.png, .svg, .pdf). Raises ValueError: no
+    buffer occupies bytes, or the format is unknown; OSError: the picture cannot be written."""
     extras.require("a picture", "study")
     from matplotlib.collections import PolyCollection
     from matplotlib.colors import LogNorm
@@ -162,7 +159,7 @@ def draw(buffers: Iterable[Buffer], plan: Plan, path: Path) -> None:
     load_axes.fill_between(
         times, [load / MEBIBYTE for load in loads], step="post", alpha=0.5, linewidth=0
     )
-    # mostly equal: a thin line over a wide one
+    # a thin line over a wide one, since both are mostly equal
     load_axes.axhline(plan.lower_bound / MEBIBYTE, color="0.6", linewidth=4, label="lower bound")
     load_axes.axhline(
         plan.peak / MEBIBYTE, color="C3", linewidth=0.8, linestyle="--", label="peak of the plan"

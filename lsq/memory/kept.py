@@ -1,7 +1,7 @@
-"""Memory of the CPU: arenas, a pool for tensors, rooms for what lives inside one pass.
+"""Memory on the CPU: arenas, a pool for tensors, and rooms for tensors that live inside one pass.
 
-The C library returns large tensors to the system at once, which clears their pages before it gives
-them out again: a fifth of a ViT's step. Here pages stay.
+The C library returns large tensors to the system at once, and the system clears their pages before
+it gives them out again: a fifth of a ViT's step. Here pages are kept.
 """
 
 import contextlib
@@ -25,14 +25,14 @@ from lsq.memory.buffers import DEFAULT_ALIGNMENT, Buffer
 from lsq.memory.planner import plan
 
 SMALLEST = 1 << 18
-"""Bytes of the smallest tensor that is kept; the C library keeps smaller ones itself."""
+"""Bytes of the smallest tensor that is kept here; the C library itself keeps smaller ones."""
 Life = tuple[int, int, int]
 """Bytes, and the first and last operation that needs them."""
 HUGE_PAGE = 2 << 20
-"""Bytes of the pages that arenas of the CPU ask for: fewer page faults and address cache misses."""
+"""Bytes of the pages that CPU arenas ask for: they cause fewer page faults and TLB misses."""
 LINUX = sys.platform == "linux"
 NO_RESERVE = 0x4000 if LINUX else 0
-"""MAP_NORESERVE: a plan may be larger than the machine's memory, if no batch is."""
+"""MAP_NORESERVE: a plan may be larger than the machine's memory, as long as no batch fills it."""
 WIPE_ON_FORK = 18
 """MADV_WIPEONFORK."""
 
@@ -40,11 +40,10 @@ WIPE_ON_FORK = 18
 class Arena:
     """The bytes of a plan.
 
-    On the CPU they are untouched address space: the system gives memory to the pages that are
-    written, once. It is given back when the arena and every tensor in it are gone.
-
-    `size`: bytes. `device`: its device. `wiped_on_fork`: a forked process finds zeros there, not
-    copies of pages, if the system can. Raises MemoryError: the system refuses so much.
+    On the CPU they are address space: the system gives memory to a page when it is first written.
+    Memory goes back when the arena and all its tensors are gone. `size`: bytes. `wiped_on_fork`: if
+    the system can, a forked process finds zeros there, not copies of pages. Raises MemoryError: the
+    system refuses so much.
     """
 
     def __init__(
@@ -61,8 +60,8 @@ class Arena:
             self._pages, self._slab = None, torch.empty(size, dtype=torch.uint8, device=self.device)
 
     def tensor(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A contiguous, uninitialised tensor at byte `offset`. Raises ValueError: it does not fit,
-        or the offset is no multiple of the element's size."""
+        """Return a contiguous, uninitialised tensor at byte `offset`. Raises ValueError: it does
+        not fit, or the offset is no multiple of the element size."""
         self._check(offset, shape, dtype)
         return tensor_in(
             self._slab.untyped_storage(), self._slab.storage_offset() + offset, shape, dtype
@@ -71,12 +70,12 @@ class Arena:
     def lend(
         self, offset: int, shape: Sequence[int], dtype: torch.dtype
     ) -> tuple[torch.Tensor, weakref.ref]:
-        """A tensor with a storage of its own, and a reference that dies with that storage."""
-        memory = self.tensor(offset, shape, dtype)  # lives on as long as the storage made of it
+        """Return a tensor with its own storage, and a weak reference that dies with it."""
+        memory = self.tensor(offset, shape, dtype)  # lives as long as the new storage
         return from_dlpack(to_dlpack(memory)), weakref.ref(memory)
 
     def release(self, offset: int, size: int) -> None:
-        """Give whole pages of `size` bytes from `offset` on back to the system, on Linux."""
+        """Give the whole pages in `size` bytes from `offset` on back to the system, on Linux."""
         if self._pages is None or not LINUX:
             return
         first = -(-(self._start + offset) // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -96,7 +95,7 @@ class Arena:
 def tensor_in(
     storage: torch.UntypedStorage, offset: int, shape: Sequence[int], dtype: torch.dtype
 ) -> torch.Tensor:
-    """A contiguous, uninitialised tensor at byte `offset` of a storage."""
+    """Return a contiguous, uninitialised tensor at byte `offset` of a storage."""
     return torch.empty(0, dtype=dtype, device=storage.device).set_(
         storage, offset // dtype.itemsize, tuple(shape), _strides(shape)
     )
@@ -122,26 +121,26 @@ def _pages(capacity: int, *, wiped_on_fork: bool) -> mmap.mmap:
         ) from error
     if LINUX:
         for advice in (mmap.MADV_HUGEPAGE, *([WIPE_ON_FORK] if wiped_on_fork else [])):
-            with contextlib.suppress(OSError):  # an older kernel does without
+            with contextlib.suppress(OSError):  # an older kernel lacks it
                 pages.madvise(advice)
     return pages
 
 
 class Gaps:
-    """The free parts of the bytes [0, size), neighbours joined; `alignment`: of offsets."""
+    """The free parts of the bytes [0, size), neighbours joined. `alignment`: bytes, of offsets."""
 
     def __init__(self, size: int, alignment: int = DEFAULT_ALIGNMENT):
         self._alignment = alignment
-        # (start, end) in order; changed in one step, whatever interrupts
+        # (start, end), in order; changed in one step, so that an interrupt leaves it whole
         self._gaps = [(0, size // alignment * alignment)]
 
     def __iter__(self):
-        """(offset, bytes) of each, in order."""
+        """Iterate over (offset, bytes) of each gap, in order."""
         return iter([(start, end - start) for start, end in self._gaps])
 
     def take(self, size: int) -> int | None:
-        """The offset of `size` > 0 bytes in the smallest gap that has them, the lowest of these, if
-        any."""
+        """Take `size` > 0 bytes from the smallest gap that has them (the lowest of equals); return
+        the offset, or None if no gap does."""
         size = self._aligned(size)
         fitting = (
             (end - start, number)
@@ -171,11 +170,8 @@ class Gaps:
 
 
 class Pool:
-    """Tensors of the CPU in one arena, whose pages exist once they have been written.
-
-    `size`: bytes of the arena. Raises MemoryError: the system has not so much address space for
-    this process.
-    """
+    """CPU tensors in one arena, whose pages exist once they have been written. `size`: bytes of the
+    arena. Raises MemoryError: the system refuses so much address space."""
 
     def __init__(self, size: int):
         self._arena = Arena(size, wiped_on_fork=False)
@@ -185,8 +181,8 @@ class Pool:
         self._lock = threading.Lock()
 
     def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
-        """A contiguous, uninitialised tensor, not empty, whose memory is taken back once nothing
-        uses its storage; None: there is no room."""
+        """Return a contiguous, uninitialised, non-empty tensor; None: there is no room. Its memory
+        returns to the pool when nothing uses its storage."""
         size = math.prod(shape) * dtype.itemsize
         with self._lock:
             self._take_back()
@@ -194,13 +190,13 @@ class Pool:
         if offset is None:
             return None
         tensor, memory = self._arena.lend(offset, shape, dtype)
-        # without the lock: garbage is collected anywhere, under the lock as well
+        # without the lock: garbage may be collected while this thread holds it
         returned = self._returned
         self._borrowed[offset] = weakref.ref(memory(), lambda _: returned.append(offset)), size
         return tensor
 
     def release(self) -> None:
-        """Give every page without a tensor back to the system."""
+        """Give all pages that no tensor uses back to the system."""
         with self._lock:
             self._take_back()
             for offset, size in self._gaps:
@@ -214,10 +210,9 @@ class Pool:
 
 
 class Room:
-    """Memory for workspaces, of which one is open at a time, by whoever holds `lock`.
-    `lasting_bytes`: address space of the CPU that stays, more than any workspace needs; 0:
-    PyTorch's allocator gives memory for each use. Raises MemoryError: the system has not so much
-    address space."""
+    """Memory for workspaces; one at a time is open, by the thread that holds `lock`.
+    `lasting_bytes`: CPU address space to keep, more than any workspace needs; 0: PyTorch's
+    allocator gives memory for each use. Raises MemoryError: the system refuses so much."""
 
     def __init__(self, device: torch.device | str, lasting_bytes: int = 0):
         self.lock = threading.Lock()
@@ -230,7 +225,7 @@ class Room:
 
 
 class Workspace:
-    """Tensors that share bytes unless they are needed together, and hold nothing between uses."""
+    """Tensors that share bytes unless their lives overlap. It keeps no values between uses."""
 
     def __init__(self, room: Room, lives: Sequence[Life]):
         self._offsets, self.size = _planned(tuple(lives))
@@ -240,15 +235,15 @@ class Workspace:
             self._address = self._storage.data_ptr()
 
     def tensor(self, number: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """The contiguous tensor of that number, made before the workspace is first opened. Outside
-        `opened` it has an address, but perhaps no bytes."""
+        """Return the contiguous tensor of this number; call it before the workspace is first
+        opened. Outside `opened` it has an address, but perhaps no memory."""
         if self._arena is not None:
             return self._arena.tensor(self._offsets[number], shape, dtype)
         return tensor_in(self._storage, self._offsets[number], shape, dtype)
 
     @contextmanager
     def opened(self) -> Iterator[bool]:
-        """A context for work in it; True if its address differs from the last time."""
+        """Give the workspace memory within this context; yields whether its address has changed."""
         if self._arena is not None:
             yield False
             return
@@ -262,7 +257,7 @@ class Workspace:
 
 @functools.lru_cache(maxsize=1024)
 def _planned(lives: tuple[Life, ...]) -> tuple[list[int], int]:
-    """(the offset of each, bytes of all)."""
+    """Return (the offset of each, bytes of all)."""
     buffers = [
         Buffer(name=str(number), size=size, first=first, last=last)
         for number, (size, first, last) in enumerate(lives)
@@ -272,7 +267,7 @@ def _planned(lives: tuple[Life, ...]) -> tuple[list[int], int]:
 
 
 class _Process:
-    """The memory of this process, like malloc's: all layers and threads share it."""
+    """The memory of this process; all layers and threads share it."""
 
     def __init__(self):
         self.rooms: dict[tuple[torch.device, bool], list[Room]] = {}
@@ -281,7 +276,7 @@ class _Process:
 
     @functools.cached_property
     def bytes(self) -> int:
-        """The machine's memory: more is never kept."""
+        """The machine's memory; more is never kept."""
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
     @functools.cached_property
@@ -297,18 +292,18 @@ class _Process:
             return None
 
     def before_fork(self) -> None:
-        """Arenas are zeros in a forked process: tensors that it may read are moved."""
+        """Copy out lent tensors that the child may read: it finds zeros in arenas."""
         for memory in list(self.lending):
             memory.copy_out()
 
     def after_fork(self) -> None:
-        """Another thread may have been in the middle of something."""
+        """Start anew: another thread may have been inside a room or the pool at the fork."""
         self.rooms.clear()
         vars(self).pop("pool", None)
 
 
 _process = _Process()
-"""A registry, since memory belongs to a process as malloc's does, whichever layer asks."""
+"""A registry, since memory belongs to a process, whichever layer asks, like malloc's."""
 os.register_at_fork(before=_process.before_fork, after_in_child=_process.after_fork)
 
 
@@ -317,7 +312,7 @@ def copied_out_before_forks(memory: object) -> None:
 
 
 def tensor(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A contiguous, uninitialised tensor of the CPU, in kept memory if it is large."""
+    """Return a contiguous, uninitialised CPU tensor, in kept memory if it is large."""
     if math.prod(shape) * dtype.itemsize >= SMALLEST and not _process.unkept:
         pool = _process.pool
         kept = None if pool is None else pool.tensor(shape, dtype)
@@ -328,14 +323,14 @@ def tensor(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 @contextmanager
 def room(device: torch.device) -> Iterator[Room]:
-    """A room for the workspace of one pass; nobody else works in it meanwhile."""
+    """Yield a room for the workspace of one pass; nobody else works in it meanwhile."""
     lasting = not _process.unkept and device.type == "cpu" and _process.pool is not None
     rooms = _process.rooms.setdefault((device, lasting), [])
     free = next((each for each in list(rooms) if each.lock.acquire(blocking=False)), None)
     if free is None:
         try:
             free = Room(device, _process.bytes if lasting else 0)
-        except MemoryError:  # one more thread than there is address space
+        except MemoryError:  # no address space for one more thread
             free = Room(device)
         free.lock.acquire()
         rooms.append(free)
@@ -346,8 +341,7 @@ def room(device: torch.device) -> Iterator[Room]:
 
 
 def release() -> None:
-    """Give memory that nothing uses now back to the system. torch.cuda.empty_cache() does the same
-    for GPUs."""
+    """Give unused memory back to the system, as torch.cuda.empty_cache() does for GPUs."""
     if _process.pool is not None:
         _process.pool.release()
     for each in [each for rooms in list(_process.rooms.values()) for each in list(rooms)]:
@@ -360,8 +354,8 @@ def release() -> None:
 
 @contextmanager
 def nothing_kept() -> Iterator[None]:
-    """Within this context all memory comes from PyTorch and goes back at once, so that its
-    profilers see everything; for all threads until the last one has left."""
+    """Take all memory from PyTorch within this context and return it at once, so that PyTorch's
+    profilers see it. Holds for all threads until the last has left."""
     _process.unkept.append(None)
     try:
         yield

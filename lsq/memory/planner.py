@@ -1,7 +1,7 @@
-"""`plan`: chooses the offsets of buffers, so that the peak is low.
+"""`plan` chooses the offsets of buffers so that the peak is low.
 
 The problem is dynamic storage allocation, which is NP-hard. A few greedy orders reach the lower
-bound on most programs; the method "exact" searches where they do not. Every plan is checked.
+bound on most programs; method "exact" searches where they do not. Every plan is checked.
 """
 
 import time
@@ -32,7 +32,7 @@ ORDERS = {
     "training": (by_load, by_area),
     "portfolio": (by_load, by_area, by_start, by_size),
 }
-"""Greedy method -> the orders that it tries; the best plan wins, at a tie the earlier."""
+"""Greedy method -> the orders that it tries. The lowest peak wins, at a tie the earlier order."""
 METHODS = (*ORDERS, "exact")
 
 
@@ -48,14 +48,14 @@ def plan(
     out of time.
 
     Args:
-        buffers: their names differ.
+        buffers: with different names.
         method: "greedy_by_size" (Pisarchyk and Lee 2020), "greedy_by_load", "training" (the better
             of two orders, for steps and passes), "portfolio" (the best of four) or "exact" (a
             search after Moffitt 2023, MiniMalloc, that starts from the portfolio).
-        capacity: bytes to keep to; "exact" stops there. Without it, "exact" looks for the smallest
-            peak. `capacity_met` says whether the capacity (for "exact" without one, the lower
-            bound) was met.
-        time_limit: seconds for the search of "exact". KeyboardInterrupt ends the search, too.
+        capacity: bytes that are enough; the search stops there. None: "exact" looks for the
+            smallest peak. `capacity_met` compares the peak with it, or for "exact" with the lower
+            bound.
+        time_limit: seconds for the search of "exact". KeyboardInterrupt ends it, too.
         progress: called by "exact" several times a second with the number of positions tried.
 
     Raises:
@@ -91,7 +91,7 @@ def plan(
 
 
 def _best_order(buffers: Sequence[Buffer], orders: Sequence[Callable], target: int) -> list[int]:
-    """Offsets by the best of several orders; stop where `target` bytes are enough."""
+    """Return the offsets by the best of several orders; stop at a peak of `target` bytes."""
     best = None
     for order in orders:
         offsets = place(buffers, order(buffers), fixed_offsets(buffers))

@@ -1,1 +1,1 @@
-"""The C++ host library: sources under cpu/, and the loader that finds and calls it."""
+"""Calls native code: finds, compiles, loads and runs the libraries and kernels of lsq/csrc."""

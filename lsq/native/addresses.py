@@ -1,4 +1,4 @@
-"""Addresses of operands of launches and products: fixed, or read through words that may change."""
+"""Addresses of the operands of launches and products: fixed, or read from memory in every run."""
 
 import ctypes
 from collections.abc import Callable, Iterable
@@ -9,11 +9,11 @@ from lsq.native import loader
 from lsq.native.launch import check
 
 ALIGNMENT = 16
-"""Bytes to whose multiples the addresses of tensors must be aligned."""
+"""Bytes; the address of a tensor must be a multiple."""
 
 
 class Addresses:
-    """Tensors at fixed addresses on a device, and structs that are made of them."""
+    """Tensors at fixed addresses on a device, and structs made from them."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -22,7 +22,7 @@ class Addresses:
         self._held: list[torch.Tensor] = []
 
     def struct(self, operation, what: str) -> ctypes.Array:
-        """The struct of an operation, 8 bytes at a time. `what` begins the message of an error."""
+        """Return the struct of an operation in words of 8 bytes. `what` begins error messages."""
 
         def address(tensor: torch.Tensor) -> int:
             self._held.append(tensor)
@@ -32,18 +32,18 @@ class Addresses:
         return self.memory[-1]
 
     def address(self, tensor: torch.Tensor, what: str) -> tuple[int | None, int]:
-        """(address of a word, offset): the tensor lies `offset` bytes after what stands there; no
-        word: at `offset`."""
+        """Return (address of a word, offset): the tensor lies `offset` bytes after the address in
+        the word. If there is no word (None), `offset` is the tensor's address."""
         self._held.append(tensor)
         return None, tensor_address(tensor, self._device, what)
 
     def held(self) -> Iterable[torch.Tensor]:
-        """Tensors that live as long as the list that reads them."""
+        """Return the tensors that must live as long as the list that reads them."""
         return self._held
 
 
 class StructAddresses(Addresses):
-    """One operation whose struct, and through it its operands, are read at every run."""
+    """Addresses that are read from the struct of one operation in every run."""
 
     def __init__(self, operation, struct: ctypes.Array, held: Callable[[], Iterable[torch.Tensor]]):
         self._operation, self._struct = operation, struct
@@ -53,17 +53,17 @@ class StructAddresses(Addresses):
         self._scratch: list[tuple[ctypes.Array, torch.Tensor]] = []
 
     def know_field(self, tensor: torch.Tensor, number: int) -> None:
-        """A tensor with the storage of `tensor` lies where word `number` of the struct says."""
+        """Note that word `number` of the struct holds the address of the storage of `tensor`."""
         self._words[_storage(tensor)] = ctypes.addressof(self._struct) + 8 * number
 
     def know_scratch(self, tensor: torch.Tensor, real: torch.Tensor) -> None:
-        """A tensor with the storage of `tensor` lies where `real` lies at every `follow`."""
+        """Note that the storage of `tensor` stands for the scratch memory `real`."""
         self.memory.append((ctypes.c_uint64 * 1)(real.data_ptr()))
         self._words[_storage(tensor)] = ctypes.addressof(self.memory[-1])
         self._scratch.append((self.memory[-1], real))
 
     def follow(self) -> None:
-        """Scratch memory may lie elsewhere by now."""
+        """Read the addresses of scratch memory again: it may have moved."""
         for word, real in self._scratch:
             word[0] = real.data_ptr()
 
@@ -88,8 +88,8 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def contiguous_address(tensor: torch.Tensor, device: torch.device, what: str) -> int:
-    """The address of a tensor for a kernel on `device`; `what` begins the message of a
-    ValueError."""
+    """Return the address of a contiguous tensor for a kernel on `device`. `what` begins error
+    messages. Raises ValueError: it is not contiguous, or as `tensor_address`."""
     if not tensor.is_contiguous():
         raise ValueError(
             f"{what}: a tensor with strides {tensor.stride()} is not contiguous; call .contiguous()"
@@ -98,8 +98,8 @@ def contiguous_address(tensor: torch.Tensor, device: torch.device, what: str) ->
 
 
 def tensor_address(tensor: torch.Tensor, device: torch.device, what: str) -> int:
-    """The address of a tensor of any strides. Every border of a pass comes here: no message is made
-    ahead."""
+    """Return the address of a tensor with any strides. Raises ValueError: it lies on another
+    device, or is not aligned. Every pass calls this, so messages are made for errors alone."""
     if tensor.device != device:
         raise ValueError(
             f"{what}: a tensor lies on {tensor.device}, but this list runs on {device}; move it"

@@ -1,7 +1,7 @@
-"""Compiled code kept on disk: files in the user's cache folder, whole or absent, each with a
-checksum of its content.
+"""Compiled code on disk: files in the user's cache folder, written whole or not at all, each with a
+checksum.
 
-The folder is lsq/<kind> in $XDG_CACHE_HOME, or in ~/.cache where that is not set.
+The folder is lsq/<kind> in $XDG_CACHE_HOME, by default in ~/.cache.
 """
 
 import contextlib
@@ -16,13 +16,13 @@ logger = logging.getLogger(__name__)
 
 
 def folder(kind: str) -> Path:
-    """The folder of files of a kind ("kernels", "emulator"); it need not exist."""
+    """Return the folder for files of this kind ("kernels", "emulator"); it need not exist."""
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(root) / "lsq" / kind
 
 
 def digest(*parts: str | bytes) -> str:
-    """A name for content that was made from `parts` and from nothing else."""
+    """Return a name for content that depends on `parts` alone."""
     found = hashlib.sha256()
     for part in parts:
         data = part.encode() if isinstance(part, str) else part
@@ -31,7 +31,7 @@ def digest(*parts: str | bytes) -> str:
 
 
 def load(path: Path) -> bytes | None:
-    """The content that `store` wrote; None where there is none or it was damaged (said once)."""
+    """Return the content that `store` wrote; None: there is none, or it is damaged (a warning)."""
     try:
         data = path.read_bytes()
     except OSError:
@@ -44,7 +44,7 @@ def load(path: Path) -> bytes | None:
 
 
 def store(path: Path, content: bytes) -> bool:
-    """Write `content` in one step; False, said once, where the folder cannot be written."""
+    """Write a file with its checksum. Return False, with one warning, if that fails."""
     try:
         write(path, hashlib.sha256(content).digest() + content)
     except OSError as error:
@@ -54,7 +54,7 @@ def store(path: Path, content: bytes) -> bool:
 
 
 def write(path: Path, content: bytes) -> None:
-    """Write a file in one step: other processes see nothing of it, or all."""
+    """Write a file in one step: other processes see all of it or nothing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, staged = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".partial")
     try:

@@ -1,9 +1,8 @@
-"""Compiles kernels for one GPU architecture with NVRTC, the CUDA compiler as a library, and keeps
-them on disk.
+"""Compiles kernels for a GPU architecture with NVRTC, CUDA's compiler as a library, and keeps them
+on disk.
 
-NVRTC is reached through cuda.bindings, which PyTorch's CUDA builds bring along; it needs neither a
-driver nor a GPU. Kernels go straight to machine code (cubin), because PTX cannot name sm_90a
-without tying it to one driver.
+NVRTC comes with cuda.bindings, which PyTorch's CUDA builds bring along; it needs no driver and no
+GPU. Kernels are compiled to machine code (cubin), because PTX for sm_90a is tied to one driver.
 """
 
 import functools
@@ -21,18 +20,17 @@ KERNELS = sources.FOLDER / "cuda"
 SHARED = sources.FOLDER / "include"
 """Headers that kernels share with the host library."""
 OLDEST = (8, 0)
-"""Compute capability below which kernels do not run: bfloat16 conversions and int8 products of
-cuBLASLt need it."""
+"""Oldest compute capability that has bfloat16 conversions and cuBLASLt's int8 products."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Resources:
-    """Resources of one kernel, by the assembler's report."""
+    """Resources of one kernel, from the assembler's report."""
 
     registers: int
     """Per thread."""
     spill_bytes: int
-    """Per thread: registers that did not fit, stores and loads."""
+    """Per thread: stores and loads of registers that did not fit."""
     stack_bytes: int
     """Per thread, spills included."""
     shared_bytes: int
@@ -50,7 +48,7 @@ class Compiled:
 
 
 def architecture(capability: tuple[int, int]) -> str:
-    """The target for a GPU of that compute capability, e.g. "sm_90a" for (9, 0). Raises ValueError:
+    """Return the compiler's target for a compute capability: (9, 0) -> "sm_90a". Raises ValueError:
     the GPU is too old."""
     if capability < OLDEST:
         raise ValueError(
@@ -61,13 +59,13 @@ def architecture(capability: tuple[int, int]) -> str:
 
 
 def version() -> str:
-    """The version of NVRTC. Raises RuntimeError: it is not installed."""
+    """Return the version of NVRTC. Raises RuntimeError: it is not installed."""
     _, major, minor = _nvrtc().nvrtcVersion()
     return f"{major}.{minor}"
 
 
 def remedy() -> str:
-    """Advice for a machine on which PyTorch sees no GPU."""
+    """Return advice for a machine on which PyTorch sees no GPU."""
     if torch.version.cuda is None:
         return "install the NVIDIA driver and a CUDA build of PyTorch"
     return (
@@ -77,8 +75,7 @@ def remedy() -> str:
 
 
 def check_driver(supported: tuple[int, int]) -> None:
-    """Refuse a driver that cannot load what the compiler makes. Raises RuntimeError: it supports an
-    older major version of CUDA."""
+    """Raise RuntimeError if the driver's CUDA has an older major version than the compiler's."""
     major = int(version().partition(".")[0])
     if supported[0] < major:
         raise RuntimeError(
@@ -89,9 +86,16 @@ def check_driver(supported: tuple[int, int]) -> None:
 
 
 def compile_kernels(source: str, defines: tuple[tuple[str, int], ...], target: str) -> Compiled:
-    """Compile csrc/cuda/`source`, or a file elsewhere, for `target`, such as "sm_90a", or take
-    what an earlier call has kept; `defines`: (name, value) of each -D. Raises RuntimeError:
-    NVRTC is not installed, or refuses the source; the message holds its own words."""
+    """Compile kernels, or return what an earlier call has kept on disk.
+
+    Args:
+        source: file in csrc/cuda, or a path elsewhere.
+        defines: (name, value) of each -D.
+        target: such as "sm_90a".
+
+    Raises:
+        RuntimeError: NVRTC is not installed or refuses the source; the message has NVRTC's errors.
+    """
     nvrtc = _nvrtc()
     options = [
         f"--gpu-architecture={target}",
@@ -116,7 +120,7 @@ def compile_kernels(source: str, defines: tuple[tuple[str, int], ...], target: s
 
 @functools.cache
 def device_headers() -> str:
-    """All device headers, on which every kernel depends."""
+    """Return the text of all device headers, on which every kernel depends."""
     headers = [*sorted(KERNELS.glob("*.cuh")), *sorted(SHARED.glob("*.h"))]
     return "".join(path.read_text(encoding="utf-8") for path in headers)
 
@@ -174,7 +178,7 @@ def _checked(nvrtc, answer):
 
 
 def resources(log: str) -> dict[str, Resources]:
-    """The assembler's report (-v) on each kernel."""
+    """Return the resources of each kernel from the assembler's report (-v)."""
     found = {}
     for part in re.split(r"Compiling entry function '", log)[1:]:
         sizes = (

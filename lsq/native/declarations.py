@@ -1,21 +1,21 @@
 """Reads the structs that Python declares, and writes them as one C++ header for the CPU library and
 the kernels.
 
-A class that inherits from Value or Operation declares a struct: its annotated fields in order, then
-its properties marked @size (int64_t) or @factor (float) and sizes read off a tensor by extent(...).
-Annotations:
+A class that inherits from Value or Operation declares a struct: first its annotated fields, then
+its properties marked @size (int64_t) or @factor (float), and sizes read off a tensor by
+extent(...). Annotations:
 
     In[T]      read by the operation          T | None   may be missing: a null pointer
     Out[T]     written by it                  Host[...]  known to Python alone: not in the struct
     Array[T, 9]  up to 9 values
 
-with T a kind of tensor (TENSORS), a number (NUMBERS), an enumeration, or a value. An operation says
-In or Out of every tensor and value; a value's own fields go the way of the field that holds it,
-unless they say In[...] themselves. A comment behind a field, or a docstring below it, that begins
-with its shape, such as `[M, N]` or `[N] or [1]`, states it: program/declare.py checks tensors by it
-before C++ sees them.
-Every size and offset that Python assumes is asserted in the header, and the header is part of the
-library's checksum: a library of other declarations is refused when it is loaded.
+T is a kind of tensor (TENSORS), a number (NUMBERS), an enumeration or a value. An operation says
+In or Out of every tensor and value. A field of a value has the direction of the field that holds
+the value, unless it says In[...] itself. A shape such as `[M, N]` or `[N] or [1]` may begin the
+comment behind a field or the docstring below it: program/declare.py checks tensors by it before
+C++ reads them.
+The header asserts every size and offset that Python assumes. The library's checksum covers it, so
+a library with other declarations is refused when it is loaded.
 
 Imports nothing of lsq: setup.py runs this file as well.
 """
@@ -41,11 +41,8 @@ TENSORS = {
     "AnyFloats": "void",
     "Parameters": "float",
 }
-"""Kinds of tensors -> what their elements are in C++.
-
-Float is float32, or on a GPU a dtype of half the size; of AnyFloats C++ learns the dtype from
-another field.
-"""
+"""Kinds of tensors -> their elements in C++. Float is float32, or on a GPU perhaps a 16-bit float.
+For AnyFloats another field tells C++ the dtype."""
 NUMBERS = {"int": "int64_t", "bool": "int64_t", "float": "float"}
 MARKS = {"size": "int", "factor": "float"}
 OFFSET = (
@@ -55,7 +52,7 @@ OFFSET = (
     "#define LSQ_OFFSET(type, field) __builtin_offsetof(type, field)",
     "#endif",
 )
-"""Where a field lies in its struct, as a constant, for every compiler of the header."""
+"""A macro for every compiler of the header: the constant offset of a field in its struct."""
 _SHAPE = re.compile(r"\[([^\]]+)\]")
 _FORM = re.compile(
     r"(?:(?P<direction>In|Out)\[)?(?:(?P<kind>\w+)|Array\[(?P<element>\w+), (?P<count>\d+)\])"
@@ -71,15 +68,15 @@ class Field:
     kind: str
     """A key of TENSORS or NUMBERS, or the name of a value or an enumeration."""
     direction: str = ""
-    """"In", "Out", or "" for that of the holder."""
+    """"In", "Out", or "": the direction of the field that holds this value."""
     optional: bool = False
     count: int = 0
-    """Values of an array; 0: no array."""
+    """Number of values of an array; 0: no array."""
     derived: bool = False
-    """A property: computed from the other fields."""
+    """Whether it is a property, computed from the other fields."""
     shapes: tuple[tuple[str, ...], ...] = ()
-    """What its comment or docstring allows: names of sizes, numbers, and sums and products of both;
-    () says nothing."""
+    """Shapes that its comment or docstring allows, each of names of sizes, numbers, and their sums
+    and products; (): it names none."""
 
 
 @dataclass(frozen=True)
@@ -90,12 +87,12 @@ class Declaration:
     base: str
     fields: tuple[Field, ...] = ()
     members: tuple[tuple[str, int], ...] = ()
-    """Of an enumeration."""
+    """(name, value) of each member of an enumeration."""
 
 
 def parse(owner: str, name: str, annotation: str) -> Field | None:
-    """The field that an annotation in a class declares; None for one of Host. Raises ValueError: it
-    has none of the forms above."""
+    """Return the field that an annotation declares; None for Host. Raises ValueError: the
+    annotation has none of the forms above."""
     if annotation.startswith("Host["):
         return None
     form = _FORM.fullmatch(annotation)
@@ -109,9 +106,8 @@ def parse(owner: str, name: str, annotation: str) -> Field | None:
 
 
 def check(one: Declaration, known: Mapping[str, str]) -> None:
-    """Refuse fields that no struct can have; `known`: names of classes -> names of their bases.
-    Raises ValueError: a kind is unknown, a number may be missing, or an operation does not say In
-    or Out."""
+    """Raise ValueError for fields that no struct can have: a kind is unknown, a number is optional,
+    or an operation says neither In nor Out. `known`: class -> its base."""
     for field in one.fields:
         where, base = f"{one.name}.{field.name}", known.get(field.kind)
         number, holds = (
@@ -135,7 +131,7 @@ def check(one: Declaration, known: Mapping[str, str]) -> None:
 
 @cache
 def declarations() -> dict[str, Declaration]:
-    """Every declared struct and enumeration by name, each after those that it holds."""
+    """Return every declared struct and enumeration by name, each after those that it contains."""
     sources = [PACKAGE / "program" / "values.py", *sorted((PACKAGE / "ops").glob("*.py"))]
     found = [one for path in sources for one in _declared(path.read_text(encoding="utf-8"))]
     order = {"IntEnum": 0, "Value": 1, "Operation": 2}
@@ -179,14 +175,13 @@ def _fields(node: ast.ClassDef, lines: list[str]) -> Iterator[Field]:
 
 
 def _shapes(text: str) -> tuple[tuple[str, ...], ...]:
-    """The shapes in the first sentence of a comment or docstring that begins with one."""
+    """Return the shapes in the first sentence of a text that begins with a shape."""
     found = _SHAPE.findall(text.split(". ")[0]) if text.startswith("[") else ()
     return tuple(tuple(size.strip() for size in one.split(",")) for one in found)
 
 
 def layout(name: str) -> tuple[int, list[tuple[str, int]]]:
-    """(bytes, offset of each field) of a struct, as every C++ compiler of a 64-bit machine has
-    it."""
+    """Return (bytes, offset of each field) of a struct, by the layout rules of 64-bit C++."""
     offset, widest, offsets = 0, 1, []
     for field in declarations()[name].fields:
         size, alignment = _size(field)

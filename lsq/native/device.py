@@ -1,4 +1,4 @@
-"""Runs lists of launches and products: on a GPU, or in the emulator, through the same launcher."""
+"""Runs lists of launches and products on a GPU or in the emulator, through the same launcher."""
 
 import contextlib
 import ctypes
@@ -17,7 +17,7 @@ WORKSPACE_ALIGNMENT = 256
 
 
 class StreamMemory:
-    """The workspace of products, and words for tickets, which kernels find and leave at zero."""
+    """The workspace of products, and words for tickets: zero before and after each kernel."""
 
     def __init__(self, torch_device: torch.device, workspace_bytes: int):
         self.torch_device = torch_device
@@ -25,24 +25,23 @@ class StreamMemory:
 
     @functools.cached_property
     def ticket(self) -> torch.Tensor:
-        """Made when a list first takes one: to fill it is a launch, which a capture would keep."""
+        """The words for tickets. Made when a list first needs them: zeroing them is a launch, which
+        a graph capture would record."""
         return torch.zeros(TICKETS, dtype=torch.int32, device=self.torch_device)
 
     def grow(self, workspace_bytes: int) -> None:
-        """Make room for a larger workspace; PyTorch reuses the old one after the current stream's
-        work."""
+        """Enlarge the workspace if needed; PyTorch reuses the old one after the stream's work."""
         if self.workspace.numel() < workspace_bytes:
             self.workspace = aligned_workspace(workspace_bytes, self.torch_device)
 
     def clear(self) -> None:
-        """A kernel that did not finish leaves its ticket as it is."""
+        """Zero the tickets: a kernel that did not finish leaves them as they are."""
         with contextlib.suppress(RuntimeError):  # a GPU whose context is lost takes no more work
             self.ticket.zero_()
 
 
 def aligned_workspace(size: int, torch_device: torch.device) -> torch.Tensor:
-    """uint8 [size] on a device that begins at a multiple of WORKSPACE_ALIGNMENT, as cuBLASLt wants
-    its workspace."""
+    """Return uint8 [size] at a multiple of WORKSPACE_ALIGNMENT, as cuBLASLt requires."""
     whole = torch.empty(size + WORKSPACE_ALIGNMENT, dtype=torch.uint8, device=torch_device)
     first = -whole.data_ptr() % WORKSPACE_ALIGNMENT
     return whole[first : first + size]
@@ -51,9 +50,13 @@ def aligned_workspace(size: int, torch_device: torch.device) -> torch.Tensor:
 class Device:
     """A device that runs lists of launches.
 
-    `name`: for people. `driver`: the CUDA driver, or the emulator's. `compile`: makes the machine
-    code of a kernel. `products`: finds the algorithms of products (lsq.gemm.cublaslt.Products);
-    None where lists hold none. `torch_device`: the torch device whose tensors it works on.
+    Args:
+        name: for messages.
+        driver: the CUDA driver, or the emulator's.
+        compile: makes the machine code of a kernel.
+        products: finds the algorithms of products (lsq.gemm.cublaslt.Products); None: lists hold
+            none.
+        torch_device: device of the tensors.
     """
 
     def __init__(
@@ -74,15 +77,12 @@ class Device:
         self._memories: dict[int, StreamMemory] = {}
         self._of_captures: StreamMemory | None = None
         self.lock = threading.RLock()
-        """Held while a list is launched: what lists share is handed on.
-
-        A signal may launch another one meanwhile.
-        """
+        """Held during a launch: lists share memory. Reentrant: a signal handler may launch."""
         self.message = ctypes.create_string_buffer(MESSAGE_BYTES)
-        """The error of that launch."""
+        """The error of a launch."""
 
     def function(self, kernel: Kernel, shared: int) -> int:
-        """The driver's handle of a kernel, compiled and loaded when it is first wanted."""
+        """Return the driver's handle of a kernel; the first call compiles and loads the kernel."""
         key = kernel, shared
         if key not in self._functions:
             self._functions[key] = self.driver.load(self._compile(kernel), kernel.name, shared)
@@ -91,7 +91,7 @@ class Device:
     def list(
         self, entries: Sequence[Launch | Product], *, title: str = "", products=None
     ) -> LaunchList:
-        """Prepare `entries` for running on their tensors, which the list keeps."""
+        """Prepare `entries` to run on their tensors, which the list keeps."""
         return LaunchList(
             self,
             [Part(entries=entries, addresses=Addresses(self.torch_device), title=title)],
@@ -102,9 +102,10 @@ class Device:
         self.list(entries).run()
 
     def memory(self, stream: int, workspace_bytes: int, capturing: bool) -> StreamMemory:
-        """Memory shared by the current stream's work, with a workspace of at least so many bytes.
+        """Return the memory that all work of a stream shares, its workspace at least
+        `workspace_bytes` long.
 
-        A capture gets memory of its own for each list: its graph may run on any stream.
+        In a capture every list gets its own memory, since the graph may run on any stream.
         """
         if capturing and self._of_captures is None:
             return StreamMemory(self.torch_device, workspace_bytes)
@@ -118,8 +119,8 @@ class Device:
 
     @contextlib.contextmanager
     def captures_in_turn(self) -> Iterator[None]:
-        """Within this context all captures share one memory, which is made before. Their graphs are
-        replayed one after another, and none afterwards."""
+        """Let all captures within this context share one memory, which is made first. Their graphs
+        must run one after another, and none after the context."""
         self._of_captures = StreamMemory(self.torch_device, 0)
         self._of_captures.ticket.zero_()
         try:
@@ -128,7 +129,7 @@ class Device:
             self._of_captures = None
 
     def record(self, tensor: torch.Tensor) -> None:
-        """Let PyTorch's allocator know that the current stream uses a tensor."""
+        """Tell PyTorch's allocator that the current stream uses a tensor."""
         if self.torch_device.type != "cpu":
             tensor.record_stream(torch.accelerator.current_stream(self.torch_device))
 

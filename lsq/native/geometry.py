@@ -3,25 +3,23 @@
 from lsq.native.launch import check
 
 THREADS = 256
-"""Threads of a block of every kernel on rows."""
+"""Threads of a block in every kernel on rows."""
 WARPS = THREADS // 32
 """Warps of such a block."""
 VECTOR = 8
 """Values that a thread reads at a time."""
 BLOCKS = 256
-"""Blocks of a kernel that sums over rows: each leaves one partial row.
-
-Fixed, so that sums do not depend on the GPU.
-"""
+"""Blocks, and partial rows, of a kernel that sums over rows; fixed, so that sums do not depend on
+the GPU."""
 MANY_BLOCKS = 4096
-"""Most blocks of a kernel on rows that sums nothing over them."""
+"""Most blocks of a kernel on rows that does not sum over rows."""
 WIDEST = 16384
 """Columns of the widest row that a block can hold in its registers."""
 
 
 def lanes(columns: int) -> int:
-    """Threads that hold one row: 32 to 256, at 16 values a thread where that is enough. Raises
-    ValueError for a width that cannot be held."""
+    """Return the threads that hold one row: 32 to 256, with 16 values per thread if that is enough.
+    Raises ValueError: rows of this width cannot be held."""
     check(
         columns % VECTOR == 0 and 0 < columns <= WIDEST,
         f"rows of {columns} values cannot run on CUDA: the width must be a multiple of {VECTOR}, up"
@@ -38,48 +36,47 @@ def row_defines(columns: int) -> dict[str, int]:
 
 
 def sums_in_shared_memory(columns: int, sums: int) -> int:
-    """Bytes of shared memory that `sums` SharedColumnSums (csrc/cuda/rows.cuh) take."""
+    """Return the bytes of shared memory that `sums` SharedColumnSums (csrc/cuda/rows.cuh) take."""
     values = -(-columns // (VECTOR * lanes(columns))) * VECTOR
     return 4 * sums * values * THREADS
 
 
 def strided(turns: int, most: int) -> int:
-    """Blocks of a kernel whose blocks stride over `turns`: 1 to `most`."""
+    """Return the number of blocks, 1 to `most`, of a kernel whose blocks stride over `turns`."""
     return max(1, min(most, turns))
 
 
 def rows_at_a_time(columns: int) -> int:
-    """Rows that a block holds at a time."""
+    """Return the rows that a block holds at a time."""
     return THREADS // lanes(columns)
 
 
 def row_blocks(rows: int, columns: int, most: int | None = None) -> int:
-    """Blocks for `rows` rows, at most `most`, or BLOCKS; at least 1."""
+    """Return the number of blocks for `rows` rows: at least 1, at most `most` (default: BLOCKS)."""
     return strided(-(-rows // rows_at_a_time(columns)), BLOCKS if most is None else most)
 
 
 def warp_blocks(rows: int) -> int:
-    """Blocks for `rows` rows of which each warp takes one at a time, at most MANY_BLOCKS."""
+    """Return the number of blocks for `rows` rows, one per warp at a time: at most MANY_BLOCKS."""
     return strided(-(-rows // WARPS), MANY_BLOCKS)
 
 
 TILE = 128
 """Rows and columns of the codes that a block transposes (csrc/cuda/transpose.cuh)."""
 PATCH = (32, 256)
-"""Rows and columns of a block of kernels that look at each value by itself
-(csrc/cuda/patch.cuh)."""
+"""Rows and columns of a block in element-wise kernels (csrc/cuda/patch.cuh)."""
 
 
 def padded(rows: int) -> int:
-    """Rows of the inner dimension of an int8 product: a multiple of 16, at least 16."""
+    """Return the padded inner dimension of an int8 product: a multiple of 16, at least 16."""
     return max(16, -(-rows // 16) * 16)
 
 
 def tiles(rows: int, columns: int) -> tuple[int, int]:
-    """Grid of a kernel that transposes codes [rows, columns]; at least one block."""
+    """Return the grid of a kernel that transposes codes [rows, columns]; at least one block."""
     return max(1, -(-rows // TILE)), max(1, -(-columns // TILE))
 
 
 def patches(rows: int, columns: int) -> tuple[int, int]:
-    """Grid of a kernel that looks at each value of a matrix by itself; at least one block."""
+    """Return the grid of an element-wise kernel on a matrix; at least one block."""
     return max(1, -(-rows // PATCH[0])), max(1, -(-columns // PATCH[1]))

@@ -1,8 +1,8 @@
-"""Plain data that says what a GPU is to do: launches of kernels with their arguments, and matrix
+"""Plain data that says what a GPU runs: launches of kernels with their arguments, and matrix
 products.
 
-An operation's `cuda` function returns a list of these; lsq.native.device runs lists, on a GPU or in
-the emulator.
+An operation's `cuda` function returns a list of these; lsq.native.device runs it on a GPU or in the
+emulator.
 """
 
 from dataclasses import dataclass
@@ -10,25 +10,25 @@ from dataclasses import dataclass
 import torch
 
 FLOATS = {torch.float32: 0, torch.bfloat16: 1}
-"""-DFLOAT of each dtype that activations may have."""
+"""dtype of activations -> value of -DFLOAT."""
 
 
 TICKETS = 4096
-"""Words behind TICKET."""
+"""Words of the memory that TICKET stands for."""
 TICKET = object()
-"""Stands for TICKETS uint32 of zeroed memory that the runner of a list brings along, which kernels
-leave at zero."""
+"""An argument that stands for TICKETS uint32 of zeros. The runner of a list owns them; kernels
+leave them at zero."""
 
 
 def check(condition: bool, message: str) -> None:
-    """Raise a ValueError with `message` unless `condition` holds."""
+    """Raise ValueError with `message` unless `condition` holds."""
     if not condition:
         raise ValueError(message)
 
 
 def float_define(*tensors: torch.Tensor | None) -> dict[str, int]:
-    """-DFLOAT for the one dtype that all given tensors have. Raises ValueError: the tensors differ
-    in dtype, or kernels have no such dtype."""
+    """Return -DFLOAT for the dtype that all given tensors share. Raises ValueError: their dtypes
+    differ, or kernels do not take the dtype."""
     found = {tensor.dtype for tensor in tensors if tensor is not None}
     check(
         len(found) == 1 and found <= set(FLOATS),
@@ -57,9 +57,9 @@ class Kernel:
 class Launch:
     """One launch of a kernel.
 
-    Arguments are what the kernel's parameters are: the operation (lsq.program.operation.Operation)
-    for its struct, tensors (contiguous) or None for pointers, TICKET, whole numbers for int64_t,
-    floats for float.
+    The arguments stand for the kernel's parameters: an operation (lsq.program.operation.Operation)
+    for its struct, a contiguous tensor or None for a pointer, TICKET, a whole number for int64_t, a
+    float for float.
     """
 
     kernel: Kernel
@@ -72,10 +72,8 @@ class Launch:
 
 @dataclass(frozen=True, kw_only=True)
 class Product:
-    """out [M, N] = a [M, K] times b [N, K] transposed, see lsq.gemm.product_key.
-
-    Both operands are contiguous along K in the plain case, the only one for int8.
-    """
+    """out [M, N] = a [M, K] times b [N, K] transposed; see lsq.gemm.product_key. In the plain case,
+    the only one for int8, both operands are contiguous along K."""
 
     a: torch.Tensor
     """[M, K], or [K, M] if `transpose_a`."""
@@ -85,14 +83,13 @@ class Product:
     transpose_a: bool = False
     transpose_b: bool = False
     op: str = "matmul"
-    """The operation that reads the result, where tuned files tell them apart; else any product by
-    itself."""
+    """The operation that reads the result, if tuned files tell it apart; else "matmul"."""
 
 
 def launch(
     source: str, name: str, *arguments, grid, block=256, shared: int = 0, **defines: int
 ) -> Launch:
-    """A launch; grid and block are a whole number or up to three."""
+    """Make a launch; grid and block are a whole number or up to three."""
     return Launch(
         kernel=Kernel(source=source, name=name, defines=tuple(sorted(defines.items()))),
         grid=_three(grid),

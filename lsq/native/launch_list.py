@@ -1,4 +1,4 @@
-"""Launches and products with their tensors, turned into a list that C++ replays with one call."""
+"""Launches and products with their tensors, as a list that C++ replays with one call."""
 
 import ctypes
 import struct
@@ -19,23 +19,25 @@ class Part:
     entries: Sequence[Launch | Product]
     addresses: Addresses
     title: str = ""
-    """Their name in errors."""
+    """Name of the entries in errors."""
 
 
 class LaunchList:
-    """Launches and products that `run` replays with one call into C++, on PyTorch's current
-    stream. They are read at every run from where their Addresses say, in a capture of a graph
-    once. A run waits for the stream of the run before. Until the work is done, whoever made a
-    list keeps the tensors that are not `held`. `products`, if not the device's, find algorithms.
-    Raises ValueError: a tensor lies elsewhere, is not contiguous or not aligned; RuntimeError: a
-    kernel does not compile or load, or a product has no algorithm."""
+    """Launches and products that `run` replays with one call into C++, on PyTorch's current stream.
+
+    Structs and addresses are read in every run, from where the Addresses say; a captured graph
+    reads them once, in the capture. A run waits for the stream of the run before. Whoever made the
+    list keeps the tensors that are not `held` until the work is done. `products`: finds algorithms
+    in place of the device's. Raises ValueError: a tensor lies on another device, is not contiguous
+    or not aligned; RuntimeError: a kernel does not compile or load, or a product has no algorithm.
+    """
 
     def __init__(self, device, parts: Sequence[Part], products=None):
         self.device = device
         self._products = products or device.products
         self._held = [part.addresses.held for part in parts]
         self._memory: list = [part.addresses.memory for part in parts]
-        self._ticket: ctypes.c_uint64 | None = None  # where one of its kernels takes TICKET
+        self._ticket: ctypes.c_uint64 | None = None  # set if a kernel takes TICKET
         self._workspace_bytes = 0
         self._stream, self._recorded = device.stream(), set()
         self._captured: list = []
@@ -49,15 +51,16 @@ class LaunchList:
                     self._add_product(entry, part)
 
     def run(self) -> None:
-        """Launch everything on PyTorch's current stream. Threads may share the list. Raises
-        RuntimeError: a launch failed; the message names the kernel or product and its sizes."""
+        """Launch all entries on PyTorch's current stream; threads may share the list. Raises
+        RuntimeError: a launch failed; the message names the kernel, or the product and its
+        sizes."""
         with self.device.lock:
             stream = self.device.stream()
             capturing = self.device.driver.is_capturing(stream)
             if not capturing:
                 self._follow(stream)
             memory = self.device.memory(stream, self._workspace_bytes, capturing)
-            # PyTorch keeps a capture's memory with its graph
+            # on CUDA, PyTorch keeps the memory of a capture with its graph
             if capturing and self.device.torch_device.type != "cuda":
                 self._captured.append(memory)
             if self._ticket is not None:
@@ -79,7 +82,7 @@ class LaunchList:
             self._library.lsq_list_destroy(self._list)
 
     def _follow(self, stream: int) -> None:
-        """Wait for the last run where that was on another stream, and record who uses the
+        """If the last run was on another stream, wait for it; tell PyTorch which stream uses the
         tensors."""
         if stream == self._stream:
             return
@@ -92,12 +95,12 @@ class LaunchList:
                     self.device.record(tensor)
 
     def _word(self, value: bytes) -> int:
-        """The address of 8 bytes that live as long as the list."""
+        """Return the address of 8 bytes with this value, which live as long as the list."""
         self._memory.append(ctypes.c_uint64.from_buffer_copy(value))
         return ctypes.addressof(self._memory[-1])
 
     def _pointer(self, tensor: torch.Tensor, addresses: Addresses, what: str) -> int:
-        """The address of a word in which that of the tensor stands at every run."""
+        """Return the address of a word that holds the tensor's address in every run."""
         word, offset = addresses.address(tensor, what)
         if word is None:
             return self._word(struct.pack("<q", offset))
@@ -110,7 +113,8 @@ class LaunchList:
         return shifted
 
     def _parameter(self, value, addresses: Addresses, what: str) -> int:
-        """The address of what a kernel reads: a struct, or 8 bytes with a pointer or a number."""
+        """Return the address of a kernel's parameter: a struct, or 8 bytes (a pointer or a
+        number)."""
         if value is TICKET:
             if self._ticket is None:
                 self._ticket = ctypes.c_uint64()

@@ -1,7 +1,8 @@
 """Finds the C++ host library that this CPU can run, and calls it.
 
-setup.py builds the library once per x86-64 level (v4: AVX-512, v3: AVX2, v1: any); elsewhere there
-is v1 alone. Without a library, every operation runs its plain PyTorch reference; that is said once.
+setup.py builds it once for each x86-64 level (v4: AVX-512, v3: AVX2, v1: any); on other processors
+there is only v1. Without the library, operations run their reference in plain PyTorch, with one
+warning.
 """
 
 import ctypes
@@ -27,7 +28,7 @@ _REQUIRED = {
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The loaded library, or None (said once) where none was built. Raises LibraryError: it is
+    """Return the loaded library; None, with one warning: none was built. Raises LibraryError: it is
     damaged, or was built from other sources than those beside it."""
     found = _load()
     if found is None:
@@ -62,14 +63,14 @@ def description() -> str:
 def call(name: str, *arguments) -> None:
     """Call a function of the library.
 
-    An operation goes as its struct, tensors (contiguous, on the CPU) as pointers, None as a null
+    An operation is passed as its struct, a contiguous CPU tensor as a pointer, None as a null
     pointer, whole numbers and truth values as int64, floats as float32.
     """
     function(name)(*map(_convert, arguments))
 
 
 def function(name: str):
-    """A function of the library. Raises LibraryError: it has none of that name."""
+    """Return a function of the library. Raises LibraryError: the library has none of that name."""
     try:
         return getattr(library(), name)
     except AttributeError:
@@ -92,17 +93,17 @@ def _convert(argument):
 
 
 def run(operation) -> None:
-    """Run the loop of an operation on tensors in memory of the CPU."""
+    """Run the loop of an operation on CPU tensors."""
     function(f"lsq_{operation.name}")(operation.packed)
 
 
 def words(struct: bytes) -> ctypes.Array:
-    """A copy of a struct that can be changed, 8 bytes at a time."""
+    """Return a copy of a struct as words of 8 bytes, which can be changed."""
     return (ctypes.c_uint64 * (len(struct) // 8)).from_buffer_copy(struct)
 
 
 def sequence(operations: Sequence) -> Callable[[], None]:
-    """A function that runs the loops of `operations` in one foreign call; it keeps their
+    """Return a function that runs all loops in one foreign call and keeps the operations'
     tensors."""
     found, count = library(), len(operations)
     structs = [operation.packed for operation in operations]

@@ -17,12 +17,12 @@ CPU_FEATURES = {
     "bf16": "Arm BF16",
     "sve": "Arm SVE",
 }
-"""Flags of Linux's /proc/cpuinfo that matter here, and their names."""
+"""Flags of Linux's /proc/cpuinfo that lsq uses or reports -> their names."""
 
 
 @functools.cache
 def cpu_features() -> frozenset[str]:
-    """Instruction-set flags as Linux names them; empty where /proc/cpuinfo does not tell."""
+    """Return the instruction-set flags as Linux names them; none if /proc/cpuinfo has none."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -32,7 +32,7 @@ def cpu_features() -> frozenset[str]:
 
 
 def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """The CPU's model name, or the nearest that the system tells."""
+    """Return the CPU's model name, or else what the system calls the processor."""
     lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, "") or platform.processor() or platform.machine()

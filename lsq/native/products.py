@@ -1,7 +1,7 @@
 """Calls the matrix products of lsq/csrc/runtime, which run in libcublasLt.
 
-Which product for which tensors is decided in lsq/gemm/cublaslt.py; here everything is numbers and
-addresses.
+lsq/gemm/cublaslt.py decides which product runs for which tensors; here are numbers and addresses
+alone.
 """
 
 import ctypes
@@ -21,18 +21,18 @@ DTYPES = {torch.float32: 0, torch.int8: 3, torch.int32: 10, torch.bfloat16: 14}
 
 
 class ProductError(RuntimeError):
-    """A call of libcublasLt that failed, or the library is missing; the message says which."""
+    """A call of libcublasLt failed, or the library is missing; the message says which."""
 
 
 class Candidate(NamedTuple):
-    """An algorithm of libcublasLt as bytes, with the workspace that it needs."""
+    """An algorithm of libcublasLt, as bytes, and the workspace that it needs."""
 
     data: bytes
     workspace_bytes: int
 
 
 class _Spec(ctypes.Structure):
-    """ProductSpec of cublaslt.h: what a product is to the library, all of it numbers."""
+    """ProductSpec of cublaslt.h: a product described in numbers."""
 
     _fields_ = [
         (name, ctypes.c_int64)
@@ -43,7 +43,7 @@ class _Spec(ctypes.Structure):
 
 
 def find_cublaslt() -> str:
-    """Path of libcublasLt where CUDA's packages, its toolkit or the system have it. Raises
+    """Return the path of libcublasLt in CUDA's packages, its toolkit or the system. Raises
     RuntimeError: there is none."""
     try:
         from cuda import pathfinder
@@ -74,11 +74,11 @@ def _checked(data: bytes) -> bytes:
 
 
 class ProductLibrary:
-    """One libcublasLt, for one device: the one that is current when an algorithm is first looked
+    """A libcublasLt for one device: the device that is current when an algorithm is first looked
     up.
 
-    `path`: what `find_cublaslt` returns, or an emulated library. Raises ProductError: it cannot be
-    loaded or lacks a function; RuntimeError: lsq's own library, which calls it, is not built.
+    `path`: of `find_cublaslt`, or of an emulated library. Raises ProductError: it cannot be loaded
+    or lacks a function; RuntimeError: lsq's launcher, which calls it, is not built.
     """
 
     def __init__(self, path: str) -> None:
@@ -86,24 +86,23 @@ class ProductLibrary:
         _call("open", os.fsencode(path), ctypes.byref(self._handle))
 
     def version(self) -> str:
-        """Such as "13.0.2"; algorithms are valid for this version alone."""
+        """Return the version, such as "13.0.2"; algorithms are valid for this version alone."""
         number = runtime.library().lsq_product_version(self._handle)
         return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
 
     def product(self, **spec: int) -> "Matmul":
-        """Describe a product; keyword arguments as the fields of _Spec, dtypes as in DTYPES.
-        Raises ProductError: the library refuses the description."""
+        """Describe a product by the fields of _Spec, with dtypes as in DTYPES. Raises ProductError:
+        the library refuses the description."""
         return Matmul(self._handle, _Spec(**spec))
 
     def close(self) -> None:
-        """Let the library go; its products stay usable."""
+        """Close the library; its products stay usable."""
         runtime.library().lsq_product_close(self._handle)
         self._handle = ctypes.c_void_p()
 
 
 class Matmul:
-    """One product in C++ (class MatrixProduct of cublaslt.h), which a launcher runs through
-    `address`."""
+    """A product in C++ (MatrixProduct of cublaslt.h), which a launcher runs through `address`."""
 
     def __init__(self, library: ctypes.c_void_p, spec: _Spec) -> None:
         self._handle = ctypes.c_void_p()
@@ -115,8 +114,8 @@ class Matmul:
         return self._handle.value
 
     def candidates(self, workspace_bytes: int, limit: int) -> list[Candidate]:
-        """The algorithms that the library proposes, best first; perhaps none. Raises ProductError:
-        the product is not supported, or no CUDA context is current."""
+        """Return at most `limit` algorithms that the library proposes, best first; perhaps none.
+        Raises ProductError: the product is not supported, or no CUDA context is current."""
         algorithms = ctypes.create_string_buffer(limit * ALGORITHM_BYTES)
         workspaces, count = (ctypes.c_int64 * limit)(), ctypes.c_int64()
         arguments = algorithms, workspaces, ctypes.byref(count)
@@ -127,14 +126,14 @@ class Matmul:
         ]
 
     def check(self, data: bytes) -> Candidate:
-        """An algorithm with its workspace for this product. Raises ValueError: not 64 bytes;
-        ProductError: the algorithm does not run this product on this device."""
+        """Return an algorithm and the workspace that it needs here. Raises ValueError: `data` is
+        not 64 bytes; ProductError: the algorithm does not run this product on this device."""
         workspace_bytes = ctypes.c_int64()
         _call("check", self._handle, _checked(data), ctypes.byref(workspace_bytes))
         return Candidate(bytes(data), workspace_bytes.value)
 
     def choose(self, data: bytes) -> None:
-        """Run with this algorithm from now on; raises as `check`."""
+        """Use this algorithm from now on. Raises as `check`."""
         _call("choose", self._handle, _checked(data))
 
     def run(
@@ -145,17 +144,14 @@ class Matmul:
         workspace_bytes: int = 0,
         stream: int = 0,
     ) -> None:
-        """Queue the product.
-
-        `operands`: addresses of a, b and out, multiples of 16. `workspace`: address of the
-        workspace, a multiple of 256. `workspace_bytes`: its size. `stream`: a cudaStream_t. Raises
-        ProductError: it cannot be queued; the message says why, with the shapes.
-        """
+        """Queue the product. `operands`: addresses of a, b and out, multiples of 16. `workspace`:
+        its address, a multiple of 256. `stream`: a cudaStream_t. Raises ProductError: the product
+        cannot be queued; the message says why, with the shapes."""
         pointers = [ctypes.c_void_p(address) for address in operands]
         addresses = ctypes.c_void_p(workspace), workspace_bytes, ctypes.c_void_p(stream)
         _call("run", self._handle, *pointers, *addresses)
 
     def close(self) -> None:
-        """Free it; nothing may run it any more."""
+        """Free the product, which must not run any more."""
         runtime.library().lsq_product_destroy(self._handle)
         self._handle = ctypes.c_void_p()

@@ -1,5 +1,4 @@
-"""Calls the launcher in csrc/runtime: a CUDA driver and its functions; launch_list.py has its
-lists."""
+"""Calls the launcher in csrc/runtime: the CUDA driver and its functions (lists: launch_list.py)."""
 
 import contextlib
 import ctypes
@@ -16,8 +15,8 @@ MESSAGE_BYTES = 8192
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The launcher. Raises LibraryError: it is not built, is damaged, or was built from other
-    sources than those beside it."""
+    """Return the launcher. Raises LibraryError: it is not built, is damaged, or was built from
+    other sources than those beside it."""
     if not LIBRARY.exists():
         raise LibraryError(
             f"the launcher {LIBRARY.name} is not built; install g++ (Debian: apt-get install g++)"
@@ -29,8 +28,7 @@ def library() -> ctypes.CDLL:
 
 
 def call(name: str, *arguments) -> tuple[int, str]:
-    """Call a function that returns a status and fills a message: both. Whole numbers go as
-    int64."""
+    """Call a function; return its status and message. Whole numbers are passed as int64."""
     function = getattr(library(), name)
     function.restype = ctypes.c_int64
     numbers = (
@@ -49,9 +47,9 @@ def _call(name: str, *arguments) -> None:
 
 
 class Driver:
-    """A CUDA driver (libcuda.so.1 at `path`), or the emulator's, for device `ordinal` in its
-    primary context, in which PyTorch works, too; it is made when it is first needed. Raises
-    RuntimeError: it cannot be opened, or finds no GPU."""
+    """A CUDA driver (`path`: libcuda.so.1) or the emulator's, for device `ordinal`. It uses the
+    device's primary context, as PyTorch does, and makes it when it is first needed. Raises
+    RuntimeError: the driver cannot be opened, or finds no GPU."""
 
     def __init__(self, path: str, ordinal: int = 0):
         self.handle, version = ctypes.c_void_p(), ctypes.c_int64()
@@ -63,13 +61,11 @@ class Driver:
             ctypes.byref(version),
         )
         self.version = (version.value // 1000, version.value % 1000 // 10)
-        """Newest CUDA version that it supports."""
+        """Newest CUDA version that it supports: (major, minor)."""
 
     def load(self, image: bytes, name: str, shared: int) -> int:
-        """The handle of kernel `name` in machine code, for `shared` bytes of dynamic shared memory.
-
-        It stays loaded as long as the process lives. Raises RuntimeError: the driver refuses it.
-        """
+        """Load machine code for good; return the handle of its kernel `name`, with `shared` bytes
+        of dynamic shared memory. Raises RuntimeError: the driver refuses it."""
         module, function = ctypes.c_void_p(), ctypes.c_void_p()
         handles = ctypes.byref(module), ctypes.byref(function)
         _call("lsq_function_load", self.handle, image, name.encode(), shared, *handles)
@@ -77,8 +73,8 @@ class Driver:
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
-        """Make the device's context current in this thread meanwhile. Raises RuntimeError: there is
-        no such device, or the driver refuses."""
+        """Make the device's context current in this thread within the context manager. Raises
+        RuntimeError: there is no such device, or the driver refuses."""
         entered = ctypes.c_void_p()
         _call("lsq_context_enter", self.handle, ctypes.byref(entered))
         try:
@@ -87,7 +83,7 @@ class Driver:
             library().lsq_context_leave(entered)
 
     def follow(self, before: int, after: int) -> None:
-        """Let the next work of stream `after` wait for what stream `before` was given so far."""
+        """Let later work on stream `after` wait for all work that stream `before` has so far."""
         _call("lsq_stream_follow", self.handle, ctypes.c_void_p(before), ctypes.c_void_p(after))
 
     def is_capturing(self, stream: int) -> bool:

@@ -1,5 +1,5 @@
-"""Checksums of the C++ sources of a host library, seals of built libraries, and how these are
-loaded: only once they are known to be whole and of the sources beside them.
+"""Checksums of C++ sources, seals of built libraries, and loading. A library is loaded only if it
+is whole and was built from the sources beside it.
 
 Imports nothing of lsq: setup.py runs this file as well.
 """
@@ -21,13 +21,13 @@ REMEDY = (
 
 
 class LibraryError(RuntimeError):
-    """A library of lsq is missing, damaged or of other sources; the user can mend that."""
+    """A library of lsq is missing, damaged or of other sources; the user can repair that."""
 
 
 @functools.cache
 def operations_header() -> str:
-    """The text of operations.h, which sources in "cpu" and kernels include; see declarations.py."""
-    known = sys.modules.get("lsq.native.declarations")  # which has read them already
+    """Return the text of operations.h (declarations.py), for sources in "cpu" and kernels."""
+    known = sys.modules.get("lsq.native.declarations")  # it has read the declarations already
     return (
         known.header()
         if known
@@ -36,13 +36,12 @@ def operations_header() -> str:
 
 
 def headers(folder: str) -> list[Path]:
-    """Headers of the library in `folder` ("cpu" or "runtime")."""
+    """Return the headers of the library in `folder` ("cpu" or "runtime")."""
     return sorted([*FOLDER.joinpath("include").glob("*.h"), *FOLDER.joinpath(folder).glob("*.h")])
 
 
 def checksum(folder: str) -> int:
-    """CRC-32 of the names and contents of the C++ sources of a library; 0 where they were not
-    installed."""
+    """Return the CRC-32 of names and contents of a library's C++ sources; 0: not installed."""
     implementations = sorted(FOLDER.joinpath(folder).glob("*.cpp"))
     value = zlib.crc32(operations_header().encode()) if folder == "cpu" and implementations else 0
     for path in [*headers(folder), *implementations] if implementations else []:
@@ -55,15 +54,15 @@ def sealed(content: bytes) -> bytes:
 
 
 def unsealed(content: bytes) -> bytes:
-    """The content that was sealed; nothing if a byte is missing or changed."""
+    """Return the content that was sealed; b"" if a byte is missing or changed."""
     size = hashlib.sha256().digest_size
     inner, seal = content[:-size], content[-size:]
     return inner if hashlib.sha256(inner).digest() == seal else b""
 
 
 def load(path: Path, folder: str) -> ctypes.CDLL:
-    """The library at `path` of the sources in `folder`. Raises LibraryError: it is damaged, which
-    would end the process while it is loaded, or of other sources; OSError: it cannot be read."""
+    """Load the library at `path`, built from the sources in `folder`. Raises LibraryError: it is
+    damaged (loading would kill the process) or of other sources; OSError: it cannot be read."""
     if not unsealed(path.read_bytes()):
         raise LibraryError(f"{path} is damaged, or was not built by this version of lsq; {REMEDY}")
     library = ctypes.CDLL(os.fspath(path))

@@ -1,8 +1,8 @@
-"""lsq's own int8 products on the CPU: by tiles that stay in the caches, with whatever ends them in
-the same pass.
+"""lsq's own int8 products on the CPU: tiles that stay in the caches, with the epilogue in the same
+pass.
 
-The loops are in csrc/cpu (tiles.h says how operands are packed); here is what they can use, and how
-a product is handed over.
+The loops are in csrc/cpu; tiles.h says how operands are packed. This file says which instructions
+they can use, and hands products over.
 """
 
 import ctypes
@@ -14,21 +14,21 @@ from lsq.native import loader
 
 PLAIN = "plain"
 INSTRUCTIONS = {PLAIN: 0, "avx_vnni": 1, "avx512_vnni": 2, "amx": 3}
-"""Instructions that multiply, the slowest first; numbers as in csrc/cpu/tiles.h. "plain" is C++ for
-processors that have none of the others."""
+"""Instructions that multiply, the slowest first -> their numbers in csrc/cpu/tiles.h. "plain" is
+C++ for processors without the others."""
 PAIR = 32
-"""Rows and columns that a kernel takes at a time."""
+"""Rows and columns that a kernel takes at a time: two tiles."""
 INNER = 64
 """Inner elements of a tile."""
 ALIGNMENT = 64
-"""Bytes to whose multiples packed codes begin."""
+"""Bytes; the address of packed codes is a multiple."""
 SPARSE_BLOCK = 1280
-"""Bytes of two tiles of a sparse weight, side by side; see csrc/cpu/sparse_tiles.h."""
+"""Bytes of two neighbouring tiles of a sparse weight; see csrc/cpu/sparse_tiles.h."""
 
 
 @functools.cache
 def usable() -> tuple[str, ...]:
-    """INSTRUCTIONS of this processor that the system allows, the fastest first, "plain" last."""
+    """Return the INSTRUCTIONS that processor and system allow, the fastest first, "plain" last."""
     if not loader.available():
         return ()
     function = loader.function("lsq_tiles_usable")
@@ -43,29 +43,29 @@ def fastest() -> str:
 
 
 def preferred() -> tuple[str, ...]:
-    """Usable instructions without "plain", unless there are no others."""
+    """Return the usable instructions without "plain", unless it is the only one."""
     return usable()[:-1] or usable()
 
 
 def vectorised() -> bool:
-    """Whether anything but plain C++ multiplies here."""
+    """Return whether faster instructions than plain C++ multiply here."""
     return preferred() not in ((), (PLAIN,))
 
 
 def packed_bytes(columns: int, inner: int) -> int:
-    """Bytes of b int8 [N, K] as the loops pack it: whole tiles, and a sum for each column."""
+    """Return the bytes of packed codes [N, K]: whole tiles, and a sum for each column."""
     return -(-columns // PAIR) * PAIR * (-(-inner // INNER) * INNER + 4)
 
 
 def packed_sparse_bytes(columns: int, inner: int) -> int:
-    """Bytes of packed 2:4 sparse codes, of which two of four are stored."""
+    """Return the bytes of packed 2:4 sparse codes, which store two of four."""
     pairs = -(-columns // PAIR)
     return pairs * (-(-inner // INNER) * SPARSE_BLOCK + 4 * PAIR)
 
 
 def packed_group_bytes(columns: int, inner: int, group: int) -> int:
-    """Bytes of packed codes with scales of groups: whole pairs of tiles, with a sum and a scale for
-    each column, and room to begin at a multiple of ALIGNMENT."""
+    """Return the bytes of packed codes whose groups have scales: whole pairs of tiles, a sum and a
+    scale for each column of a group, and room to align the start."""
     return -(-columns // PAIR) * PAIR * -(-inner // group) * (group + 8) + ALIGNMENT
 
 
@@ -90,10 +90,10 @@ class _Codes(ctypes.Structure):
 
 
 class TileProduct(ctypes.Structure):
-    """a int8 [M, K] times b int8 [N, K] transposed, as csrc/cpu/tiles.h declares it; either may
-    be a transposed view, and none is kept alive. `memory` holds packed_bytes(N, K) at a multiple
-    of 64 bytes; None for loops that pack columns by themselves. `strip`: rows that a thread
-    takes at a time; 0: as many as suit the caches."""
+    """a int8 [M, K] times b int8 [N, K] transposed, as csrc/cpu/tiles.h declares it. Both may be
+    transposed views; neither is kept alive. `memory`: packed_bytes(N, K) at a multiple of
+    ALIGNMENT; None for loops that pack columns themselves. `strip`: rows that a thread takes at a
+    time; 0: as many as suit the caches."""
 
     _fields_ = [
         ("a", _Codes),
@@ -114,8 +114,8 @@ class TileProduct(ctypes.Structure):
         instructions: str,
         memory: torch.Tensor | None,
     ) -> "TileProduct":
-        """Raises ValueError: the processor or the system has no such instructions."""
-        if instructions not in usable():  # which also asks the system for them
+        """Describe a product. Raises ValueError: these instructions are not usable here."""
+        if instructions not in usable():  # `usable` also asks the system to allow them
             raise ValueError(
                 f"{instructions!r} cannot run here; there are {', '.join(map(repr, usable()))}"
             )

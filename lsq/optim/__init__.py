@@ -1,4 +1,4 @@
-"""Optimizers that know what the layers of lsq want of one."""
+"""Adam, which also writes the codes of lsq's weights and limits the steps of their clips."""
 
 from lsq.optim.adam import Adam
 

@@ -1,5 +1,5 @@
-"""Adam as a torch.optim.Optimizer: one read and one write of everything, and what layers leave to
-their optimizer."""
+"""Adam as a torch.optim.Optimizer: reads and writes everything once, and keeps up codes and
+clips."""
 
 import math
 from collections import defaultdict
@@ -19,33 +19,33 @@ from lsq.run.parameter_state import take
 STATE = ("step", "exp_avg", "exp_avg_sq")
 """Names in the state of a parameter."""
 REFUSED = ("amsgrad", "maximize")
-"""Options of torch.optim.Adam that this one does not have."""
+"""Options of torch.optim.Adam that this Adam does not have."""
 
 
 class Adam(Optimizer):
     """Adam (Kingma & Ba 2015) with decoupled weight decay (Loshchilov & Hutter 2019), on float32
     parameters.
 
-    The new weights of lsq's layers leave as codes, too, which the next training pass takes, and
-    their clips change by QuantConfig.clip_step at most. Its state is that of torch.optim.Adam and
-    AdamW and of fairseq's Adam, `exp_avg`, `exp_avg_sq` and `step` (a whole number) for each
-    parameter: they load each other's.
+    A step also writes the codes of the new weights of lsq's layers, which the next training pass
+    reads. It changes their clips by at most the share QuantConfig.clip_step. The state of each
+    parameter is `exp_avg`, `exp_avg_sq` and `step` (a whole number). This Adam, torch.optim's Adam
+    and AdamW, and fairseq's Adam load each other's states.
 
-    Gradients are multiplied and clipped while they are read: see `multiply_grads` and
+    Gradients are multiplied and clipped as they are read: see `multiply_grads` and
     `clip_grad_norm`. Parameters may be shards of FSDP2. On a GPU nothing waits for the device.
 
     Args:
-        params: parameters, or dicts with options of their own: groups.
+        params: parameters, or groups: dicts with their own options.
         lr: learning rate.
         betas: decay of the first and of the second moment.
         eps: added to the root of the second moment.
         weight_decay: a parameter first loses lr * weight_decay of itself, as under AdamW.
         torch_epsilon: add eps after the bias correction, as torch.optim does; fairseq adds it
             before.
-        backend: where it runs; None: where parameters are. Not part of a copy.
+        backend: where it runs; None: on the device of the parameters. A copy does not keep it.
 
     Raises:
-        ValueError: an option is out of its range, or a parameter is not float32 and contiguous.
+        ValueError: an option is out of range, or a parameter is not float32 and contiguous.
     """
 
     backend: Backend | None = None
@@ -78,7 +78,7 @@ class Adam(Optimizer):
     def _clear(self) -> None:
         self._updates: dict[torch.device, Updates] = {}
         self.gradient_factor: float | Tensor = 1.0
-        """Factor of gradients in the next step."""
+        """The next step multiplies gradients by it."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
@@ -89,8 +89,8 @@ class Adam(Optimizer):
             raise
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take the state of a copy or of a state dict; raises ValueError for another kind of
-        Adam."""
+        """Set the state of a copy or a state dict. Raises ValueError: another kind of Adam made
+        it."""
         super().__setstate__(state)
         self._clear()
         for group in self.param_groups:
@@ -114,9 +114,8 @@ class Adam(Optimizer):
             moments["step"] = int(moments["step"])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state of this optimizer, of torch.optim.Adam or AdamW, or of fairseq's Adam.
-        Raises ValueError: it is of other parameters, or under options that this one does not
-        have."""
+        """Load a state of this optimizer, of torch.optim's Adam or AdamW, or of fairseq's Adam.
+        Raises ValueError: it does not fit the parameters, or has options that this Adam lacks."""
         before = {**self.__getstate__()}
         try:
             super().load_state_dict(state_dict)
@@ -129,7 +128,7 @@ class Adam(Optimizer):
         self.gradient_factor = 1.0
 
     def multiply_grads(self, factor: float | Tensor) -> None:
-        """Multiply all gradients by a number, [] or [1] if it is a tensor, in the next step, until
+        """Multiply all gradients by a number, or a tensor [] or [1], until `step` or
         `zero_grad`."""
         self.gradient_factor = self.gradient_factor * factor
 
@@ -137,15 +136,15 @@ class Adam(Optimizer):
     def clip_grad_norm(
         self, max_norm: float, aggregate: Callable[[Tensor], Tensor] | None = None
     ) -> Tensor:
-        """The norm float32 [] of all gradients, which the next step shortens to `max_norm` if that
-        is above 0.
+        """Return the norm float32 [] of all gradients. If it exceeds `max_norm`, the next step
+        shortens them to that.
 
         Args:
-            max_norm: as torch.nn.utils.clip_grad_norm_ takes it.
-            aggregate: turns the norm of this process into that of all.
+            max_norm: largest norm; 0 or less clips nothing.
+            aggregate: turns the norm of this process into the norm of all processes.
 
         Raises:
-            ValueError: gradients are sharded, so that no process knows the norm; or sparse.
+            ValueError: gradients are sparse, or they are shards, so that no process knows the norm.
         """
         prepared, _ = self._prepared()
         if any(updates.sharded for updates in prepared):
@@ -166,8 +165,8 @@ class Adam(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step; what `closure` returns, if there is one. Raises ValueError: a gradient is
-        sparse, or a parameter has become something else than float32 and contiguous."""
+        """Make a step, and return what `closure` returns, if given. Raises ValueError: a gradient
+        is sparse, or a parameter is no longer float32 and contiguous."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -181,8 +180,7 @@ class Adam(Optimizer):
         return loss
 
     def _prepared(self) -> tuple[list[Updates], Tensor]:
-        """Return the updates of each device with current gradients, and the numbers of all, [rows,
-        NUMBERS]."""
+        """Return each device's updates, with current gradients, and all numbers [rows, NUMBERS]."""
         members: dict[torch.device, Members] = defaultdict(Members)
         rows: dict[tuple[int, int], int] = {}
         for number, group in enumerate(self.param_groups):

@@ -1,5 +1,4 @@
-"""Steps of many parameters on one device, prepared once and repeated as long as their memory stays
-where it is."""
+"""Steps of many parameters on one device: prepared once, repeated as long as their memory stays."""
 
 from dataclasses import dataclass, field
 
@@ -16,13 +15,13 @@ from lsq.run.parameter_state import WeightCodes, state_of
 from lsq.run.shards import is_shard, local
 
 ROW = 8
-"""Floats from one row of numbers to the next, so that rows are aligned."""
+"""Floats from one row of numbers to the next; more than NUMBERS, so that rows are aligned."""
 
 
 @dataclass(frozen=True, eq=False)
 class Members:
-    """Parameters that step, and of each its gradient, both moments (of this process's shard where a
-    parameter is one) and row of numbers."""
+    """Parameters that step, each with its gradient, both moments and its row of numbers. For a
+    shard, the moments are of this process's part."""
 
     parameters: list[Tensor] = field(default_factory=list)
     gradients: list[Tensor] = field(default_factory=list)
@@ -58,11 +57,8 @@ class Members:
 
 
 class Updates:
-    """Steps of `members` on a backend, all at once.
-
-    `backend`: where. `members`: their gradients may lie elsewhere each time. `rows`: how many rows
-    of numbers there are.
-    """
+    """Steps of `members` on a backend, all at once. Their gradients may lie elsewhere each time.
+    `rows`: number of rows of numbers."""
 
     def __init__(self, backend: Backend, members: Members, rows: int):
         self._backend = backend
@@ -79,7 +75,7 @@ class Updates:
         self._steps = tuple(self._step(members, number, codes[number]) for number in self._order)
         gradient = next(leaf for leaf in Adam.leaves() if leaf.name == "gradient")
         self._slots = [Slot(step, gradient) for step in self._steps]
-        # that were put, and where: copies lie elsewhere
+        # (gradient that was put, address that the step reads, perhaps of a converted copy)
         self._gradients: list[tuple[Tensor, int]] = []
         self.parameters = members.parameters
         self._rounded: list[tuple[WeightCodes, Tensor]] = [
@@ -123,7 +119,7 @@ class Updates:
         return self._backend.prepare([(operation, scratch)])
 
     def _tables(self) -> dict[str, Table]:
-        """On a GPU: all structs in its memory, and which block takes what of them."""
+        """On a GPU: copy all structs there, and tell each block its part of which struct."""
         place = self._backend.device
         self._packed = b""
         for step in self._steps:
@@ -166,13 +162,12 @@ class Updates:
             self._upload(torch.frombuffer(bytearray(found), dtype=torch.uint8), self._structs)
 
     def norm(self) -> Tensor:
-        """[1], of the gradients before they are multiplied, in memory that the next call writes
-        to."""
+        """Return the norm [1] of the gradients without any factor; the next call overwrites it."""
         self._measure()
         return self._norm
 
     def run(self, numbers: Tensor, factor: float | Tensor) -> None:
-        """Step under numbers [rows, NUMBERS] with gradients times `factor`, and let go of them."""
+        """Step with numbers [rows, NUMBERS] and gradients times `factor`; release the gradients."""
         host = torch.zeros(len(self._given), ROW, dtype=torch.float32, device="cpu")
         host[:-1, :NUMBERS] = numbers
         host[-1, 0] = 1.0 if isinstance(factor, Tensor) else factor
@@ -188,7 +183,7 @@ class Updates:
             codes.written(parameter)
 
     def _upload(self, host: Tensor, there: Tensor) -> None:
-        """Copy without waiting: PyTorch keeps pinned memory until what reads it is done."""
+        """Copy without waiting: PyTorch keeps pinned memory until the copy is done."""
         there.copy_(host if there.device.type == "cpu" else host.pin_memory(), non_blocking=True)
 
 
@@ -200,8 +195,8 @@ def check_moments(parameter: Tensor, first: Tensor, second: Tensor) -> None:
 
 
 def plain_gradient(gradient: Tensor, parameter: Tensor) -> Tensor:
-    """The gradient of a parameter, or of its shard, as contiguous float32. Raises ValueError: it is
-    sparse, or does not fit its parameter any more."""
+    """Return the gradient of a parameter, or of this process's shard, as contiguous float32. Raises
+    ValueError: it is sparse, or no longer fits its parameter."""
     if gradient.layout is not torch.strided:
         raise ValueError(
             "a gradient is sparse, which lsq's Adam does not take; take torch.optim.SparseAdam"
@@ -213,7 +208,7 @@ def plain_gradient(gradient: Tensor, parameter: Tensor) -> Tensor:
         "the gradient",
         "make gradients anew after a parameter has changed",
     )
-    # nearly all are; asking is faster
+    # nearly all are plain, and asking is faster than converting
     plain = gradient.dtype is torch.float32 and gradient.is_contiguous()
     return gradient if plain else gradient.to(torch.float32).contiguous()
 

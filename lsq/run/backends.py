@@ -1,4 +1,4 @@
-"""Backends: the reference in plain PyTorch, the CPU, a GPU, and the emulator of one."""
+"""Backends: the reference in plain PyTorch, the CPU, a GPU and the emulator of a GPU."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -16,11 +16,11 @@ ACTIVATIONS = {
     "cuda": (torch.bfloat16, torch.float32),
     "emulated": (torch.float32, torch.bfloat16),
 }
-"""By name of a backend: the dtypes that activations may have there, the usual one first."""
+"""Backend name -> the dtypes that activations may have there, the default first."""
 
 
 class Reference(Backend):
-    """Runs `Operation.reference`: plain PyTorch, slow, and what the others are tested against."""
+    """Runs `Operation.reference`: plain PyTorch, slow. Tests compare the other backends with it."""
 
     name = "reference"
     either_border = True
@@ -34,8 +34,8 @@ class Reference(Backend):
 
 
 class CPU(Backend):
-    """Runs `Operation.cpu`; operations that are a C++ loop and nothing else run in one foreign call
-    together."""
+    """Runs `Operation.cpu`. One foreign call runs neighbouring operations that are C++ loops
+    alone."""
 
     name = "cpu"
     refillable = True
@@ -69,10 +69,16 @@ class CPU(Backend):
 
 
 def backend(name: str, activations: torch.dtype | None = None) -> Backend:
-    """The one backend called "reference", "cpu", "cuda" or "emulated". `activations`: their
-    dtype in programs; None: bfloat16 on "cuda", float32 elsewhere. Raises ValueError: there is
-    no such backend, or it has no such activations; RuntimeError: there is no GPU, or no C++
-    compiler."""
+    """Return the backend of this name, the same object for the same arguments.
+
+    Args:
+        name: "reference", "cpu", "cuda" or "emulated".
+        activations: dtype of activations in programs; None: bfloat16 on "cuda", float32 elsewhere.
+
+    Raises:
+        ValueError: there is no such backend, or it does not have these activations.
+        RuntimeError: there is no GPU, or no C++ compiler.
+    """
     if name not in ACTIVATIONS:
         raise ValueError(f"backend is {name!r}; allowed: {', '.join(map(repr, ACTIVATIONS))}")
     allowed = ACTIVATIONS[name]
@@ -86,9 +92,9 @@ def backend(name: str, activations: torch.dtype | None = None) -> Backend:
 
 
 def for_device(device: torch.device, activations: torch.dtype | None = None) -> Backend:
-    """The backend of a device; on the CPU the reference, said once, where there is no C++
-    library. `activations`: their dtype on a GPU; None: the usual one. Raises ValueError: nothing
-    runs there."""
+    """Return the backend of a device. On the CPU this is the reference, with one warning, if there
+    is no C++ library. `activations`: their dtype on a GPU; None: bfloat16. Raises ValueError: lsq
+    does not run on this device."""
     if device.type not in MAKERS:
         raise ValueError(
             f"nothing of lsq runs on {device}; move the tensors to one of: {', '.join(MAKERS)}"
@@ -97,8 +103,8 @@ def for_device(device: torch.device, activations: torch.dtype | None = None) -> 
 
 
 def run(operation: Operation) -> None:
-    """Run one operation where its tensors lie; on a GPU on PyTorch's current stream. Raises
-    ValueError: a tensor lies elsewhere than the others, or is not what the operation takes."""
+    """Run an operation on the device of its tensors; on a GPU on PyTorch's current stream. Raises
+    ValueError: the tensors lie on different devices, or do not fit the operation."""
     for_device(operation.outputs[0].device).run(operation)
 
 
@@ -109,7 +115,7 @@ def _on_cpu(name: str) -> Backend:
 
 @functools.cache
 def _on_gpu(name: str, index: int, activations: torch.dtype) -> Backend:
-    from lsq.run.cuda import CUDA, emulated_device, gpu  # on a CPU nothing of it is needed
+    from lsq.run.cuda import CUDA, emulated_device, gpu  # a CPU needs none of it
 
     device = gpu(index) if name == "cuda" else emulated_device()
     return CUDA(device, activations=activations)
@@ -128,4 +134,4 @@ MAKERS: dict[str, Callable[[torch.device, torch.dtype | None], Backend]] = {
     "cpu": _of_cpu,
     "cuda": _of_gpu,
 }
-"""By type of device: (device, dtype of activations; None: the usual one) -> what runs there."""
+"""Device type -> makes its backend from (device, dtype of activations or None for the default)."""

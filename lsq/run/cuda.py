@@ -1,9 +1,9 @@
-"""A GPU, or the emulator of one: lists of launches that one call replays.
+"""A GPU, or the emulator of a GPU: lists of launches that one call replays.
 
-What an operation launches depends on shapes alone. So it is asked on tensors without memory, each
-with a storage of its own: by that an argument is known as a field or as scratch memory, also where
-it is a part of one. Launches read everything through structs, so that tensors may move between two
-runs.
+The launches of an operation depend on shapes alone. So `Operation.cuda` gets tensors without
+memory, each with its own storage. An argument of a launch may be a part of such a tensor; its
+storage says which field or scratch memory that is. Launches read addresses from structs, so tensors
+may move between two runs.
 """
 
 import functools
@@ -31,15 +31,13 @@ from lsq.program.program import Program
 from lsq.program.samples import placed
 
 KEPT = 1024
-"""Lists that are kept for calls on the same memory; those used longest ago are dropped."""
+"""Most lists that `CUDA.run` keeps; it drops the least recently used."""
 
 
 def require_gpu(index: int = 0) -> tuple[str, Driver]:
-    """(architecture that kernels are compiled for, driver) of a GPU that PyTorch sees.
-
-    No context is made. Raises RuntimeError: there is no such GPU, no driver or compiler, or its
-    driver is older than the compiler; ValueError: the GPU is too old for the kernels.
-    """
+    """Return (architecture to compile kernels for, driver) of a GPU that PyTorch sees; make no
+    context. Raises RuntimeError: there is no such GPU, driver or compiler, or the driver is older
+    than the compiler; ValueError: the GPU is too old for the kernels."""
     if not torch.cuda.is_available() or index >= torch.cuda.device_count():
         raise RuntimeError(
             f"there is no GPU {index} that PyTorch can use (it sees {torch.cuda.device_count()});"
@@ -52,7 +50,7 @@ def require_gpu(index: int = 0) -> tuple[str, Driver]:
 
 
 def gpu_fault(index: int = 0) -> str | None:
-    """Why layers cannot run on that GPU, with the remedy; None: they can."""
+    """Say why layers cannot run on GPU `index`, with the remedy; None: they can."""
     try:
         require_gpu(index)
         ProductLibrary(find_cublaslt())
@@ -67,11 +65,15 @@ def emulated_device(
     choose: Choose = first_candidate,
     device: torch.device = torch.device("cpu"),  # noqa: B008
 ) -> Device:
-    """The emulator: runs kernels on the CPU, for tests.
+    """Return the emulator, which runs kernels on the CPU, for tests.
 
-    `sanitize`: see lsq.emulator. `choose` picks the algorithms of products. `device`: whose tensors
-    it works on; the CPU must be able to read their memory. Raises RuntimeError: there is no C++
-    compiler.
+    Args:
+        sanitize: build it with sanitizers; see lsq.emulator.build.build_driver.
+        choose: picks the algorithms of products.
+        device: device of the tensors that it works on; the CPU must be able to read their memory.
+
+    Raises:
+        RuntimeError: there is no C++ compiler.
     """
     driver = Driver(str(emulator.build_driver(sanitize)), device.index or 0)
     library = str(emulator.build_products(sanitize))
@@ -86,10 +88,8 @@ def emulated_device(
 
 @functools.cache
 def gpu(index: int = 0, choose: Choose | None = None) -> Device:
-    """A GPU that PyTorch sees, by its number.
-
-    `choose` picks the algorithms of products; None: as they are tuned. Raises as `require_gpu`.
-    """
+    """Return the GPU that PyTorch sees under this number. `choose` picks the algorithms of
+    products; None: tuned files do. Raises as `require_gpu`."""
     target, driver = require_gpu(index)
     device = torch.device("cuda", index)
     return Device(
@@ -106,14 +106,14 @@ def gpu(index: int = 0, choose: Choose | None = None) -> Device:
 
 
 class CUDA(Backend):
-    """Runs `Operation.cuda`; operations that are prepared together are one list. `run` keeps `kept`
-    lists."""
+    """Runs `Operation.cuda`, as one list for operations prepared together. `kept`: most lists of
+    `run`."""
 
     few_sizes = True
     refillable = True
     leaves_sums = True
     transposed_weights = True
-    packed_rows = 64  # a row of tiles, of which each unpacks what it multiplies
+    packed_rows = 64  # one row of tiles: each tile unpacks the codes that it multiplies
     starts_scales = True
 
     def __init__(
@@ -147,11 +147,12 @@ class CUDA(Backend):
         return run
 
     def run(self, operation: Operation) -> None:
-        """Run one operation now, on the current stream; the caller keeps its tensors until it is
+        """Run an operation now, on the current stream. The caller keeps its tensors until it is
         done.
 
-        Launches that need no scratch are kept for calls on the same memory, and hold no tensor:
-        buckets of gradients and their messages lie at the same addresses in every step.
+        Lists without scratch memory are kept for the next call on the same memory, since gradient
+        buckets and their messages have the same addresses in every step. A kept list holds no
+        tensor.
         """
         if self.scratch(operation):
             super().run(operation)
@@ -176,7 +177,7 @@ class CUDA(Backend):
 
 
 class AbsentGPU(CUDA):
-    """A GPU that is not here: programs are built for it, to be planned, counted or compiled."""
+    """A GPU that is not here. Programs are built for it to be planned, counted or compiled."""
 
     name = "cuda"
 
@@ -191,10 +192,10 @@ def part_of(
     *,
     hold: bool = True,
 ) -> Part:
-    """The launches of an operation on real tensors that lie on `device`, for a LaunchList.
+    """Return the launches of an operation on real tensors of `device`, for a LaunchList.
 
-    The list reads the struct of the operation at every run, and the addresses of `scratch` when
-    they `follow`. `hold`: whether it keeps the operation and its memory. Raises ValueError: the
+    The list reads the operation's struct in every run, and the addresses of `scratch` at every
+    `follow`. `hold`: whether the list keeps the operation's tensors alive. Raises ValueError: the
     operation cannot take these tensors.
     """
 
@@ -220,9 +221,9 @@ def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def products_of(program: Program, activations: torch.dtype = torch.bfloat16) -> list[ProductKey]:
-    """The products of a program on a GPU, each once, in order. Raises ValueError: an operation has
-    no CUDA implementation, or cannot take these shapes."""
-    with gemm.ended_by(None):  # what a kernel of lsq multiplies is a product of cuBLASLt, too
+    """Return the products of a program on a GPU, each once, in order. Raises ValueError: an
+    operation has no CUDA implementation, or cannot take these shapes."""
+    with gemm.ended_by(None):  # so products of lsq's own kernels are listed, too
         launched = launched_by_operation(program, activations)
     entries = (entry for each in launched for entry in each)
     return list(dict.fromkeys(key_of(entry) for entry in entries if isinstance(entry, Product)))
@@ -231,7 +232,8 @@ def products_of(program: Program, activations: torch.dtype = torch.bfloat16) -> 
 def launched_by_operation(
     program: Program, activations: torch.dtype
 ) -> list[list[Launch | Product]]:
-    """What a GPU does for each operation, without memory: what several read is one tensor."""
+    """Return the launches and products of each operation, on tensors without memory. A tensor that
+    several operations read is the same object for all."""
     shared = {}
     return [_entries(operation, activations, shared) for operation in program.operations]
 

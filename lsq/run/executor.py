@@ -1,9 +1,9 @@
 """Runs a program as one node of PyTorch's autograd.
 
-The outputs of operations come from the run's frame: fresh memory, or the offsets of a step's plan.
-A pass is prepared once and runs as a whole. Where somebody looks on (hooks, profile), and on the
-reference, it goes operation by operation: outputs are allocated when it runs and dropped after
-their last reader.
+Operations write to tensors of the run's frame: fresh memory, or the offsets of a step's plan. A
+pass is prepared once and then runs as a whole. With hooks, under `profile` and on the reference,
+operations run one by one: outputs are allocated before their operation and dropped after their last
+reader.
 """
 
 import functools
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 @contextmanager
 def profile(backend: Backend | None = None) -> Iterator[dict[str, float]]:
-    """Collect the seconds that each operation runs on a backend, by default the CPU's, once it is
-    prepared: yields a dict of operation name -> seconds."""
+    """Measure the seconds that each operation runs on a backend (default: the CPU's), once it is
+    prepared. Yields a dict, operation name -> seconds."""
     backend = backend or for_device(torch.device("cpu"))
     previous, backend.seconds = backend.seconds, defaultdict(float)
     try:
@@ -42,8 +42,8 @@ def profile(backend: Backend | None = None) -> Iterator[dict[str, float]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Hooks:
-    """Functions around each operation of a forward pass; both get the operation as declared, and on
-    real tensors."""
+    """Functions that are called around each operation of a forward pass, with the operation as the
+    program declares it and the operation on real tensors."""
 
     before: Callable[[Operation, Operation], None] | None = None
     after: Callable[[Operation, Operation], None] | None = None
@@ -51,16 +51,16 @@ class Hooks:
 
 NO_HOOKS = Hooks()
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-"""Converted at the borders of a program."""
+"""dtypes that are converted at the borders of a program."""
 
 
 class Execution:
-    """A program with the tensors of one call: `Execution(program, backend)(tensors by name)`.
+    """A program that runs on the tensors of a call: `Execution(program, backend)(tensors by name)`.
 
-    `program`: what to run. `backend`: where. `hooks`: called around each operation of the forward
-    pass. `memory`: planned memory for runs with a backward pass; None: all tensors get fresh
-    memory. `owner`: who runs, for the memory. `fleeting`: names of parameters that the backward
-    pass may find with other values, so that it keeps copies.
+    `hooks`: called around each operation of the forward pass. `memory`: planned memory for runs
+    with a backward pass; None: fresh memory. `owner`: the module that runs the program, by which
+    `memory` finds its place in the step. `fleeting`: names of parameters whose values may change
+    before the backward pass, which gets copies.
     """
 
     def __init__(
@@ -77,9 +77,9 @@ class Execution:
         self.memory, self.owner, self.fleeting = memory, owner, fleeting
 
     def __call__(self, tensors: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Run forward; gradients flow to inputs and parameters if the program has a backward
-        pass. Floats may come as any of FLOATS; outputs have the program's dtype. Raises
-        ValueError: a tensor is missing, or its shape or dtype is not the program's."""
+        """Run forward and return the outputs in the program's dtypes; inputs may have any dtype of
+        FLOATS. If the program has a backward pass, gradients flow to inputs and parameters. Raises
+        ValueError: a tensor is missing, or has another shape or dtype than the program."""
         program, borders = self.program, {}
         for virtual in (*program.inputs, *program.parameters):
             tensor = borders[virtual] = tensors.get(virtual.name)
@@ -99,8 +99,7 @@ class Execution:
             return tuple([values[output] for output in program.outputs])
 
     def run_pass(self, indices: range, values: Values, frame: Frame) -> None:
-        """Run the operations `indices` of a whole pass on `values`, which gains what crosses
-        borders."""
+        """Run a whole pass, the operations `indices`, and add its results to `values`."""
         hooks = NO_HOOKS if indices.start else self.hooks
         looked_at = self.backend.seconds is not None or hooks is not NO_HOOKS
         if looked_at or not frame.run_prepared(self.program, indices, self.backend, values):
@@ -109,8 +108,8 @@ class Execution:
             self.run(indices, values, frame, hooks)
 
     def run(self, indices: range, values: Values, frame: Frame, hooks: Hooks = NO_HOOKS) -> None:
-        """Run `indices` one by one on `values`, which gains outputs and loses what has no reader
-        left."""
+        """Run `indices` one by one. `values` gains outputs, and loses tensors after their last
+        reader."""
         program = self.program
         for index in indices:
             operation = program.operations[index]
@@ -150,7 +149,7 @@ def _as_read(borders: Mapping[VirtualTensor, torch.Tensor]) -> Values:
     for virtual, tensor in borders.items():
         if tensor.dtype is not virtual.dtype and tensor.dtype in FLOATS:
             tensor = tensor.to(virtual.dtype)
-        values[virtual] = tensor.contiguous()  # weights that are codes alone decode here
+        values[virtual] = tensor.contiguous()  # a weight that is stored as codes alone decodes here
     return values
 
 
@@ -162,8 +161,8 @@ SECOND = (
 
 
 def once_differentiable(backward: Callable) -> Callable:
-    """Refuse create_graph=True at once. A gradient without a way back to the input counts as a
-    constant: a Hessian would be zero."""
+    """Wrap a backward function so that it refuses create_graph=True. Otherwise autograd would take
+    its gradients for constants, and a Hessian would be zero without an error."""
 
     @functools.wraps(backward)
     def once(ctx, *gradients):
@@ -187,7 +186,7 @@ class _Node(torch.autograd.Function):
             frame.leave()
         saved = [virtual for virtual in values if program.lifetimes[virtual][1] >= length]
         ctx.execution, ctx.frame, ctx.graph, ctx.saved = execution, frame, graph, saved
-        values = {**values, **borders}  # borders as they came, not converted copies
+        values = {**values, **borders}  # inputs and parameters themselves, not converted copies
         fleeting = [one for one in saved if one.name in execution.fleeting and one in borders]
         if fleeting:
             copied = copies([values[virtual].detach() for virtual in fleeting])

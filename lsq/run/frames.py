@@ -1,8 +1,8 @@
 """Memory of one run of a program, and passes that are prepared once and run as a whole.
 
 A *frame* hands out the tensors that operations write: fresh memory here, the offsets of a step's
-plan in lsq.run.planned. Everything inside a prepared pass has its tensors for good. What crosses
-its borders may lie elsewhere in each run: its addresses are put in before.
+plan in lsq.run.planned. Tensors inside a prepared pass stay the same in every run. Tensors at its
+borders (inputs, parameters, results) may change; their addresses are set before each run.
 """
 
 import weakref
@@ -23,7 +23,7 @@ from lsq.program.tensor import VirtualTensor
 from lsq.run.parameter_state import known_state, state_of
 
 active_rehearsal: ContextVar = ContextVar("rehearsal", default=None)
-"""The lsq.run.step.Rehearsal that goes on in this thread, if any; others go on computing."""
+"""The lsq.run.step.Rehearsal of this thread, if any; other threads go on computing."""
 
 Values = dict[VirtualTensor, torch.Tensor]
 
@@ -52,15 +52,19 @@ class Slot:
         self.fields[self.name] = None
 
     def update(self) -> None:
-        """The tensor is the same, but its memory may lie elsewhere by now."""
+        """Write the address again: the memory of the tensor may have moved."""
         self.struct[self.word] = self.fields[self.name].data_ptr() or NOWHERE
 
 
 class PreparedPass:
-    """The operations `indices` of a program on memory of theirs.
+    """The operations of a pass on prepared memory.
 
-    `program`: on a backend that is `refillable`. `indices`: of the pass. `inside`: the tensors that
-    do not cross its borders, scratch memory among them. `borders`: the others, of this run.
+    Args:
+        program: holds the operations.
+        indices: the operations of the pass.
+        backend: must be `refillable`.
+        inside: tensors that live inside the pass alone, and scratch memory.
+        borders: all other tensors, for this run.
     """
 
     def __init__(
@@ -89,14 +93,13 @@ class PreparedPass:
         self._clear()
 
     def update(self) -> None:
-        """The memory inside lies elsewhere by now."""
+        """Write the addresses of the memory inside again: it has moved."""
         for slot in self._inside:
             slot.update()
 
     def run(self, borders: Mapping[VirtualTensor, torch.Tensor]) -> None:
-        """Run it on other tensors at its borders, of the same shapes; slots are filled in line,
-        as every pass of a training does it. Raises ValueError: one has another dtype or is not
-        contiguous, or the backend cannot take it."""
+        """Run the pass on other tensors at its borders, of the same shapes. Raises ValueError: a
+        tensor has another dtype, is not contiguous, or does not suit the backend."""
         check = self._check
         try:
             for virtual, dtype, slots in self._slots:
@@ -109,7 +112,7 @@ class PreparedPass:
                 if check is not None:
                     check(tensor, virtual.name)
                 address = tensor.data_ptr() or NOWHERE
-                for slot in slots:
+                for slot in slots:  # Slot.put in line: every pass of a training comes here
                     slot.fields[slot.name] = tensor
                     slot.struct[slot.word] = address
             self._run()
@@ -123,41 +126,38 @@ class PreparedPass:
 
 
 class Frame:
-    """The memory of one run of a program.
-
-    `bucket_views`: where gradients of this pass belong that have memory already.
-    """
+    """The memory of one run of a program. `bucket_views`: gradient -> memory that it belongs in."""
 
     def __init__(self):
         self.bucket_views: Values = {}
 
     def tensors_for(self, program: Program, index: int) -> list[torch.Tensor]:
-        """Tensors for operation `index` to write into: its outputs, then its scratch memory."""
+        """Return the tensors that operation `index` writes: its outputs, then its scratch
+        memory."""
         raise NotImplementedError
 
     def done(self, program: Program, index: int) -> None:
-        """Operation `index` has run."""
+        """Note that operation `index` has run."""
 
     def run_prepared(
         self, program: Program, indices: range, backend: Backend, values: Values
     ) -> bool:
-        """Run a whole pass at once on `values`, which gains what it writes across borders; False:
-        it cannot be."""
+        """Run a whole pass at once and add its results to `values`; False: that is impossible."""
         return False
 
     def kept(self, program: Program) -> Values:
-        """Tensors that the forward pass left in place; the rest comes through autograd."""
+        """Return the tensors that the forward pass left in place; autograd keeps all others."""
         return {}
 
     def enter(self, backward: bool) -> None:
-        """A pass begins; `leave` ends it."""
+        """Begin a pass; `leave` ends it."""
 
     def leave(self) -> None:
-        """The pass that began is over, or has failed."""
+        """End the pass, which is over or has failed."""
 
 
 class FreshFrame(Frame):
-    """Every tensor in memory of its own on a device."""
+    """Gives every tensor its own memory on a device."""
 
     def __init__(self, device: torch.device):
         self.bucket_views = {}
@@ -192,8 +192,8 @@ class FreshFrame(Frame):
 class FreshPasses:
     """The operations `indices` of a program, prepared once for each room.
 
-    What lives inside the pass alone shares a workspace, in which other passes work before and
-    after; `handed_on` is needed afterwards.
+    Tensors that live inside the pass alone lie in a workspace, whose memory other passes use before
+    and after. `handed_on`: the tensors that are needed after the pass.
     """
 
     def __init__(self, program: Program, indices: range):
@@ -217,7 +217,7 @@ class FreshPasses:
                     prepared.update()
                 prepared.run(values)
 
-    @torch.inference_mode(False)  # the next run may be where gradients are
+    @torch.inference_mode(False)  # the next run may record gradients
     def _prepare(
         self, room: Room, program: Program, indices: range, backend: Backend, values: Values
     ) -> tuple[Workspace, PreparedPass]:
@@ -233,9 +233,9 @@ class FreshPasses:
 class BucketView:
     """The memory where the gradient of a parameter belongs, such as its part of DDP's bucket.
 
-    Autograd makes the first gradient of a step a parameter's `grad` as it is; where that lies in
-    its bucket already, DDP has nothing to copy. A view is given out once for each exchange, and
-    only while there is no `grad`, to which further gradients are added.
+    Autograd makes the first gradient of a step the parameter's `grad` without a copy. If it lies in
+    its bucket already, DDP copies nothing. A view is given out once for each exchange, and only
+    while there is no `grad` to add to.
     """
 
     def __init__(self, parameter: Tensor, view: Tensor):
@@ -245,11 +245,11 @@ class BucketView:
             view.device.type == "cpu" or view.data_ptr() % ALIGNMENT == 0
         )
         self.free = True
-        """Whether nothing is there that is still wanted, apart from `grad`."""
+        """Whether the memory holds nothing that is still needed, apart from `grad`."""
         state_of(parameter).bucket_view = weakref.ref(self)
 
     def fits(self, parameter: Tensor, gradient: VirtualTensor) -> bool:
-        """Whether a gradient of `parameter` can be written there now."""
+        """Return whether a gradient of `parameter` can be written to the view now."""
         same = (
             self._parameter() is parameter
             and self._usable
@@ -258,23 +258,21 @@ class BucketView:
         return same and self.free and parameter.grad is None and self._view.dtype == gradient.dtype
 
     def take(self) -> Tensor:
-        """A new tensor there, held nowhere else: autograd would clone it."""
+        """Return a new tensor on this memory, held nowhere else: autograd would clone it."""
         self.free = False
         return self._view.detach()
 
 
 class Bucket:
-    """The views in a bucket, which may take other memory or other parameters."""
+    """The views of a bucket, whose memory and parameters may change."""
 
     def __init__(self):
         self._storage: torch.UntypedStorage | None = None
         self._views: list[BucketView] = []
 
     def exchanged(self, buffer: Tensor, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """All gradients are in the bucket `buffer`: the next backward pass may write there.
-
-        `pairs`: (parameter, view of its gradient), looked at where `buffer` is new.
-        """
+        """Let the next backward pass write to the bucket `buffer`, which now holds all its
+        gradients. `pairs`: (parameter, view of its gradient), read only if `buffer` is new."""
         storage = buffer.untyped_storage()
         if self._storage is None or storage._cdata != self._storage._cdata:
             self._storage, self._views = storage, [BucketView(*pair) for pair in pairs]
@@ -285,8 +283,8 @@ class Bucket:
 def claim(
     gradients: Sequence[VirtualTensor | None], functions: Sequence[tuple]
 ) -> dict[VirtualTensor, Tensor]:
-    """The views that gradients go to in the backward pass that runs now: one for each tensor that a
-    node of autograd was applied to, whose `next_functions` are `functions`."""
+    """Return the bucket views for the gradients of the running backward pass. `gradients` and
+    `functions` (the node's `next_functions`) have an entry for each tensor that the node read."""
     found = {}
     for gradient, (function, _) in zip(gradients, functions, strict=True):
         parameter = getattr(function, "variable", None)
@@ -298,8 +296,8 @@ def claim(
 
 
 def _accumulates(function) -> bool:
-    """Whether a gradient becomes `grad` now: under torch.autograd.grad it is its caller's."""
+    """Return whether the gradient becomes `grad` now; under torch.autograd.grad it does not."""
     try:
         return torch._C._will_engine_execute_node(function)
-    except RuntimeError:  # so it says of leaves under torch.autograd.grad
+    except RuntimeError:  # raised for leaves under torch.autograd.grad
         return False

@@ -1,8 +1,8 @@
 """Guard mode: planned memory in which every access is checked.
 
-What is written must not overlap a living tensor. What is read must be alive, and its red zone,
-MARGIN bytes behind its end, untouched. New and dead memory holds poison: NaN, or 0x80, which no
-code is.
+A write must not overlap a living tensor. A tensor that is read must be alive, and its red zone,
+MARGIN bytes behind its end, unchanged. New and dead memory is poisoned: NaN in floats, 0x80
+elsewhere, which is no code.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from lsq.run.planned import PlannedFrame, StepMemory
 from lsq.run.step import Key
 
 MARGIN = 256
-"""Bytes of red zone behind every tensor, of RED."""
+"""Bytes of red zone behind every tensor; each byte is RED."""
 RED = 0xA5
 POISON = 0x80
 
@@ -29,10 +29,10 @@ class Alive:
     label: str
     start: int
     end: int
-    """Bytes from the start of the arena; `end` is where the red zone begins."""
+    """Bytes from the start of the arena; the red zone begins at `end`."""
     last: int
     until: int | None
-    """If it is borrowed: position of the pass after which its bytes are reused."""
+    """For a borrowed tensor: position of the pass after which its bytes are reused."""
     tensor: torch.Tensor
 
 
@@ -68,7 +68,7 @@ class GuardedFrame(PlannedFrame):
         self.memory.pass_by(self._moment(program, index), self._label(program, index))
 
     def _moment(self, program: Program, index: int) -> int:
-        """When the operation runs, in the count of the step."""
+        """Return when the operation runs, counted in operations from the start of the step."""
         step = self.memory.step
         position = self.memory.positions[self.node, index >= program.forward_length]
         return step.starts[position] + index - step.passes[position].operations.start
@@ -111,7 +111,7 @@ class GuardedMemory(StepMemory):
                 self._end(key, "after it was borrowed")
 
     def write(self, key: Key, tensor: torch.Tensor, start: int, what: str) -> None:
-        """`tensor` at byte `start` comes alive, to be written by operation `what`."""
+        """Check that operation `what` may write `tensor` at byte `start`; then poison it."""
         buffer, borrow = self.step.buffers[key], self.step.borrowed.get(key)
         end = start + tensor.numel() * tensor.dtype.itemsize
         for other in self.alive.values():
@@ -130,14 +130,15 @@ class GuardedMemory(StepMemory):
         self.alive[key] = one
 
     def read(self, key: Key, label: str, what: str) -> None:
-        """Operation `what` is about to read the tensor of `key`."""
+        """Check the tensor of `key`, which operation `what` is about to read."""
         one = self.alive.get(key)
         if one is None:
             self.fire(f"{what} reads {label} after its planned end")
         self.check_red_zone(one, f"before {what}")
 
     def pass_by(self, moment: int, what: str) -> None:
-        """Operation `what` at `moment` of the step is over: poison what it was the last to read."""
+        """Poison tensors after their last reader: operation `what` at `moment` of the step is
+        over."""
         for key, one in list(self.alive.items()):
             if one.last <= moment and one.until is None:
                 self._end(key, f"after {what}")

@@ -1,8 +1,9 @@
 """State of parameters that modules and optimizers share: codes of weights, limits of clips.
 
-A module notes here where the codes of a weight lie and how far a clip may step; lsq.optim.Adam does
-both in its step. Before the steps of others, a hook withdraws codes and keeps where clips were.
-States lie beside parameters, not on them, so that copies of parameters take none along.
+A module notes here where the codes of a weight lie and how far a clip may step. lsq.optim.Adam
+writes the codes and keeps the limits in its step. Before another optimizer steps, a hook
+invalidates the codes and saves the clips. A state is stored beside its parameter, not on it, so
+that a copy of the parameter has none.
 """
 
 from __future__ import annotations
@@ -29,17 +30,18 @@ from lsq.program.values import Weight
 from lsq.run.shards import copies, is_shard, local
 
 SMALL = 2**12
-"""Values of the largest tensor that is compared whole in every pass."""
+"""Values of the largest tensor that is always compared whole."""
 FEW_ROWS = 64
-"""A pass of fewer rows compares SAMPLES of larger tensors: to read them takes too long."""
+"""A pass of fewer rows compares about SAMPLES values of larger tensors: all would take too long."""
 SAMPLES = 61
 
 
 class Stamp:
     """A record of tensors, to see later whether they still hold the same values.
 
-    PyTorch counts what writes to a tensor, but not through `.data`, numpy or another process. So
-    the CPU compares values, by a checksum of all (`exact`) or samples; others would have to wait.
+    PyTorch counts writes to a tensor, but not through `.data`, numpy or another process. So on the
+    CPU values are compared, too: by a checksum of all (`exact`) or by samples. Other devices would
+    have to wait for that.
     """
 
     def __init__(self, tensors: Sequence[Tensor], *, exact: bool = True):
@@ -52,8 +54,8 @@ class Stamp:
         return not self.changed(tensors, rows=rows)
 
     def changed(self, tensors: Sequence[Tensor], *, rows: int = 0) -> set[int]:
-        """Numbers of the tensors that are not the same memory with the same values. In a pass of
-        fewer than FEW_ROWS `rows`, some values of large tensors may change unseen."""
+        """Return the indices of tensors whose memory or values have changed. In a pass of fewer
+        than FEW_ROWS `rows`, a few changed values of a large tensor may be missed."""
         if len(tensors) != len(self._counted):
             return set(range(max(len(tensors), len(self._counted))))
         return {
@@ -64,7 +66,8 @@ class Stamp:
         }
 
     def same_values(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether the first tensors hold the same, wherever they lie; True off the CPU."""
+        """Return whether `tensors` hold the values of the first tensors of the record, wherever
+        they lie; always True off the CPU."""
         return self._sums[: len(tensors)] == [checksum(tensor) for tensor in tensors]
 
     def _same(self, number: int, tensor: Tensor, *, whole: bool) -> bool:
@@ -77,7 +80,7 @@ class Stamp:
 
 
 def checksum(tensor: Tensor) -> int | None:
-    """A checksum of all values and their order; None on other devices than the CPU."""
+    """Return a checksum of all values in their order; None off the CPU."""
     if tensor.device.type != "cpu":
         return None
     values = tensor.detach().contiguous()
@@ -89,13 +92,13 @@ def checksum(tensor: Tensor) -> int | None:
 
 
 def _counted(tensor: Tensor) -> tuple:
-    """PyTorch's version counter of a tensor. Inference tensors have none."""
+    """Return a tensor's memory, shape and version counter, which inference tensors lack."""
     version = 0 if tensor.is_inference() else tensor._version
     return weakref.ref(tensor.untyped_storage()), tensor.data_ptr(), version, tensor.shape
 
 
 def _sample(tensor: Tensor) -> Tensor:
-    """All values of a tensor, or some all over it; none on other devices than the CPU."""
+    """Return all values of a small tensor, or some spread over a large one; none off the CPU."""
     values = tensor.detach().flatten()
     if tensor.device.type != "cpu":
         return values[:0]
@@ -103,12 +106,13 @@ def _sample(tensor: Tensor) -> Tensor:
 
 
 class WeightCodes:
-    """The codes of one weight in memory of their own, and whether they are valid.
+    """The codes of one weight in their own memory, and whether they are valid.
 
-    `owner`: ids of the weight and of its clip. `tensors` have the names of programs. `fresh` ones
-    were written when `stamp` was made, what weight and clip were then: exact where a module wrote
-    codes, not where an optimizer did; None: nothing is valid. An optimizer writes to `rounded`,
-    under `clip`. `writers`: what a module has prepared, by backend, dtype and layouts.
+    `owner`: ids of the weight and of its clip. `tensors`: by their names in programs. `fresh`:
+    names of the tensors that are valid while `stamp` holds. `stamp`: the weight and the clip that
+    the codes were made from; `exact` if a module made them, not an optimizer; None: no codes are
+    valid. `rounded`: where an optimizer writes codes, under `clip`. `writers`: what a module has
+    prepared, by backend, dtype and layouts.
     """
 
     def __init__(self, owner: tuple[int, int]):
@@ -122,18 +126,18 @@ class WeightCodes:
         self.writers: dict[tuple, Callable[[Tensor, Tensor], None]] = {}
 
     def for_optimizer(self, parameter: Tensor) -> Weight | None:
-        """Return where an optimizer writes the codes of a new weight [N, K], if it can."""
+        """Return where an optimizer writes the codes of the new weight [N, K]; None: it cannot."""
         rounded, clip = self.rounded, self.clip and self.clip()
         if rounded is None or clip is None or rounded.format.packed:
             return None
         if rounded.codes.device != parameter.device:
             return None
         if rounded.codes.shape[1:] != parameter.shape[1:] or len(clip) not in (1, len(parameter)):
-            return None  # it has another size by now
+            return None  # its size has changed
         return replace(rounded, clip=clip.detach())
 
     def written(self, parameter: Tensor) -> None:
-        """An optimizer has written the codes of `parameter` to all tensors of `rounded`."""
+        """Note that an optimizer has written the codes of `parameter` to all of `rounded`."""
         self.stamp = Stamp([parameter, self.clip()], exact=False)
         self.fresh = set(self.rounded_names)
 
@@ -145,8 +149,8 @@ class WeightCodes:
         return True
 
     def current(self, names: Iterable[str], weight: Tensor, clip: Tensor) -> bool:
-        """Whether an optimizer wrote these tensors, and neither weight nor clip changed since;
-        never of memory that other processes write to."""
+        """Return whether an optimizer wrote these tensors and neither weight nor clip has changed
+        since. Always False for memory that other processes write to."""
         stamp = self.stamp
         if stamp is None or stamp.exact or not self.fresh.issuperset(names):
             return False
@@ -154,7 +158,7 @@ class WeightCodes:
         if state is None or state.codes is not self:
             return False
         if of_clip is not None and of_clip.before is not None and not of_clip.limited():
-            return False  # the module brings the clip back before the next pass
+            return False  # the module limits the clip's change before the next pass
         shared = weight.device.type == "cpu" and weight.is_shared()
         return not shared and stamp.holds([weight, clip])
 
@@ -166,7 +170,7 @@ class ParameterState:
     limit: float = 0.0
     """Largest relative change of a clip in a step; 0: any."""
     before: Tensor | None = None
-    """Values of a clip in the last training pass, unless an optimizer limits its steps."""
+    """A clip's values in the last training pass, unless an optimizer limits its steps."""
     optimizer: weakref.ref | None = None
     """The optimizer that limits the steps of a clip."""
     bucket_view: weakref.ref | None = None
@@ -190,23 +194,23 @@ def known_state(parameter: Tensor) -> ParameterState | None:
 
 
 def take(optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
-    """`optimizer` limits the steps of those of `parameters` that are clips."""
+    """Note that `optimizer` limits the steps of the clips among `parameters`."""
     for parameter in parameters:
         state_of(parameter).optimizer = weakref.ref(optimizer)
 
 
 def drop(parameter: Tensor) -> None:
-    """Leave no state, and no weak reference, which torch.utils.swap_tensors refuses."""
+    """Remove a parameter's state and weak references, which torch.utils.swap_tensors refuses."""
     state = steps.states.pop(id(parameter), None)
     if state is not None:
         state.finalizer.detach()
 
 
 def withdraw(parameter: Tensor) -> None:
-    """The codes of a weight are not wanted any more."""
+    """Discard the codes of a weight: they are no longer needed."""
     state = known_state(parameter)
     if state is not None and state.codes is not None:
-        state.codes.stamp = state.codes.clip = None  # optimizers hold the codes on
+        state.codes.stamp = state.codes.clip = None  # optimizers may still hold the codes
         state.codes = None
 
 
@@ -217,7 +221,8 @@ def forget(clip: Tensor) -> None:
 
 
 def remember(clips: Iterable[Tensor], limit: float) -> None:
-    """A training pass has seen `clips`, which may change by `limit` relatively until the next."""
+    """Note that a training pass reads `clips`; until the next they may change by the share
+    `limit`."""
     unlimited = []
     for clip in clips:
         state = state_of(clip)
@@ -230,7 +235,7 @@ def remember(clips: Iterable[Tensor], limit: float) -> None:
 
 
 def limit_steps(clips: Iterable[Tensor], step: float) -> None:
-    """Bring clips back to within `step`, relatively, of what the last pass saw."""
+    """Clamp clips to a relative change of `step` since the last pass."""
     limited = []
     for clip in clips:
         state = known_state(clip)
@@ -251,10 +256,10 @@ def limit_shards(clips: Iterable[tuple[Tensor, float]]) -> None:
 class OptimizerSteps:
     """The steps of all optimizers of this process, and the modules that they may train.
 
-    `count` of steps since `watch`; `before` each of them functions are called. `wrapped`: by
-    models, the DistributedDataParallel last made of each, of `wraps`. `states`: by the ids of
-    parameters, until these are gone (a WeakTensorKeyDictionary takes ten times as long). `shared`,
-    `trained`: see lsq.dist.replicas.
+    `count`: steps since `watch`. `before`: functions that are called before each step. `wrapped`:
+    model -> the last DistributedDataParallel made of it; `wraps` counts them. `states`: id of a
+    parameter -> its state, until the parameter is gone (a WeakTensorKeyDictionary takes ten times
+    as long). `shared`, `trained`: see lsq.dist.replicas.
     """
 
     def __init__(self):
@@ -269,23 +274,25 @@ class OptimizerSteps:
         self._modules: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
         self._watching = self._limits_shards = False
         self._shards: list[tuple[Tensor, Tensor, float]] = []
-        """(own part of a clip, its values before the step, limit) where nobody else limits it."""
+        """(own part of a clip, values before the step, limit) if no optimizer limits the step."""
 
     def know(self, module: nn.Module, before: Callable[[Optimizer], None]) -> None:
-        """`module` may be trained; `before` is called before each step, once for all modules."""
+        """Note that `module` may be trained; call `before` before each step, once for all
+        modules."""
         self._modules.setdefault(module)
         if before not in self.before:
             self.before.append(before)
             register_module_module_registration_hook(self._note_wrapper)
 
     def _note_wrapper(self, module: nn.Module, name: str, child: nn.Module) -> None:
-        """Called by PyTorch for each child: DDP says nowhere else what it wraps."""
+        """Note what each DDP wraps: PyTorch calls this for every child, and DDP tells nowhere
+        else."""
         if isinstance(module, DistributedDataParallel):
             self.wrapped[child] = weakref.ref(module)
             self.wraps += 1
 
     def modules(self) -> list[nn.Module]:
-        """Every module that may be trained, in the order of making, the same in all processes."""
+        """Return every module that may be trained, in the same order in all processes."""
         return [one for one in self._modules if "measured" in vars(one)]  # not reverted since
 
     def watch(self) -> None:
@@ -296,12 +303,14 @@ class OptimizerSteps:
 
     @torch.no_grad()
     def _before_step(self, optimizer: Optimizer, *_) -> None:
-        """Withdraw what another optimizer has kept up.
+        """Invalidate the codes of weights, and save the clips whose steps `optimizer` does not
+        limit.
 
-        It may step through `.data`, which PyTorch does not count; for clips it is counted here.
+        It may write through `.data`, which PyTorch does not count; so clips are counted as changed
+        here.
         """
         self.count += 1
-        for function in tuple(self.before):  # one may take itself out
+        for function in tuple(self.before):  # a function may remove itself
             function(optimizer)
         parameters = [one for group in optimizer.param_groups for one in group["params"]]
         limit_shards(self._settle(any(map(is_shard, parameters))))
@@ -329,7 +338,7 @@ class OptimizerSteps:
             register_optimizer_step_post_hook(self._after_step)
 
     def _settle(self, sharded: bool) -> list[tuple[Tensor, float]]:
-        """Write what passes have measured to shards: (each shard, limit of its steps)."""
+        """Write measured clips to their shards; return (shard, limit of its steps) for each."""
         found = []
         for module in self.modules():
             measured = module.measured
@@ -346,4 +355,4 @@ class OptimizerSteps:
 
 
 steps = OptimizerSteps()
-"""A registry, since optimizers are given parameters and no modules."""
+"""A registry, since optimizers get parameters and no modules."""

@@ -1,9 +1,9 @@
 """Planned memory of a training step: every tensor at the offset of a plan, in one arena.
 
-User code may hold on to results that go into other programs, their gradients, and gradients of the
-leaves of autograd's graph. Such tensors are *borrowed* from the arena: whoever keeps one longer (no
-zero_grad, a list of states, hooks) keeps it for good, since it is copied out before its bytes are
-reused.
+User code may keep tensors that cross a border of a program: results that other programs read, their
+gradients, and gradients of the leaves of autograd's graph. These are *borrowed* from the arena. If
+one is still held when its bytes are needed again (no zero_grad, a list of states, hooks), it is
+copied out first and stays valid.
 """
 
 import math
@@ -29,16 +29,16 @@ UNPLANNED = (
 ADVICE = f"rehearse the step as it is now (lsq.layers.memory.plan_memory), or {UNPLANNED}"
 CLASSES = 5
 PREPARED_KEPT = 2048
-"""Prepared passes that a memory keeps, those used last; one takes about 30 KB."""
+"""Most prepared passes of a memory, of about 30 KB each; the least recently used is dropped."""
 
 
 class BorrowedTensor:
-    """A tensor in the arena in other hands, with a storage of its own.
+    """A tensor of the arena that user code may hold, with its own storage.
 
-    `tensor`: that one. `memory`: dies with its storage. `borrow`: until when, and whether to hold
-    it until then, so that autograd never makes it the parameter's gradient. A contribution that
-    others are added to in place must not be held. `leaf`: whose `grad` it may become. `label`: for
-    people.
+    `memory`: a reference that dies with that storage. `borrow`: until when, and whether to hold it
+    until then, so that autograd never makes it the `grad` itself. A tensor that contributions are
+    added to in place must not be held. `leaf`: the leaf whose `grad` it may become. `label`: for
+    messages.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class BorrowedTensor:
         self.leaf, self._address = leaf, tensor.data_ptr()
 
     def find_gradient(self) -> None:
-        """Autograd makes another tensor on the same memory the `grad` of a leaf: follow it."""
+        """Follow the leaf's `grad` if it lies here: autograd may have made it a new tensor."""
         leaf = self.leaf and self.leaf()
         gradient = None if leaf is None or self._memory() is None else leaf.grad
         if (
@@ -66,7 +66,8 @@ class BorrowedTensor:
             self._tensor = weakref.ref(gradient)
 
     def copy_out(self) -> bool:
-        """Move it to memory of its own if anybody holds it; whether no view of it is held."""
+        """Move the tensor to its own memory if anybody holds it. Return whether its old bytes are
+        free; a view that somebody holds keeps them."""
         self._held = None
         self.find_gradient()
         if self._memory() is not None and (tensor := self._tensor()) is not None:
@@ -75,11 +76,12 @@ class BorrowedTensor:
 
 
 class PlannedFrame(Frame):
-    """Tensors at the offsets of a plan; what crosses a border is borrowed, or gets fresh memory.
+    """Tensors at the offsets of a plan. A tensor that crosses a border is borrowed, or has fresh
+    memory.
 
-    `memory`: the plan's. `node`: which run of the step it is. `leaves`: the leaves of autograd's
-    graph that the program reads, by name. What was planned as the first gradient of a leaf is
-    borrowed if it is one. `repeated`: whether it has run before.
+    `node`: which run of the step it is. `leaves`: the leaves of autograd's graph that the program
+    reads, by name. A gradient that was planned as the first of a leaf is borrowed only if the leaf
+    is among them. `repeated`: whether the program has run at this node before.
     """
 
     def __init__(
@@ -151,7 +153,7 @@ class PlannedFrame(Frame):
         return self.memory.borrow(offset, tensor, borrow, leaf, label)
 
     def offset(self, index: int, number: int) -> int | None:
-        """Offset of tensor `number` of operation `index` in this run; None: fresh memory."""
+        """Return the offset of tensor `number` of operation `index`; None: fresh memory."""
         key = self.node, index, number
         borrow = self.memory.step.borrowed.get(key)
         if borrow is not None and borrow.leaf is not None and borrow.leaf.name not in self._leaves:
@@ -166,11 +168,13 @@ class PlannedFrame(Frame):
 
 
 class StepMemory:
-    """The arena of one model's training step, and the order in which it is used. Passes must
-    come in the planned order, some may be left out. A forward pass out of turn begins the next
-    step; what the step before has saved is gone then, and its backward passes are refused.
-    `owners`: the module of each node. `outside`: bytes that modules of others keep for the
-    backward pass, by class."""
+    """The arena of one model's training step, and the order in which it is used.
+
+    Passes must come in the planned order; some may be left out. A forward pass out of order begins
+    the next step. Then the tensors saved in the old step are gone, and its backward passes are
+    refused. `owners`: the module of each node. `outside`: bytes that other modules keep for the
+    backward pass, by class.
+    """
 
     frame = PlannedFrame
 
@@ -198,8 +202,8 @@ class StepMemory:
             node: weakref.WeakSet() for node in self._programs
         }
         self.prepared: OrderedDict[tuple, PreparedPass] = OrderedDict()
-        """Prepared passes by program, node, operations and backend. Shapes that come once are not
-        prepared."""
+        """Prepared passes by program, node, operations and backend. A program is prepared when it
+        runs at a node again: shapes that come once are not worth it."""
         self._busy = threading.Lock()
         self._step_number = 0
         self._position = -1
@@ -215,7 +219,7 @@ class StepMemory:
         return f"<{type(self).__name__}: {self}>"
 
     def __deepcopy__(self, memo):
-        return None  # a copy of a model has its own steps, which nobody has planned yet
+        return None  # the steps of a copied model are not planned yet
 
     def __reduce__(self):
         return type(None), ()
@@ -226,7 +230,7 @@ class StepMemory:
         program: Program,
         tensors: Mapping[str, torch.Tensor] = MappingProxyType({}),
     ):
-        """The PlannedFrame for the next run of `program` by `owner` on `tensors`. Raises
+        """Return the frame for the next run of `program` by `owner` on `tensors`. Raises
         RuntimeError: the plan has no such run; ValueError: the batch is larger than planned."""
         nodes = [node for node, known in enumerate(self._owners) if known() is owner]
         if not nodes:
@@ -265,8 +269,8 @@ class StepMemory:
         self._fitting[node].add(program)
 
     def enter(self, frame: PlannedFrame, backward: bool) -> None:
-        """A pass of `frame` begins; `leave` ends it. Raises RuntimeError: another pass is running,
-        this one must not run now, or a view of what was borrowed is still held."""
+        """Begin a pass of `frame`; `leave` ends it. Raises RuntimeError: another pass is running,
+        this pass is out of order, or user code still holds a view of a borrowed tensor."""
         name = self.names[frame.node]
         if not self._busy.acquire(blocking=False):
             raise RuntimeError(
@@ -293,22 +297,22 @@ class StepMemory:
         self._step_number += 1
 
     def borrow(self, offset: int, virtual: VirtualTensor, *options) -> torch.Tensor:
-        """A tensor at byte `offset` to give away; `options` as BorrowedTensor takes them."""
+        """Return a tensor at byte `offset` for user code. `options`: as for BorrowedTensor."""
         tensor, memory = self.arena.lend(offset, virtual.shape, virtual.dtype)
         borrowed = BorrowedTensor(tensor, memory, *options)
         self._open.append(borrowed)
-        # once backward() is through: until then hooks may still replace the gradient
+        # at the end of backward(): until then hooks may replace the gradient
         if borrowed.leaf is not None:
             torch.autograd.Variable._execution_engine.queue_callback(borrowed.find_gradient)
         return tensor
 
     def copy_out(self, position: float = math.inf) -> None:
-        """Move what was borrowed until a pass before `position`, and is still held; views stay."""
+        """Copy out held tensors that were borrowed until a pass before `position`; views stay."""
         self._open = [one for one in self._open if one.until >= position or not one.copy_out()]
 
     def end_borrowed(self, position: float) -> None:
-        """Free the bytes of what was borrowed until a pass before `position`. Raises RuntimeError:
-        somebody holds a view of it."""
+        """Free the bytes of tensors that were borrowed until a pass before `position`. Raises
+        RuntimeError: user code holds a view of one."""
         self.copy_out(position)
         held = next((one for one in self._open if one.until < position), None)
         if held is not None:
@@ -335,7 +339,7 @@ class StepMemory:
 
 
 def described(outside: Mapping[str, int]) -> str:
-    """Describe the bytes that modules of others keep, by class."""
+    """Describe the bytes that other modules keep, by class."""
     if not outside:
         return "nothing is kept"
     largest = Counter(outside).most_common(CLASSES)

@@ -1,8 +1,8 @@
 """Clips that passes have measured, until the parameters and all processes hold the values.
 
-Under FSDP2 a pass sees gathered copies of clips; optimizers step on shards. So what passes measure
-is written to the shards before an optimizer steps. Where several processes train a model, they
-average it before that (lsq.dist.replicas).
+Under FSDP2 a pass sees gathered copies of clips, and optimizers step on shards. So the clips that
+passes measure are written to the shards before an optimizer steps. If several processes train a
+model, they average the clips before that (lsq.dist.replicas).
 """
 
 import weakref
@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 LEAST_JUMP, BACK = 0.1, 0.1
-"""What the first measurement changes of a clip, relatively, and the share of it that is left when
-it was put back."""
+"""LEAST_JUMP: a first measurement is checked if it changes its clip by more than this share. BACK:
+the clip was put back if less than this share of the change is left."""
 
 
 def is_shard(tensor: Tensor) -> bool:
-    """Whether it is a DTensor, of which this process has a part."""
+    """Return whether the tensor is a DTensor; this process holds a part of it."""
     return type(tensor) not in (Tensor, Parameter) and hasattr(tensor, "to_local")
 
 
@@ -27,77 +27,77 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def copies(tensors: list[Tensor]) -> list[Tensor]:
-    """Copies in one launch; torch._foreach_clone is younger than PyTorch 2.11."""
+    """Copy tensors in one launch; torch._foreach_clone is younger than PyTorch 2.11."""
     return list(torch._foreach_mul(tensors, 1)) if tensors else []
 
 
 class MeasuredClips:
-    """The measured clips of one module. A copy of a module has none.
+    """The measured clips of one module. A copy of the module starts with none.
 
-    `limit`: largest relative change of a clip in a step. `sharded`: passes see gathered copies, so
-    that nothing that is done to them lasts.
+    `limit`: largest relative change of a clip in a step. `sharded`: passes see gathered copies of
+    clips, so that changes of them do not last.
     """
 
     def __init__(self):
         self.limit = 0.0
         self.sharded = False
         self._values: dict[str, tuple[weakref.ref, Tensor]] = {}
-        """(the parameter that holds it, value) since shards were written last."""
+        """Clip name -> (the parameter that was measured, its value) until shards hold it."""
         self._news: dict[str, Tensor] = {}
-        """Values that other processes do not know of yet."""
+        """Values that other processes do not know yet."""
         self._before: dict[str, Tensor] = {}
-        """Clips before they were measured for the first time, until an optimizer steps."""
+        """Clips before their first measurement, until an optimizer steps."""
         self._stepping: dict[str, tuple[Tensor, Tensor]] = {}
-        """(the same, clips before the step), until the next pass."""
+        """(clip before its first measurement, clip before the step), until the next pass."""
 
     def __reduce__(self):
         return MeasuredClips, ()
 
     @property
     def stepped(self) -> bool:
-        """Whether an optimizer has made its first step since clips were measured first."""
+        """Whether an optimizer has just made the first step since the clips were first measured."""
         return bool(self._stepping)
 
     def note(self, clips: Mapping[str, Tensor]) -> None:
-        """A pass has measured clips, and written them to what it sees as these."""
+        """Note the values of `clips`, which a pass has measured and written."""
         values = copies([clip.data for clip in clips.values()])
         for (name, clip), value in zip(clips.items(), values, strict=True):
             self._values[name] = weakref.ref(clip), value
             self._news[name] = value
 
     def measures_first(self, clips: Mapping[str, Tensor]) -> None:
-        """A pass is about to measure these clips for the first time."""
+        """Save `clips`: a pass is about to measure them for the first time."""
         values = copies([clip.data for clip in clips.values()])
         self._before = dict(zip(clips, values, strict=True)) | self._before
 
     def take_news(self) -> dict[str, Tensor]:
-        """Values measured since this was asked last, by names of clips."""
+        """Return the values measured since the last call, by names of clips."""
         news, self._news = self._news, {}
         return news
 
     def replace(self, name: str, clip: Tensor, value: Tensor) -> None:
-        """Write `value` to a shard, in place of what a pass has measured."""
+        """Set the value that is written to the shard `clip` in place of the measured one."""
         self._values[name] = weakref.ref(clip), value
 
     def unsettled(self) -> set[str]:
-        """Names of clips of which the shards do not hold the measured value yet."""
+        """Return the names of clips whose shards do not hold the measured value yet."""
         return set(self._values)
 
     def forget(self) -> None:
-        """Clips come from elsewhere: what was measured counts no more."""
+        """Forget all measurements: the clips were set from elsewhere."""
         for kept in (self._values, self._news, self._before, self._stepping):
             kept.clear()
 
     @torch.no_grad()
     def begin_pass(self, clips: Mapping[str, Tensor]) -> None:
-        """Let gathered copies of clips hold what passes have measured."""
+        """Write measured values to the gathered copies of clips."""
         for name, (_, value) in self._values.items():
             if name in clips:
                 clips[name].data.copy_(value)
 
     @torch.no_grad()
     def settle(self, clips: Mapping[str, Tensor]) -> list[tuple[Tensor, float]]:
-        """Write what was measured to clips that are shards now: (each, limit of its steps)."""
+        """Write measured values to clips that are shards now; return each with its step's limit."""
         found = []
         for name, clip in clips.items():
             parameter, value = self._values.pop(name, (lambda: None, None))
@@ -109,7 +109,7 @@ class MeasuredClips:
         return found
 
     def before_step(self, module: nn.Module) -> None:
-        """An optimizer is about to step: keep what the clips of `module` are now, to compare."""
+        """Save the clips of `module` before an optimizer's step, for `check_step`."""
         before, self._before = self._before, {}
         if before:
             clips = module.clips().items()
@@ -118,8 +118,7 @@ class MeasuredClips:
 
     @torch.no_grad()
     def check_step(self, clips: Mapping[str, Tensor], owner: str) -> None:
-        """Raise RuntimeError where the first step has put clips back to where they were before a
-        pass measured them."""
+        """Raise RuntimeError if the first step has undone the first measurement of clips."""
         stepping, self._stepping = self._stepping, {}
         rows = {
             name: torch.stack(
@@ -133,7 +132,9 @@ class MeasuredClips:
             for name, (old, measured) in stepping.items()
             if not is_shard(clips[name])
         }
-        means = torch.stack(list(rows.values())).tolist() if rows else ()  # waits once
+        means = (
+            torch.stack(list(rows.values())).tolist() if rows else ()
+        )  # waits for the device once
         for name, (distance, jump, measured, old) in zip(rows, means, strict=True):
             if jump > LEAST_JUMP * measured and distance < BACK * jump:
                 raise RuntimeError(
@@ -145,7 +146,7 @@ class MeasuredClips:
 
 
 def _part_of(value: Tensor, clip: Tensor) -> Tensor:
-    # there are shards, so it is imported already
+    # imported already, since there are shards
     from torch.distributed.tensor import distribute_tensor
 
     whole = value.expand(clip.shape).contiguous()

@@ -1,12 +1,12 @@
 """A training step as one sequence of operations: its rehearsal, and an offset for every tensor.
 
 In a rehearsal programs note that they were called and compute nothing; everything around them is
-real. So the order is right for any model, however it shares, repeats or wires its layers.
+real. So the order is right for any model, however its layers are shared, repeated or connected.
 
-What a forward pass saves lives until the backward pass of the same node has read it for the last
-time; everything else dies inside its pass. Of what crosses a program's border, results that go
-straight into other programs have offsets, too, and gradients of those and of the leaves of
-autograd's graph: they are borrowed (lsq.run.planned). The rest stays with PyTorch's allocator.
+A tensor that a forward pass saves lives until its last reader in the backward pass of the same
+node. Other tensors live inside their pass. Three kinds that cross a program's border have offsets
+as well: results that go straight into other programs, their gradients, and gradients of the leaves
+of autograd's graph. They are borrowed (lsq.run.planned). PyTorch's allocator holds the rest.
 """
 
 import itertools
@@ -30,12 +30,12 @@ from lsq.run.frames import active_rehearsal
 @dataclass(frozen=True, kw_only=True)
 class Pass:
     node: int
-    """Number of the program's run in the step; a forward and its backward share it."""
+    """Number of the program's run in the step; its forward and backward pass share it."""
     program: Program
     backward: bool
     reads: tuple[int | None, ...]
-    """Numbers of the tensors behind inputs and parameters; None: neither a result of another
-    program nor one for which autograd gathers a gradient."""
+    """Numbers of its inputs and parameters; None for a tensor that is neither the result of another
+    program nor a leaf that needs a gradient."""
     makes: tuple[int, ...]
     """Numbers of its results."""
 
@@ -47,7 +47,7 @@ class Pass:
 
 class Rehearsal:
     """The record of a rehearsed step: the passes of all programs that have a backward pass, in
-    their order, the module that ran each node, and all programs that ran."""
+    order; the module that ran each node; and all programs that ran."""
 
     def __init__(self):
         self.programs: list[Program] = []
@@ -55,13 +55,13 @@ class Rehearsal:
         self.owners: list[object] = []
         self._numbers: dict[int, int] = {}
         self._made: list[torch.Tensor] = []
-        """All that have a number, which stands for one tensor as long as the rehearsal goes on."""
+        """All tensors that have a number; kept alive, since numbers are found by ids."""
         self._count = itertools.count()
 
     def run(
         self, owner: object, program: Program, tensors: dict[str, torch.Tensor]
     ) -> tuple[torch.Tensor, ...]:
-        """Note a run of `program` by `owner`; zeros come back, without memory behind them."""
+        """Note a run of `program` by `owner`; return zeros that take no memory."""
         self.programs.append(program)
         device = next(iter(tensors.values())).device
         if not program.output_gradients:
@@ -94,7 +94,7 @@ class Rehearsal:
 
 
 class _Noted(torch.autograd.Function):
-    """A run of a program in autograd's graph that leaves only its name."""
+    """A run of a program in autograd's graph that only notes its passes."""
 
     @staticmethod
     def forward(ctx, passes: list[Pass], forward: Pass, device: torch.device, *arguments):
@@ -121,7 +121,7 @@ def _zeros(tensors, device: torch.device) -> tuple[torch.Tensor, ...]:
 
 @contextmanager
 def rehearsing() -> Iterator[Rehearsal]:
-    """Inside, modules note their programs instead of running them."""
+    """Let modules note their programs instead of running them, within this context."""
     rehearsal = Rehearsal()
     token = active_rehearsal.set(rehearsal)
     try:
@@ -133,9 +133,8 @@ def rehearsing() -> Iterator[Rehearsal]:
 def rehearse(step: Callable[[], torch.Tensor], parameters) -> Rehearsal:
     """Rehearse `step`, which returns a loss, and its backward pass.
 
-    No gradient is left behind, and torch's random numbers go on as if nothing had been. Raises
-    ValueError: `step` returns no scalar, goes back by itself, or its loss depends on no trained
-    layer of lsq.
+    Gradients and torch's random numbers stay as they were. Raises ValueError: `step` returns no
+    scalar, runs the backward pass itself, or its loss depends on no trained layer of lsq.
     """
     wanted = [parameter for parameter in parameters if parameter.requires_grad]
     gradients = [parameter.grad for parameter in wanted]
@@ -174,12 +173,12 @@ def _check_step(loss: object, rehearsal: Rehearsal) -> None:
 
 @contextmanager
 def counting_kept(model: nn.Module, kept: Counter) -> Iterator[None]:
-    """Add to `kept` the bytes that others' code keeps for the backward pass, by class of the
-    innermost module, while a step is rehearsed. Every storage counts once, parameters do not.
-    """
+    """Count the bytes that modules of other packages keep for the backward pass in a rehearsal:
+    `kept` gets them by class of the innermost module. Storages count once, parameters not at
+    all."""
     known = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     inside: list[str] = []
-    held = []  # else a storage that is freed could lend its address to the next
+    held = []  # else a new storage could have the address of a freed one
 
     def enter(module: nn.Module, inputs: tuple) -> None:
         inside.append(type(module).__name__)
@@ -192,7 +191,7 @@ def counting_kept(model: nn.Module, kept: Counter) -> Iterator[None]:
         if storage.data_ptr() not in known:
             known.add(storage.data_ptr())
             held.append(tensor)
-            # what a rehearsal makes has one value in memory
+            # tensors of a rehearsal have one value in memory
             whole = tensor.numel() * tensor.element_size()
             kept[inside[-1] if inside else "the loss"] += max(storage.nbytes(), whole)
         return tensor
@@ -207,27 +206,27 @@ def counting_kept(model: nn.Module, kept: Counter) -> Iterator[None]:
 
 
 Key = tuple[int, int, int]
-"""Node, operation of its program and tensor that it writes."""
+"""(node, index of the operation in its program, number of the tensor that it writes)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Borrow:
-    """When a tensor that crosses a border of its program is borrowed from the arena."""
+    """How a tensor that crosses a border of its program is borrowed from the arena."""
 
     until: int
-    """Position of the pass after which nobody needs it."""
+    """Position of the last pass that needs it."""
     keep: bool = False
-    """It is added to an earlier contribution, so that autograd must never take it for the whole."""
+    """Whether it is held until then: it is added to an earlier contribution, and autograd must not
+    make it the `grad` itself."""
     leaf: VirtualTensor | None = None
-    """The leaf of autograd's graph of which it is the first gradient of the step, and may become
-    the `grad`."""
+    """The leaf of autograd's graph whose first gradient it is: it may become the `grad`."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class StepPlan:
     passes: tuple[Pass, ...]
     starts: tuple[int, ...]
-    """The first operation of each pass, in the count of the whole step."""
+    """Index of each pass's first operation, counted over the whole step."""
     buffers: dict[Key, Buffer]
     borrowed: dict[Key, Borrow]
     plan: Plan
@@ -235,7 +234,7 @@ class StepPlan:
 
 
 def signature(program: Program) -> tuple:
-    """What programs of one layer share: operations, and which tensors are temporary."""
+    """Return what all programs of one layer share: operations, and which tensors are temporary."""
     return program.forward_length, *(
         (operation.name, tuple(tensor.is_temporary for tensor in program.written(index)))
         for index, operation in enumerate(program.operations)
@@ -243,7 +242,8 @@ def signature(program: Program) -> tuple:
 
 
 def borrowed_in(passes: Sequence[Pass]) -> dict[Key, Borrow]:
-    """Results that other programs read, and gradients of those and of autograd's leaves."""
+    """Find the borrowed tensors: results that other programs read, and gradients of these and of
+    leaves."""
     last_read = _last_reads(passes)
     backward = {one.node: position for position, one in enumerate(passes) if one.backward}
     gone_back = {number: backward.get(one.node, 0) for one in passes for number in one.makes}
@@ -265,8 +265,8 @@ def borrowed_in(passes: Sequence[Pass]) -> dict[Key, Borrow]:
 
 
 def crossing(one: Pass) -> Iterator[tuple[Key, VirtualTensor, int]]:
-    """(key, the border that it is or is the gradient of, number of the tensor there) of what a pass
-    hands on."""
+    """Yield (key, border, number of the tensor at that border) for each tensor that a pass hands
+    on. Backward, the tensor handed on is the gradient of the border."""
     program = one.program
     if one.backward:
         gradients = dict(zip(program.differentiable, program.gradients, strict=True))
@@ -286,8 +286,7 @@ def crossing(one: Pass) -> Iterator[tuple[Key, VirtualTensor, int]]:
 
 
 def _last_reads(passes: Sequence[Pass]) -> dict[int, int]:
-    """Result -> position of the last forward pass that reads it, where no backward pass needs
-    it."""
+    """Return result -> last forward pass that reads it, for results that no backward pass reads."""
     last: dict[int, int] = {}
     needed = set()
     for position, one in enumerate(passes):
@@ -305,14 +304,14 @@ def _last_reads(passes: Sequence[Pass]) -> dict[int, int]:
 def buffers_of(
     passes: Sequence[Pass], names: Sequence[str], *, margin: int = 0
 ) -> dict[Key, Buffer]:
-    """The buffer of everything that gets an offset, `margin` bytes longer than its tensor."""
+    """Make the buffers of all tensors with offsets, each `margin` bytes longer than its tensor."""
     *starts, end = _starts(passes)
     begins = {(one.node, one.backward): start for one, start in zip(passes, starts, strict=True)}
     borrowed = borrowed_in(passes)
 
     def moment(node: int, program: Program, operation: int) -> int:
         backward = operation >= program.forward_length
-        # a backward pass that never came keeps its tensors to the end
+        # if there is no backward pass, saved tensors live to the end
         begin = begins.get((node, backward), end)
         return min(begin + operation - (program.forward_length if backward else 0), end)
 
@@ -338,13 +337,14 @@ def buffers_of(
 
 
 def _starts(passes: Sequence[Pass]) -> tuple[int, ...]:
-    """The first operation of each pass in the count of the step, and its end."""
+    """Return the first operation of each pass, counted over the step, and the step's length."""
     return tuple(itertools.accumulate((len(one.operations) for one in passes), initial=0))
 
 
 @lru_cache(maxsize=8)
 def plan_step(passes: tuple[Pass, ...], names: tuple[str, ...], *, margin: int) -> StepPlan:
-    """Choose the offsets of a step whose `passes` were rehearsed with the largest batch; once."""
+    """Choose the offsets of a step whose `passes` were rehearsed with the largest batch
+    (cached)."""
     buffers = buffers_of(passes, names, margin=margin)
     made = plan(buffers.values(), method="training")
     return StepPlan(
@@ -358,7 +358,7 @@ def plan_step(passes: tuple[Pass, ...], names: tuple[str, ...], *, margin: int) 
 
 
 def node_names(owners: Sequence[object], modules: dict[object, str]) -> tuple[str, ...]:
-    """A module's name for every node, with a number from the second run on."""
+    """Name every node by its module, with a number from the module's second run on."""
     runs: Counter[str] = Counter()
     names = []
     for owner in owners:

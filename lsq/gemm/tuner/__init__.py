@@ -1,1 +1,1 @@
-"""Makes files of tuned products: which ways there are on a GPU, and which is fastest."""
+"""Makes files of tuned products: tries the ways to run a product on a GPU, keeps the fastest."""

@@ -3,10 +3,10 @@ events.
 
 On the CPU, with the emulated library, the same code runs and times mean nothing.
 
-int32 sums are checked without a second product: each row of the sums is multiplied by a random
+int32 sums are checked without a second product. Each row of the sums is multiplied by a random
 vector r, modulo 2^64: out r = a (b^T r) holds for every r if out is right. A row with a wrong sum
-passes for at most one in 2^32 of the vectors, since the difference of two int32 numbers is no
-multiple of a higher power of two. The check takes M * N operations, the product M * N * K.
+passes for at most one in 2^32 vectors, since the difference of two int32 numbers is no multiple of
+a higher power of two. The check takes M * N operations, the product M * N * K.
 """
 
 import contextlib
@@ -31,18 +31,19 @@ REFERENCE_ELEMENTS = 2**24
 LARGEST = torch.iinfo(torch.int8).max
 """Largest code of operands."""
 _ELEMENTS = 2**18
-"""Numbers that are widened to int64 at a time: they stay in the cache."""
+"""Numbers that are widened to int64 at a time, so that they stay in the cache."""
 LARGEST_FACTOR = 7
-"""Of floats, so that every sum is a whole number that float32 holds."""
+"""Largest value of float operands: float32 holds every sum exactly."""
 
 
 class CublasBackend:
     """The products of one GPU.
 
-    `products`: of the device; their workspace is the most that algorithms may take. `device`: runs
-    the kernels of epilogues; None: products are tried without. `operations`: representative ones,
-    whose products are tried with their epilogues. `cache`: bytes that the operands of a product
-    exceed together; by default the L2 cache.
+    Args:
+        products: products of the device; their workspace is the most that an algorithm may take.
+        device: runs the kernels of epilogues; None: products are tried without epilogues.
+        operations: representative operations, whose products are tried with their epilogues.
+        cache: bytes that all sets of operands together exceed; None: the size of the L2 cache.
     """
 
     def __init__(
@@ -66,8 +67,8 @@ class CublasBackend:
         self.cache = cache
 
     def candidates(self, key: ProductKey) -> Sequence[CublasConfiguration]:
-        """The library's proposals. Raises ValueError, RuntimeError: cuBLASLt has no such product,
-        or nothing for it."""
+        """Return the library's proposals. Raises ValueError: cuBLASLt has no such product;
+        RuntimeError: it has no algorithm for it."""
         proposals = self.products.candidates(key)
         if not proposals:
             raise RuntimeError(
@@ -87,21 +88,21 @@ class CublasBackend:
         return 10 * major + minor
 
     def trial(self, key: ProductKey) -> "CublasTrial | EndedTrial":
-        """The trial of a product, with the epilogue of its operation if it has one. Raises
+        """Return the trial of a product, with the epilogue of its operation if it has one. Raises
         ValueError, RuntimeError: there is no such product."""
         if key.op == MATMUL or self.device is None:
             return CublasTrial(self, key)
         return EndedTrial(key, self.device, self.operations, CublasTrial(self, key))
 
     def time(self, run: Callable[[int], None], repeats: int) -> float:
-        """Seconds per run by the device's clock; `run` takes the number of the run."""
+        """Return the seconds of a run by the device's clock; `run` takes the number of the run."""
         repeats = min(repeats, MOST_REPEATS)
         if not self.on_gpu:
             start = time.perf_counter()
             for number in range(repeats):
                 run(number)
             return (time.perf_counter() - start) / repeats
-        run(0)  # libraries load their kernels now, which none may in a capture
+        run(0)  # kernels are loaded now, since they cannot be in a capture
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         stream, graph = torch.cuda.Stream(self.products.device), torch.cuda.CUDAGraph()
         stream.wait_stream(torch.cuda.current_stream(self.products.device))
@@ -109,7 +110,7 @@ class CublasBackend:
             contextlib.nullcontext() if self.device is None else self.device.captures_in_turn()
         )
         with in_turn, torch.cuda.stream(stream):
-            graph.capture_begin()  # a list takes Python longer than a small product takes a GPU
+            graph.capture_begin()  # else Python would take longer than a small product
             try:
                 for number in range(repeats):
                     run(number)
@@ -123,7 +124,7 @@ class CublasBackend:
 
 
 class _Operands:
-    """A product in the library with sets of operands, a, b and out each, that are used in turn."""
+    """A product in the library, with several sets of operands (a, b, out) that are used in turn."""
 
     def __init__(self, backend: CublasBackend, key: ProductKey) -> None:
         self.backend, self.key = backend, key
@@ -141,7 +142,7 @@ class _Operands:
         self.native: Matmul = backend.products.describe(key)
 
     def operands(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """a [M, K], b [N, K], out [M, N] of the first set."""
+        """Return a [M, K], b [N, K] and out [M, N] of the first set."""
         a, b, out = self.sets[0].values()
         return (
             a.mT if self.key.layout[0] == "t" else a,
@@ -162,9 +163,11 @@ class _Operands:
 
 
 class CublasTrial:
-    """One product without epilogue; for comparison with int8, also the same of bfloat16.
-    Operands are whole numbers, also of floats, and so small that every sum is exact in float32:
-    results are right, rounded once where they are floats, or the algorithm is refused."""
+    """A product without an epilogue, and for comparison with int8 the same product in bfloat16.
+
+    Operands are whole numbers, also as floats, so small that float32 holds every sum exactly. An
+    algorithm is refused unless its results are exact, or for floats exact and then rounded once.
+    """
 
     def __init__(self, backend: CublasBackend, key: ProductKey) -> None:
         self.backend, key = backend, key.by_itself
@@ -202,7 +205,7 @@ class CublasTrial:
             return self.backend.time(self._own.run, repeats)
 
     def float_seconds(self, repeats: int) -> float:
-        """Seconds in bfloat16, as the library proposes first; of floats in their own dtype."""
+        """Return the seconds in bfloat16 (or a float product's own dtype) by the first proposal."""
         with self.backend.products.current():
             if self._floats is None:
                 own = self._own.key
@@ -220,7 +223,7 @@ class CublasTrial:
                 operands.native.close()
 
     def _exact(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        """The result [M, N] of the first set, rounded once."""
+        """Return the result [M, N] of the first set, rounded once."""
         key = self._own.key
         wide, dtype = b.double().mT, getattr(torch, key.out)
         blocks = a.split(max(1, REFERENCE_ELEMENTS // key.n))
@@ -230,8 +233,8 @@ class CublasTrial:
 def whole_numbers(
     key: ProductKey, name: str, largest: int, generator: torch.Generator
 ) -> torch.Tensor:
-    """int8 [length] of operand "a" or "b": random values up to `largest`, which fills the first row
-    and column, so that sums are largest there and narrow instructions saturate."""
+    """Return int8 [length] of operand "a" or "b": random values up to `largest`. The first row is
+    `largest` and the first column -`largest`, so that narrow instructions saturate."""
     values = torch.randint(
         -largest, largest + 1, (key.lengths[name],), dtype=torch.int8, generator=generator
     )
@@ -241,7 +244,7 @@ def whole_numbers(
 
 
 def laid(flat: torch.Tensor, key: ProductKey, name: str) -> torch.Tensor:
-    """Elements [length] viewed as the matrix "a", "b" or "out" of a key."""
+    """Return elements [length] viewed as the matrix "a", "b" or "out" of a key."""
     return flat.as_strided(key.matrices[name], (key.leading[f"leading_{name}"], 1))
 
 
@@ -260,6 +263,6 @@ class RowChecksums:
 
 
 def _times(matrix: torch.Tensor, vector: torch.Tensor) -> torch.Tensor:
-    """int64 [R]: integers [R, C] times int64 [C], modulo 2^64."""
+    """Return int64 [R]: integers [R, C] times int64 [C], modulo 2^64."""
     rows = max(1, _ELEMENTS // matrix.shape[1])
     return torch.cat([(block.to(torch.int64) * vector).sum(dim=1) for block in matrix.split(rows)])

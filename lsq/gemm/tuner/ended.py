@@ -1,8 +1,8 @@
-"""Trials of products with the epilogue of their operation: by cuBLASLt and a kernel, or by one
-kernel's tiles.
+"""Trials of products with the epilogue of their operation: by cuBLASLt and a second kernel, or by
+one kernel's tiles.
 
-Both are lists of launches of the same operation. Sums of cuBLASLt are checked by themselves;
-outputs of tiles are compared with outputs from exact sums, integers bit by bit.
+Both are lists of launches of the same operation. Sums of cuBLASLt are checked by themselves.
+Outputs of tiles are compared with outputs from exact sums; integers must be equal.
 """
 
 import itertools
@@ -33,19 +33,20 @@ from lsq.program.operation import Operation, Spec
 from lsq.program.samples import Sampler
 
 Operations = Mapping[str, Callable[[ProductKey], Operation]]
-"""`ProductKey.op` -> makes a representative operation, of virtual tensors, with that product."""
+"""`ProductKey.op` -> makes a representative operation with that product, of virtual tensors."""
 STAGES = {"mma": (2, 3, 4, 6), "wgmma": (3, 4, 6, 8)}
-"""By instruction, of the tiles that are tried; GPUs with little shared memory refuse the most."""
+"""Stages of the tiles that are tried, by instruction; GPUs with little shared memory refuse
+most."""
 SPLITS = (1, 2, 4, 8)
-"""Parts along K, of products whose K is tokens."""
+"""Parts of K that are tried for products over tokens."""
 REFERENCE_ELEMENTS = 2**24
 """Sums that are computed in float64 at a time."""
 TOLERANCE = 1e-3
-"""Of floats, relative to the largest of a tensor; integers must be equal."""
+"""Largest error of floats, relative to the largest magnitude of their tensor."""
 
 
 def tiles(key: ProductKey, sm: int | None) -> list[TileConfiguration]:
-    """Every tile that is tried for a product on a GPU of compute capability `sm`."""
+    """Return every tile that is tried for a product on a GPU of compute capability `sm`."""
     splits = SPLITS if key.op == OVER_TOKENS else (1,)
     all_tiles = [
         TileConfiguration(
@@ -64,9 +65,8 @@ def tiles(key: ProductKey, sm: int | None) -> list[TileConfiguration]:
 
 
 class EndedTrial:
-    """One product of an operation, with its epilogue, on a device; `by_itself` tries it without
-    (lsq.gemm.tuner.cublaslt.CublasTrial). Raises ValueError: products of this operation are not
-    tuned."""
+    """A product of an operation, with its epilogue, on a device. `by_itself`: the CublasTrial
+    without the epilogue. Raises ValueError: products of this operation are not tuned."""
 
     def __init__(
         self, key: ProductKey, device: Device, operations: Operations, by_itself: Any
@@ -126,7 +126,7 @@ class EndedTrial:
         self._by_itself.close()
 
     def _exact(self) -> list[torch.Tensor]:
-        """Outputs of the first operation from exact sums."""
+        """Return the outputs of the first operation from exact sums."""
         if self._expected is None:
             entries = self._entries(None, self._operations[0])
             at = next(i for i, entry in enumerate(entries) if isinstance(entry, Product))
@@ -143,7 +143,7 @@ class EndedTrial:
             return operation.cuda(*map(self._memory, enumerate(operation.cuda_scratch())))
 
     def _memory(self, wanted: tuple[int, Spec]) -> torch.Tensor:
-        """Scratch memory, shared by all lists: it is warm, as planned memory is."""
+        """Return scratch memory, shared by all lists: it is in the cache, as planned memory is."""
         if wanted not in self._scratch:
             shape, dtype = wanted[1]
             self._scratch[wanted] = torch.empty(shape, dtype=dtype, device=self.device.torch_device)
@@ -173,7 +173,7 @@ class EndedTrial:
 
 
 def _equal(x: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """bool, of each element; floats may have been added up in another order."""
+    """Return bool for each element; floats may have been added in another order."""
     if not x.is_floating_point():
         return x == expected
     tolerance = float(TOLERANCE * expected.abs().max())
@@ -181,7 +181,7 @@ def _equal(x: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
 
 
 def _multiply(product: Product) -> None:
-    """Exact sums, a few rows at a time."""
+    """Write exact sums, a few rows at a time."""
     wide = product.b.double().mT
     step = max(1, REFERENCE_ELEMENTS // product.b.shape[0])
     for rows, out in zip(product.a.split(step), product.out.split(step), strict=True):

@@ -1,5 +1,5 @@
-"""Lists of products as CSV, which `lsq tune --list` and trainings write and `lsq tune --shapes`
-reads."""
+"""Lists of products as CSV: written by `lsq tune --list` and trainings, read by `lsq tune
+--shapes`."""
 
 import csv
 import dataclasses
@@ -18,7 +18,7 @@ _DIGITS = re.compile("[0-9]{1,19}")
 
 
 def text(keys: Sequence[ProductKey]) -> str:
-    """Products as CSV: op, m, n, k, and the other fields that any of them needs."""
+    """Return products as CSV: op, m, n, k, and the other fields that any product needs."""
     rows = [{"op": key.op, **key.fields()} for key in keys]
     used = {name for row in rows for name in row} | set(NEEDED)
     file = io.StringIO()
@@ -29,9 +29,9 @@ def text(keys: Sequence[ProductKey]) -> str:
 
 
 def read(path: Path) -> list[ProductKey]:
-    """The products in a CSV file with a heading of fields of ProductKey; op, m, n and k are needed.
-    Raises ValueError: the file is wrong; the message says where and what is allowed; OSError: it
-    cannot be read."""
+    """Read the products of a CSV file. Its heading has fields of ProductKey; op, m, n and k are
+    needed. Raises ValueError: the file is wrong; the message says where; OSError: it cannot be
+    read."""
     with path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.DictReader(file, strict=True)
         try:

@@ -1,4 +1,4 @@
-"""Tunes many products into a file that always holds all finished ones: a run may stop anywhere."""
+"""Tunes many products and writes each entry at once, so that a run may stop anywhere."""
 
 import contextlib
 import dataclasses
@@ -23,22 +23,22 @@ class Summary:
     left: int
     """Products that were not reached."""
     entries: list[Entry] = field(default_factory=list)
-    """Measured now."""
+    """Entries that were measured in this run."""
     skipped: int = 0
-    """Products that had an entry already."""
+    """Products that already had an entry."""
     failed: list[tuple[ProductKey, str]] = field(default_factory=list)
     """Products that cannot be tuned here, and why."""
     refused: int = 0
     """Candidates that computed wrong results or did not run."""
     incomplete: int = 0
-    """Entries without time for every candidate."""
+    """New entries for which there was no time to try every candidate."""
     interrupted: bool = False
-    """By Ctrl-C."""
+    """Whether Ctrl-C ended the run."""
 
 
 def opened(path: Path, validators: Validators) -> ConfigurationFile:
-    """The file to go on with: an existing one, or a new one. Raises ValueError: it is damaged, or
-    of another device or library; OSError: it cannot be read."""
+    """Return the file at `path`, or a new one. Raises ValueError: it is damaged, or for another
+    device or library; OSError: it cannot be read."""
     if not path.exists():
         return ConfigurationFile(validators=validators)
     file = configuration_file.read(path)
@@ -65,19 +65,18 @@ def tune(
     """Find the best way to run each product that has no entry yet, and write each entry at once.
 
     Args:
-        trials: of this device.
-        keys: in the order of tuning; those that round to the same one are tuned once.
-        path: of the file, perhaps an existing one.
-        validators: of this device.
+        trials: makes the trials of this device.
+        keys: in the order of tuning; keys that are rounded to the same key are tuned once.
+        path: the file, which may exist.
+        validators: the validators of this device.
         settings: of the measurements.
-        again: tune also products that have an entry.
-        seconds: after so many, no further product is begun, and the current one takes up no further
-            candidates.
-        progress: called after each product without an entry; its outcome is None if it failed.
-        clock: in seconds.
+        again: tune products that have an entry, too.
+        seconds: after this time no product is begun, and the current one gets no more candidates.
+        progress: called after each product without an entry; the outcome is None if it failed.
+        clock: returns seconds.
 
     Raises:
-        ValueError: the file is damaged or of another device.
+        ValueError: the file is damaged or for another device.
         OSError: another tuner is writing the file, or it cannot be written.
     """
     settings = settings or Settings()
@@ -123,7 +122,7 @@ def _tune_one(trials, key, settings, deadline, clock) -> Outcome:
         with contextlib.closing(trials(key)) as trial:
             again = compare(trial, [candidates[0], outcome.configuration], settings)
         counts = {name: getattr(outcome, name) for name in ("refused", "complete")}
-        # both are of one kind; what they beat is known
+        # if both are of one kind, the first comparison gives the other kind's time
         if again.other is None and outcome.other is not None:
             counts["other"] = outcome.other / outcome.chosen * again.chosen
         outcome = dataclasses.replace(again, **counts)

@@ -1,5 +1,5 @@
-"""Compares the ways to run one product: checks them exactly, times them in turns, and judges them
-by medians of each round's ratios.
+"""Compares the ways to run one product: checks them exactly, times them in turn, and judges them by
+medians of ratios, each within one round.
 
 The ways come from a trial (cublaslt.py, ended.py); nothing here knows of devices.
 """
@@ -15,32 +15,32 @@ from lsq.gemm.configuration import Configuration, Entry
 from lsq.gemm.product_key import ProductKey
 
 FLOAT_ROUNDS = 3
-"""Measurements of the product of floats, which is slow and only a comparison."""
+"""Measurements of the float product, which is slow and only for comparison."""
 LARGEST_PRODUCT = 2**31
-"""Bytes of operands and result up to which an entry is verified; files are not trusted."""
+"""Most bytes of operands and result of an entry that is verified: files are not trusted."""
 
 
 class Trial(Protocol):
-    """One product with several sets of operands, used in turn, together larger than the caches;
-    times are seconds of a run."""
+    """A product with several sets of operands that are used in turn, together larger than the
+    caches. Times are seconds of one run."""
 
     def candidates(self) -> Sequence[Any]:
-        """Ways to run the product, the untuned one first. Raises RuntimeError, ValueError: the
-        device has none."""
+        """Return the ways to run the product, the untuned one first. Raises RuntimeError,
+        ValueError: the device has none."""
 
     def fault(self, configuration: Any) -> str | None:
-        """Run once and compare with exact arithmetic: what is wrong, or None."""
+        """Run once and compare with exact arithmetic; say what is wrong, or return None."""
 
     def seconds(self, configuration: Any, repeats: int) -> float: ...
 
     def float_seconds(self, repeats: int) -> float:
-        """Of the product of floats that an int8 product stands for."""
+        """Return the time of the float product that an int8 product replaces."""
 
     def close(self) -> None: ...
 
 
 Trials = Callable[[ProductKey], Trial]
-"""Makes trials; raises RuntimeError, ValueError or MemoryError: no such product, or no memory."""
+"""Makes trials. Raises RuntimeError, ValueError: no such product; MemoryError: no memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,39 +50,40 @@ class Settings:
     rounds: int = 7
     """Measurements of each candidate that stays; medians and spreads need at least 3."""
     final_rounds: int = 11
-    """Measurements of the best and the default against each other, after that."""
+    """Measurements of the best and the default against each other after that."""
     confirmations: int = 2
-    """How often the best must win again on operands at other addresses, on which the times of small
-    products depend."""
+    """How often the best must win again on operands at other addresses, which change the times of
+    small products."""
     least_gain: float = 0.02
-    """The default stays unless another is faster by more than this, and by more than the spread."""
+    """The default stays unless another is faster by more than this share and more than the
+    spread."""
     seconds: float = 0.01
-    """Length of one measurement, which repeats its run so long."""
+    """Length of one measurement, which repeats the run."""
     screening: float = 2.0
-    """Candidates are dropped if their first run takes so many times as long as the best one's."""
+    """A candidate is dropped if its first run takes this many times as long as the fastest."""
     finalists: int = 24
-    """How many the screening leaves at most."""
+    """Most candidates after the screening, besides the default."""
     pruning: tuple[float, ...] = (1.5, 1.25, 1.1)
-    """After each round, candidates so many times as slow as the best are dropped; the last number
-    holds from then on."""
+    """After each round, candidates this many times as slow as the best are dropped; the last number
+    holds for all later rounds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The best way to run a product; times in seconds."""
+    """The best way to run a product. Times in seconds."""
 
     configuration: Configuration
     chosen: float
     default: float
     float: float
     spread: float
-    """Interquartile range of the chosen one's times, relative to their median."""
+    """Interquartile range of the chosen way's times, relative to their median."""
     refused: tuple[tuple[Configuration, str], ...]
-    """Candidates with wrong results, or that do not run, and why."""
+    """Candidates that do not run or compute wrong results, and why."""
     complete: bool
     """Whether there was time for every candidate."""
     other: float | None = None
-    """Of the best candidate of another class than the chosen one's; None: none was so fast."""
+    """Best time of the other class of candidates; None: the screening left none."""
 
 
 def compare(
@@ -93,11 +94,13 @@ def compare(
     deadline: float = float("inf"),
     clock: Callable[[], float] = time.monotonic,
 ) -> Outcome:
-    """Find the best of `candidates`, the first of which is the default. Another is chosen if its
-    median gain exceeds 1 by the gains' interquartile range and by `settings.least_gain`. A gain
-    is the default's time over its own in the same round, so that a drift of the clock cancels.
-    After `deadline` no further candidate is taken up. Raises RuntimeError: the default itself
-    computes wrong results."""
+    """Find the best of `candidates`, the first of which is the default.
+
+    A gain is the default's time over the candidate's in the same round, so that clock drift
+    cancels. Another candidate is chosen if its median gain exceeds 1 by more than the gains'
+    interquartile range and more than `settings.least_gain`. No candidate is begun after `deadline`.
+    Raises RuntimeError: the default computes wrong results.
+    """
     screened, refused, complete = _screen(trial, candidates, settings, deadline, clock)
     float_repeats = _repeats(trial.float_seconds(1), settings)
     race = _Race(trial, screened, settings)
@@ -110,7 +113,7 @@ def compare(
         settings,
     )
     floats = []
-    # again: the best of many medians is low by chance, too
+    # measured again, since the lowest of many medians is also low by chance
     for number in range(settings.final_rounds):
         final.run_round()
         if number < FLOAT_ROUNDS:
@@ -133,7 +136,8 @@ def compare(
 
 
 def _screen(trial, candidates, settings, deadline, clock):
-    """Check and time each once: ({number: (candidate, repeats)}, refused, whether all were)."""
+    """Check and time each candidate once: ({number: (candidate, repeats)}, refused, whether all
+    were)."""
     first_times: dict[int, float] = {}
     refused = []
     complete = True
@@ -166,7 +170,7 @@ def _repeats(seconds: float, settings: Settings) -> int:
 
 
 class _Race:
-    """Candidates that are timed in turns."""
+    """Candidates that are timed in turn."""
 
     def __init__(
         self, trial: Trial, runners: dict[int, tuple[Any, int]], settings: Settings
@@ -177,7 +181,8 @@ class _Race:
         self._rounds = 0
 
     def run_round(self) -> None:
-        """Time each once; every second round backwards, so that a drift meets all alike."""
+        """Time each candidate once, every second round backwards, so that a drift affects all
+        alike."""
         for number in self.running if self._rounds % 2 == 0 else reversed(self.running):
             self.times[number].append(self.trial.seconds(*self.runners[number]))
         self._rounds += 1
@@ -208,7 +213,7 @@ class _Race:
         ]
 
     def gain(self, number: int) -> float:
-        """How many times as fast as the default, the median over the rounds."""
+        """Return how many times as fast as the default it is: the median over the rounds."""
         return statistics.median(self.gains(number))
 
     def median(self, number: int) -> float:
@@ -229,7 +234,7 @@ def _interquartile(values: list[float]) -> float:
 
 
 def entry_fault(entry: Entry, trials: Trials) -> str | None:
-    """Run an entry once and compare with exact arithmetic: what is wrong, or None."""
+    """Run an entry once and compare with exact arithmetic; say what is wrong, or return None."""
     needed = entry.key.bytes
     if needed > LARGEST_PRODUCT:
         return (
