@@ -18,8 +18,8 @@ COMMANDS = {
     "configs": "files of tuned products: list, show, verify",
     "user-dir": "print the folder for fairseq's --user-dir",
 }
-"""Name -> help. The module, with _ for -, is imported when the command runs: fairseq takes seconds
-to import."""
+"""Command -> help. A command's module, with _ for -, is imported when it runs: importing fairseq
+takes seconds."""
 EXTRAS = {
     "train": ("fairseq",),
     "generate": ("fairseq",),
@@ -30,4 +30,4 @@ EXTRAS = {
     "sensitivity": ("study",),
     "serve": ("serve",),
 }
-"""Name -> the extras of lsq without which nothing of the command works."""
+"""Command -> extras of lsq that it cannot run without."""

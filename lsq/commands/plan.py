@@ -25,7 +25,7 @@ SHOWN = 10
 
 
 TRAINING = "--criterion lsq_label_smoothed_cross_entropy --optimizer lsq_adam".split()
-"""Options of fairseq-train that need not be given."""
+"""Default options of fairseq-train for a planned step."""
 Bytes = Annotated[int, positive, "BYTES"]
 
 
@@ -45,7 +45,7 @@ class Options(Namespace):
     method: Annotated[str, METHODS] = "portfolio"
     """how to plan"""
     capacity: Bytes | None = None
-    """what the plan should keep to"""
+    """most bytes that the plan should take"""
     time_limit: Seconds = TIME_LIMIT
     """seconds for exact"""
     plot: File | None = None
@@ -102,11 +102,11 @@ def _buffers(arguments: list[str]) -> tuple[Namespace, list[Buffer]]:
     if of_file:
         return given, read_buffers(given.file, alignment=given.align)
     parsed = parse_step("lsq plan", given.arch, training)
-    from lsq.commands import launch  # takes seconds, and a file needs none of it
+    from lsq.commands import launch  # takes seconds; not needed for a file
     from lsq.fairseq.memory import describe_training
 
     backend = launch.planned(parsed)
-    parsed.lsq_device = parsed.lsq_activations = None  # it need not be here
+    parsed.lsq_device = parsed.lsq_activations = None  # this machine need not have the device
     activations = str(backend.activations).removeprefix("torch.")
     print(f"planned for  {backend.name}, activations in {activations}")
     step = describe_training(parsed, given.vocabulary_size, backend)
@@ -114,7 +114,7 @@ def _buffers(arguments: list[str]) -> tuple[Namespace, list[Buffer]]:
 
 
 def parse_step(program: str, architecture: str, arguments: Sequence[str]) -> Namespace:
-    """Parse fairseq's options of a training step that needs no data; ValueError, or SystemExit."""
+    """Parse fairseq's options of a training step, without data; ValueError or SystemExit."""
     from fairseq import options  # takes seconds
 
     from lsq.commands import limits
