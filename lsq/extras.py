@@ -67,8 +67,7 @@ class MissingPackage(ModuleNotFoundError):
 
 
 def require(user: str, *extras: str) -> None:
-    """Raise MissingPackage unless the packages of these extras are installed. Its message says that
-    `user` needs them."""
+    """Raise MissingPackage, naming `user`, unless the packages of these extras are installed."""
     missing, lacking = [], []
     for extra in extras:
         absent = [name for name, module in EXTRAS[extra].packages.items() if not _is_there(module)]

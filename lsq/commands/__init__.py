@@ -18,8 +18,7 @@ COMMANDS = {
     "configs": "files of tuned products: list, show, verify",
     "user-dir": "print the folder for fairseq's --user-dir",
 }
-"""Command -> help. A command's module, with _ for -, is imported when it runs: importing fairseq
-takes seconds."""
+"""Command -> help. Its module, with _ for -, is imported late: fairseq takes seconds."""
 EXTRAS = {
     "train": ("fairseq",),
     "generate": ("fairseq",),

@@ -212,8 +212,7 @@ def verdict(
 def draw(
     differences: dict[str, dict[str, list[float]]], windows: list[int], names: list[str], path: Path
 ) -> None:
-    """Draw the differences of training losses: a pale line for each seed, a strong line of
-    means."""
+    """Draw the differences of training losses: pale lines for seeds, a strong line for the mean."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")

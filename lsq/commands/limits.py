@@ -1,5 +1,4 @@
-"""Ranges of fairseq's options. fairseq takes any number; with some it fails late, or trains and
-writes nonsense."""
+"""Ranges of fairseq's options: fairseq takes any number, and fails late or trains nonsense."""
 
 import ast
 import math

@@ -80,8 +80,7 @@ def add_options(parser: ArgumentParser, declared: type[Namespace]) -> None:
 
 
 def add_fields(group: Any, declared: type, names: Iterable[str], prefix: str = "--") -> None:
-    """Add options without defaults for named fields of a dataclass, with their docstrings as
-    help."""
+    """Add options for named fields of a dataclass, without defaults; docstrings are the help."""
     from lsq.config import documentation  # imports torch
 
     texts = documentation(declared)
@@ -162,8 +161,7 @@ def _meant(name: str, known: Iterable[str]) -> str:
 
 
 def near(name: str, known: Iterable[str]) -> list[str]:
-    """Return the names with the parts of `name` in any order, or else at most three similar
-    names."""
+    """Return the names with the parts of `name` in any order, or at most three similar names."""
 
     def parts(name: str) -> list[str]:
         return sorted(PART.findall(name.lower()))
@@ -216,8 +214,7 @@ def is_part_of(path: Path, wholes: Iterable[Path]) -> bool:
 
 
 def check_writable(output: Path, option: str = "--output", *, makes_folders: bool = False) -> None:
-    """Raise ValueError for an output that cannot be written; `makes_folders`: missing ones are
-    made."""
+    """Raise ValueError for an unwritable output; `makes_folders`: missing folders are allowed."""
     around = [path for path in (output.absolute(), *output.absolute().parents) if path.is_dir()][0]
     if not makes_folders and around not in (output.absolute(), output.absolute().parent):
         raise ValueError(

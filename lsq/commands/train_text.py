@@ -250,7 +250,7 @@ def run(arguments: list[str]) -> int:
 # Numbers for a text that is too small for the defaults
 
 CHARACTERS = 50
-"""Least characters of text for each piece of a vocabulary: rarer pieces are hardly learnt."""
+"""Fewest characters of text for each piece of a vocabulary: rarer pieces are hardly learnt."""
 MORE_THAN_LETTERS = 100
 """Pieces of a vocabulary beyond its single characters."""
 CHARACTERS_OF_A_TOKEN = 3

@@ -16,14 +16,14 @@ LEAST = {
 }
 FINITE = ("length_penalty", "max_len_a", "unk_penalty")
 LARGEST_PENALTY = 10
-"""Magnitude: lengths to a higher power overflow float32."""
+"""Largest magnitude of length_penalty: lengths to a higher power overflow float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SearchOptions:
-    """Options of a search, named as those of fairseq-generate.
+    """Options of a search; most have fairseq-generate's names.
 
-    Lengths count the end of the sentence as a word.
+    Scores count the end of a sentence as a word; the limits on length do not.
 
     Raises:
         ValueError: a value is out of its range, or two do not go together.
@@ -116,5 +116,5 @@ class SearchOptions:
 
     @property
     def all_words(self) -> bool:
-        """Whether a search needs the probabilities of all words, not of the highest alone."""
+        """Whether a search needs the probabilities of all words, not only the highest."""
         return self.sampling and self.sampling_topk == -1 or self.temperature != 1
