@@ -113,7 +113,7 @@ def _run(arguments: list[str] | None) -> int:
 
 
 def describe(error: BaseException) -> tuple[int, str | None]:
-    """Return (exit status, message in one line); without a message the error is to be raised."""
+    """Return (exit status, message in one line); without a message the error shall be raised."""
     message = _line(error)
     if isinstance(error, KeyboardInterrupt):
         return 128 + signal.SIGINT, f"stopped by {name_of(signal.SIGINT)}"

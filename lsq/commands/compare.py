@@ -52,7 +52,7 @@ class Options(Namespace):
     seeds together: only the new ones are trained."""
 
     seeds: Annotated[list[int], seed] = [1]
-    """a training of each side for each of these"""
+    """seeds; each side is trained once with each seed"""
     side: Annotated[list[str], "NAME=OPTIONS"] = []
     """in place of int8: options of `lsq train-text` by which a training differs from float, e.g.
     learned='--mode int8 --lsq-clips learned'; may be given several times"""

@@ -211,7 +211,6 @@ def kernel_name() -> str:
 
 
 def text(found: Report) -> str:
-    """Format the report."""
     built_for = f"CUDA {found.cuda}" if found.cuda else "the CPU alone"
     gpu = f"none that torch can use (it is built for {built_for})"
     if found.gpus:

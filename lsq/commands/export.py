@@ -25,7 +25,7 @@ class Options(Namespace):
     transformer, for fairseq-generate."""
 
     to: Annotated[str, TARGETS]
-    """who is to load it"""
+    """program that is to load it"""
     output: AnyPath
     """the file, or CTranslate2's folder"""
     bits: Annotated[int, (4,), "N"] | None = None
@@ -34,9 +34,9 @@ class Options(Namespace):
     overwrite: bool = False
     """replace what was exported there before"""
     data: Folder | None = None
-    """of a checkpoint: the folder of its dict.*.txt"""
+    """folder of a checkpoint's dict.*.txt"""
     sentencepiece_model: File | None = None
-    """of a checkpoint: its sentencepiece model"""
+    """sentencepiece model of a checkpoint"""
 
 
 def parser() -> ArgumentParser:

@@ -50,7 +50,7 @@ class Options(BatchOptions):
     clip: Annotated[str, METHODS] = "absmax"
     """how clips are measured"""
     sample: Count = LARGEST_SAMPLE
-    """most values that are looked at of a tensor"""
+    """most values of a tensor that are measured"""
     output: Folder | None = None
     """write formats.json, formats.md and formats.png into this folder"""
     overwrite: bool = False

@@ -108,13 +108,8 @@ POLL_SECONDS = 0.3
 
 
 def run_lsq(arguments: list[str], *, threads: int) -> None:
-    """Run `lsq` in a child process and wait for it.
-
-    Raises:
-        ChildProcessError: the child failed.
-        BrokenPipeError: the reader of its output has gone.
-        Interrupted: a signal came, and was passed on to the child.
-    """
+    """Run `lsq` in a child process and wait. ChildProcessError: it failed. BrokenPipeError: the
+    reader of its output has gone. Interrupted: a signal came, and was passed on to the child."""
     command = [sys.executable, "-m", "lsq.commands.cli", *arguments]
     environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
     with Interruption() as interruption:

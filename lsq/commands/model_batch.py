@@ -195,7 +195,7 @@ def _next_word(model: nn.Module, tokenizer, texts: Sequence[Path], words: int) -
 def _masked_words(
     model: nn.Module, tokenizer, texts: Sequence[Path], words: int
 ) -> tuple[dict, int]:
-    """Mask words, always the same, to be predicted."""
+    """Mask random words, the same in each call, as words to predict."""
     inputs, count = _one_file(model, tokenizer, texts, words)
     ids = inputs["input_ids"]
     guessed = torch.rand(ids.shape, generator=torch.Generator().manual_seed(1)) < MASKED_SHARE

@@ -39,7 +39,7 @@ class Options(Namespace):
     arch: Annotated[str, "NAME"] | None = None
     """plan a training step of this architecture"""
     vocabulary_size: Count = 32000
-    """joined vocabulary, with --arch"""
+    """words of the joined vocabulary, with --arch"""
     output: Annotated[Path, "PLAN"] | None = None
     """write id,offset; or all of the plan, if it ends in .json"""
     method: Annotated[str, METHODS] = "portfolio"
@@ -47,7 +47,7 @@ class Options(Namespace):
     capacity: Bytes | None = None
     """most bytes that the plan should take"""
     time_limit: Seconds = TIME_LIMIT
-    """seconds for exact"""
+    """seconds for --method exact"""
     plot: File | None = None
     """draw a map of the memory (.png, .svg, .pdf)"""
     quiet: bool = False

@@ -42,13 +42,8 @@ class Source:
 
 
 def find(path: Path, data: Path | None = None, subwords: Path | None = None) -> Source:
-    """Find the files of a trained model; FileNotFoundError or ValueError if they are missing.
-
-    Args:
-        path: a checkpoint, a run of `lsq train-text`, or an output folder with one run.
-        data: folder of a checkpoint's dictionaries.
-        subwords: sentencepiece's model of a checkpoint.
-    """
+    """Find the files of a checkpoint with its `data` and `subwords`, of a run of `lsq train-text`,
+    or of an output folder with one run; FileNotFoundError or ValueError if they are missing."""
     for given in filter(None, (path, data, subwords)):
         check_name(given)
         if given.is_file() and not given.stat().st_size:

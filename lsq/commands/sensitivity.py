@@ -88,7 +88,7 @@ def run(arguments: list[str]) -> int:
 
 
 def by_length(lengths: Sequence[int], words: int) -> list[list[int]]:
-    """Group indices of sentences of similar length, up to `words` with padding or one sentence."""
+    """Batch indices of sentences of similar length: one, or at most `words` words with padding."""
     batches: list[list[int]] = []
     for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
         if batches and lengths[batches[-1][0]] * (len(batches[-1]) + 1) <= words:

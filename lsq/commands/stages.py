@@ -155,7 +155,7 @@ def differences(before: dict, now: dict) -> list[str]:
 
 def _of_this_version(before: dict, now: dict) -> dict:
     """Adapt an earlier key to options of this version, unless `now` has options of 0.1. Constant
-    options are dropped, and --lsq-clip-init takes the place of two options of the same value."""
+    options are dropped; --lsq-clip-init takes the place of two initial clips of equal value."""
     constant, inits = (
         {f"--lsq-{name.replace('_', '-')}" for name in names} for names in (CONSTANT, RENAMED)
     )

@@ -103,7 +103,8 @@ def named_options(words: list[str]) -> dict[str, str | None]:
 
 
 def bound(training: dict[str, str | None], extra: list[str]) -> dict[str, str | bool]:
-    """Return the options that a run depends on, named as for its user; True for switches."""
+    """Return the options that a run depends on, with names of `lsq train-text`; True for
+    switches."""
     further = named_options(extra)
     ours = {
         NAMES.get(name, name): value
@@ -116,7 +117,7 @@ def bound(training: dict[str, str | None], extra: list[str]) -> dict[str, str | 
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """Options of `lsq train-text`, the options of `lsq train` that they set, and those after --."""
+    """Options of `lsq train-text`, options of `lsq train` that they set, and options after --."""
 
     given: Namespace
     training: dict[str, str | None]

@@ -47,7 +47,7 @@ def parse(
     description: str,
     defaults: dict[str, str | None],
 ) -> Namespace:
-    """Parse with a parser of fairseq's, --help shows all options; ValueError or SystemExit."""
+    """Parse with a parser of fairseq's; --help prints all options. ValueError or SystemExit."""
     logs.quieten()
     parser.prog, parser.description = program, description
     parser.usage, parser.formatter_class = f"{program} DATA [options]", HelpFormatter
@@ -115,11 +115,8 @@ def check_data(args: Namespace) -> None:
 
 
 def check_save_dir(args: Namespace) -> None:
-    """Raise ValueError for a --save-dir that is a file, cannot be written, or is not UTF-8.
-
-    It also refuses a folder with checkpoints, but no checkpoint to go on from: fairseq would begin
-    anew and overwrite the best one.
-    """
+    """Raise ValueError for a --save-dir that is a file, unwritable, not UTF-8, or has checkpoints
+    but none to go on from: fairseq would begin anew and overwrite the best one."""
     check_name(args.save_dir)
     if os.path.exists(args.save_dir) and not os.path.isdir(args.save_dir):
         raise ValueError(f"--save-dir {args.save_dir} is a file; give a folder")
@@ -197,11 +194,8 @@ def writing_alone(cfg: DictConfig) -> Iterator[None]:
 
 @contextlib.contextmanager
 def stopping_between_updates(interruption: Interruption) -> Iterator[None]:
-    """Let a signal stop fairseq's training after the current update, within this context.
-
-    A resumed training first runs the validation that the interruption left out. It makes no update
-    beyond --max-update.
-    """
+    """Let a signal stop fairseq's training after the current update, within this context. A resumed
+    training first runs the validation that was left out, and no update beyond --max-update."""
     validate_and_save, validate = fairseq_train.validate_and_save, fairseq_train.validate
     train_epoch, load_checkpoint = fairseq_train.train, checkpoint_utils.load_checkpoint
     reached: SimpleNamespace | None = None

@@ -130,10 +130,10 @@ class ModelOptions(Namespace):
     """a run of `lsq train-text` (runs/mine/int8, or runs/mine with one run in it), a file of `lsq
     export --to lsq`, or a checkpoint with --data and --sentencepiece-model"""
     data: Folder | None = None
-    """of a checkpoint: the folder of its dict.*.txt"""
+    """folder of a checkpoint's dict.*.txt"""
     sentencepiece_model: File | None = None
-    """of a checkpoint: its subwords; without it, lines are words of its dictionaries with spaces
-    between them"""
+    """sentencepiece model of a checkpoint; without it, lines are words of its dictionaries with
+    spaces between them"""
     device: Annotated[str, tuple(DEVICES)] = "cpu"
     """where it computes; emulator: a GPU's kernels on the CPU, thousands of times as slow, for
     tests"""

@@ -54,7 +54,7 @@ class Training(Namespace):
     backward: Annotated[str, tuple(BACKWARD)] = "both"
     """--lsq-backward of the training"""
     vocabulary_size: Count = 32000
-    """joined vocabulary"""
+    """words of the joined vocabulary"""
     beam: Count = 5
     """beam of generation"""
     sentences: Count = 64

@@ -210,11 +210,8 @@ def quantizer_fields(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def start_from(model: nn.Module, path: str, args: Any) -> None:
     """Load the float checkpoint at `path` into `model`, built from fairseq's options `args`.
-
-    Raises:
-        ValueError: it does not fit (see `load_float`), or was trained with other options of _SAME.
-        Exception: as loading a checkpoint raises.
-    """
+    ValueError: it does not fit (see `load_float`), or was trained with other options of _SAME.
+    Other errors are as in loading a checkpoint."""
     state = checkpoint_utils.load_checkpoint_to_cpu(path)
     before, now = map(TransformerConfig.from_namespace, (options_of(state, "model"), args))
     different = [

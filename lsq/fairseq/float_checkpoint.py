@@ -1,9 +1,9 @@
 """Float checkpoints of fairseq's own transformer or transformer_lm, from a model of lsq.
 
 A rounded weight becomes the floats that its codes stand for, so that the exported model multiplies
-the same weights. It rounds no activations. A table of words may also be the projection onto the
-vocabulary, for which alone lsq rounds it: the checkpoint has both apart. It only has plain values,
-so that torch.load reads it without lsq.
+the same weights. It rounds no activations. If the table of words is also the projection onto the
+vocabulary, it is rounded for the projection alone, and the checkpoint has both. It only has plain
+values, so that torch.load reads it without lsq.
 """
 
 from argparse import ArgumentParser, Namespace

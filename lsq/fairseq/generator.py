@@ -38,13 +38,8 @@ OTHERS = """
 
 
 def obstacle(models: Sequence[nn.Module], args: Any, given: dict[str, Any]) -> str | None:
-    """Return why fairseq's generator is needed for a generation, None if lsq's search will do.
-
-    Args:
-        models: to generate with.
-        args: fairseq's options of the generation.
-        given: further arguments of fairseq's generator, by name.
-    """
+    """Return why fairseq's generator is needed, or None if lsq's search will do. `args` are
+    fairseq's options of a generation, `given` further arguments of its generator, by name."""
     if (option := obstacle_of_options(args)) is not None:
         return option
     for name, value in given.items():

@@ -84,7 +84,8 @@ class GradientTask:
 
 
 def begin_epoch(trainer: Trainer, epoch: int) -> None:
-    """Replace Trainer.begin_epoch: fairseq shows a task the model only without its wrappers."""
+    """Replace Trainer.begin_epoch to call `prepare`: fairseq shows tasks the unwrapped model
+    alone."""
     if isinstance(trainer.task, GradientTask) and trainer.task.updates_done is None:
         trainer.task.prepare(trainer)
     _fairseq_begin_epoch(trainer, epoch)

@@ -26,7 +26,7 @@ PADDINGS = "lsq_paddings"
 @dataclass(frozen=True)
 class Paddings:
     """Masks bool [B, T] of a batch's tokens; True is padding. They stay on the CPU, so that nobody
-    waits for a GPU to know the sizes of a batch. Fairseq would move a dict to the GPU."""
+    waits for a GPU to know the sizes of a batch. fairseq would move them if this were a dict."""
 
     src_tokens: Tensor
     prev_output_tokens: Tensor | None

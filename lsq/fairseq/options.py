@@ -82,8 +82,7 @@ def as_namespace(given: Any, model: type, task: Any = None) -> Iterator[Any]:
     """Yield a model's options as a flat namespace of all groups and `task`, as in fairseq-train.
 
     fairseq-hydra-train has the model's options in a DictConfig. At the end all options are written
-    into it, so that checkpoints have them, too. ValueError: the model's class has no option of a
-    name.
+    into it, so that checkpoints have them, too. ValueError: the model's class lacks an option.
     """
     if not isinstance(given, DictConfig):
         yield given

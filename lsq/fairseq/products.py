@@ -85,7 +85,7 @@ def generation_programs(model: nn.Module, rows: int) -> list[Program]:
 
 def token_counts(max_tokens: int, step: int) -> list[int]:
     """List `max_tokens` and the multiples of `step` below it, the largest first; ValueError unless
-    the step is a multiple of 32, as the sizes by which products are looked up."""
+    the step is a multiple of 32, since products are looked up in steps of 32 tokens."""
     if step % TOKEN_STEP:
         raise ValueError(
             f"step is {step}; products are looked up in steps of {TOKEN_STEP} tokens: use a"

@@ -231,7 +231,7 @@ def _tensors(side: str, stack: nn.Module) -> dict[str, Tensor]:
 def round_weight(
     values: Tensor, clip: Tensor, form: WeightFormat, target: Backend, rows: int | None = None
 ) -> Weight:
-    """Round floats [N, K] under clips, as modules do; the codes have at least N rows, or `rows`."""
+    """Round floats [N, K] under clips, as modules do, into codes and scales of `rows` rows or N."""
     rows = rows or len(values)
     weight = Weight(
         format=form,

@@ -218,12 +218,8 @@ class Engine:
     Sources, words and parents may lie on the CPU, wherever the engine runs. Candidates lie on the
     device of the words. Words and parents on a GPU are not checked, since that would wait for it.
 
-    Args:
-        model: architecture and tensors.
-        backend: where it computes; None: the CPU.
-
-    Raises:
-        ValueError: the C++ library is missing, or a GPU's kernels cannot take the model's widths.
+    Without a backend it runs on the CPU. ValueError: the C++ library is missing, or a GPU's kernels
+    cannot take the model's widths.
     """
 
     def __init__(self, model: DecodingModel, backend: Backend | None = None):
@@ -319,7 +315,7 @@ class Engine:
         return end
 
     def _fill_inputs(self, words: Tensor, parents: Tensor, size: int) -> None:
-        """Fill lists and inputs of the next step from the parents' lists; other rows are padding."""
+        """Fill the next step's lists and inputs from the parents' lists; other rows are padding."""
         rows, taken, tensors = len(words), self._taken, self._tensors
         padding = self.model.architecture.padding
         lists, sentence = tensors["lists"], tensors["sentence"]

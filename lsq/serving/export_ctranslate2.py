@@ -58,7 +58,7 @@ def write(
 
 
 def is_model_folder(folder: Path) -> bool:
-    """Whether a folder holds a model of CTranslate2."""
+    """Return whether a folder holds a model of CTranslate2."""
     return (folder / MODEL).is_file()
 
 

@@ -21,7 +21,7 @@ FORBIDDEN = -math.inf
 NO_WORD = -1
 """Fills rows that have fewer banned words than others."""
 BANNED_TOGETHER = 8
-"""Words are asked for in multiples of this to replace banned ones: few sizes of steps."""
+"""Words in place of banned ones are asked for in multiples of this: models prepare few steps."""
 
 
 @torch.no_grad()
@@ -441,7 +441,7 @@ class _Search:
         self._extend(*(each.gather(1, first) for each in (origins, words, scores)))
 
     def _extend(self, origins: Tensor, words: Tensor, scores: Tensor) -> None:
-        """Make the next step's rows of rows `origins`, with their words and scores [S, beam]."""
+        """Extend rows `origins` by `words`, with new sums `scores`; all are [S, beam]."""
         self.parents = origins.reshape(-1)
         self.history = torch.cat([self.history[self.parents], words.reshape(-1, 1)], 1)
         self.totals = torch.cat([self.totals[self.parents], scores.reshape(-1, 1)], 1)

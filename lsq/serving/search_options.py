@@ -21,12 +21,10 @@ LARGEST_PENALTY = 10
 
 @dataclass(frozen=True, kw_only=True)
 class SearchOptions:
-    """Options of a search; most have fairseq-generate's names.
+    """Options of a search; ValueError if a value is out of its range, or two do not go together.
 
-    Scores count the end of a sentence as a word; the limits on length do not.
-
-    Raises:
-        ValueError: a value is out of its range, or two do not go together.
+    Most have fairseq-generate's names. Scores count the end of a sentence as a word; limits on
+    length do not.
     """
 
     beam: int = 5

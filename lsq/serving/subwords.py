@@ -1,4 +1,4 @@
-"""Text to a model's words, and back; and cuts in text that is too long.
+"""Conversion of text to a model's words and back, and cuts of text that is too long.
 
 S words of a source, T words of a target.
 """

@@ -73,7 +73,7 @@ class TranslationModel:
         return Symbols(start=words.end, padding=words.padding, end=words.end, unknown=words.unknown)
 
     def changed(self) -> bool:
-        """Whether the file was replaced, written to or removed since it was read."""
+        """Return whether the file was replaced, written to or removed since it was read."""
         try:
             return stamp_of(self.file) != self.stamp
         except OSError:
@@ -81,7 +81,7 @@ class TranslationModel:
 
 
 def longest_source(positions: int, trained_length: int | None) -> int:
-    """Return the most words of a source: as many as in training if known, else as many as fit."""
+    """Return the most words of a source with its end: as in training if known, or all that fit."""
     return min(positions, (trained_length or positions) + 1)
 
 

@@ -1,4 +1,4 @@
-"""Requests, JSON such as {"text": ["one line", "another"], "beam": 4, "nbest": 2}; limits."""
+"""Requests in JSON, {"text": ["one line", "another"], "beam": 4, "nbest": 2}, and their limits."""
 
 import json
 from dataclasses import dataclass, fields, replace

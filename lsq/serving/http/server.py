@@ -19,7 +19,7 @@ SHUTDOWN_SECONDS = 30.0
 
 
 class Server(uvicorn.Server):
-    """On SIGINT or SIGTERM it answers what has arrived, then ends; on a second signal at once."""
+    """Ends on SIGINT or SIGTERM once what has arrived is answered, and at once on a second one."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
