@@ -11,7 +11,6 @@ from urllib.request import url2pathname
 DISTRIBUTION = "lsq-int8"
 """Name of the installed distribution. It is not on PyPI, where `lsq` is an unrelated project."""
 REQUIRED = ("torch", "numpy", "safetensors", "filelock", "tqdm")
-"""Packages that lsq always needs."""
 
 
 @dataclass(frozen=True)

@@ -52,9 +52,9 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> int:
     """Run a command line (default: the process's own) and return its exit status.
 
-    Status 0: done. 1: something failed while running. 2: the options or the files are wrong. 128 +
-    n: stopped by signal n. Mistakes are reported in one line on standard error. If the reader of
-    the output has gone, as `head` does, the command ends silently with the status of SIGPIPE.
+    0: done. 1: something failed while running. 2: the options or the files are wrong. 128 + n:
+    stopped by signal n. Mistakes are reported in one line on standard error. If the reader of the
+    output has gone, as `head` does, the command ends silently, with the status of SIGPIPE.
     """
     try:
         try:

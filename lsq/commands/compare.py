@@ -1,8 +1,7 @@
 """`lsq compare`: measure by paired trainings how much int8 loses with your data and options.
 
-Trainings of one seed share initial weights, batches and dropout masks. Float is trained twice, with
-learning rates that differ in the last bit. The difference of these two is chance: only a larger
-difference means something.
+Trainings of one seed share initial weights, batches and dropout masks. Two float trainings, with
+learning rates that differ in the last bit, show how large a difference chance makes.
 """
 
 import json

@@ -100,8 +100,7 @@ def load_fitting(
 
 
 def read_hypotheses(path: Path, count: int) -> list[str]:
-    """Return the best translation of each of `count` sentences in fairseq-generate's output, in
-    order; ValueError if one is missing."""
+    """Return the best translations of fairseq-generate, in order; ValueError if one is missing."""
     best = {}
     with path.open(encoding="utf-8", newline="\n") as file:
         for line in file:

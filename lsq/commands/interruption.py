@@ -43,8 +43,7 @@ def raised() -> Iterator[None]:
 
 
 class Interruption:
-    """Context manager that raises Interrupted on a signal, or only notes it after `defer`. A second
-    signal ends the process."""
+    """Context manager: a signal raises Interrupted, or is noted after `defer`; a second kills."""
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     OF_TERMINALS = (signal.SIGINT, signal.SIGHUP)

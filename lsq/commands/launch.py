@@ -31,8 +31,7 @@ def add_device_options(parser: ArgumentParser) -> None:
 
 
 def planned(args: Namespace) -> Backend:
-    """Return the backend to plan a training for, even if this machine lacks its device; ValueError
-    if options contradict each other."""
+    """Return the backend to plan a training for, even without its device here; ValueError."""
     given = args.lsq_device or (device.CPU if args.cpu or gpu_fault() else device.CUDA)
     if given == device.CPU:
         device.check(args, on_cpu=True)

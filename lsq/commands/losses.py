@@ -129,13 +129,13 @@ class _Recorder(progress_bar.BaseProgressBar):
         return iter(self.iterable)
 
     def log(self, stats: dict, tag: str | None = None, step: int | None = None) -> None:
-        """Called every --log-interval updates."""
+        """Record losses; fairseq calls it every --log-interval updates."""
         self._record("train", stats, step)
         self.bar.set_postfix(loss=f"{float(stats['loss']):.2f}", refresh=False)
         self.bar.update(step - self.bar.n)
 
     def print(self, stats: dict, tag: str | None = None, step: int | None = None) -> None:
-        """Called after an epoch and after a validation."""
+        """Record a validation; fairseq calls it after epochs and validations."""
         if tag == "valid":
             self._record("valid", stats, step)
             if self.lines:

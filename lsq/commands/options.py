@@ -37,8 +37,7 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
 
 
 def command_parser(command: str, declared: type[Namespace], **options) -> ArgumentParser:
-    """Make the parser of `lsq COMMAND` from a class of options; `options` go to ArgumentParser. It
-    takes no abbreviations, and reports errors in one line."""
+    """Make the parser of `lsq COMMAND` for a class of options, without abbreviations."""
     parser = ArgumentParser(
         prog=f"lsq {command}",
         description=inspect.getdoc(declared),

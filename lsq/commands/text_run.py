@@ -103,8 +103,7 @@ def named_options(words: list[str]) -> dict[str, str | None]:
 
 
 def bound(training: dict[str, str | None], extra: list[str]) -> dict[str, str | bool]:
-    """Return the options that a run depends on, with names of `lsq train-text`; True for
-    switches."""
+    """Return the options that a run depends on, as in `lsq train-text`; True for switches."""
     further = named_options(extra)
     ours = {
         NAMES.get(name, name): value
@@ -293,8 +292,8 @@ def check_folder(prepared: Prepared, options: RunOptions, remedy: str) -> None:
 
 
 def check_training(prepared: Prepared, options: RunOptions) -> str | None:
-    """Check a training by building its model. Return a sentence on the tensors that are multiplied
-    as decoded values, None if there are none."""
+    """Build the training's model; return a sentence on tensors multiplied as decoded values, or
+    None."""
     with logging_to(Path(os.devnull)):
         arguments = options.arguments(prepared.data, Path("unused"))
         args = train.parse_training(arguments, with_data=False)

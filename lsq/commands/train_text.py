@@ -1,5 +1,4 @@
-"""`lsq train-text`: from two plain text files to a trained translator and its scores, in one
-resumable command."""
+"""`lsq train-text`: from two text files to a trained and scored translator, resumable."""
 
 import argparse
 import math

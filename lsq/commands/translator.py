@@ -135,13 +135,11 @@ class ModelOptions(Namespace):
     """sentencepiece model of a checkpoint; without it, lines are words of its dictionaries with
     spaces between them"""
     device: Annotated[str, tuple(DEVICES)] = "cpu"
-    """where it computes; emulator: a GPU's kernels on the CPU, thousands of times as slow, for
-    tests"""
+    """where it computes; emulator: a GPU's kernels on the CPU, for tests, very slow"""
     threads: Count | None = None
     """threads on the CPU (default: as PyTorch chooses)"""
     batch_tokens: Count = BATCH_TOKENS
-    """most words of sentences that are translated together; their hypotheses are limited in
-    proportion"""
+    """most words of sentences in a batch; hypotheses are limited in proportion"""
     long_lines: Annotated[str, tuple(LONG_LINES)] = "cut"
     """treatment of lines that are too long for the model: cut translates them in parts, skip leaves
     them empty, copy copies them as they are, refuse ends with an error"""

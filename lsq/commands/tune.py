@@ -40,8 +40,7 @@ class What(Namespace):
     arch: Annotated[str, "NAME"] | None = None
     """the products of training and generation with this architecture"""
     shapes: File | None = None
-    """a list as --list prints it, or as a training writes it with --lsq-gemm-coverage: CSV with op,
-    m, n, k"""
+    """a list of --list, or of a training with --lsq-gemm-coverage: CSV with op, m, n, k"""
 
 
 class Training(Namespace):

@@ -1,8 +1,5 @@
-"""Gradients between workers of fairseq, exchanged by `lsq.dist`.
-
-Any task can use it: it derives its options from GradientOptions, and itself from GradientTask,
-before fairseq's classes.
-"""
+"""Exchange of gradients between workers by `lsq.dist`, for any task of fairseq. Its options derive
+from GradientOptions, and the task from GradientTask, before fairseq's classes."""
 
 import logging
 from dataclasses import dataclass, field
@@ -84,8 +81,7 @@ class GradientTask:
 
 
 def begin_epoch(trainer: Trainer, epoch: int) -> None:
-    """Replace Trainer.begin_epoch to call `prepare`: fairseq shows tasks the unwrapped model
-    alone."""
+    """Replace Trainer.begin_epoch to call `prepare`: fairseq shows a task the model unwrapped."""
     if isinstance(trainer.task, GradientTask) and trainer.task.updates_done is None:
         trainer.task.prepare(trainer)
     _fairseq_begin_epoch(trainer, epoch)

@@ -128,7 +128,7 @@ class LSQLanguageModelingTask(LSQTask, LanguageModelingTask):
 
     def bounding_batch(self, model: FairseqLanguageModel) -> dict[str, Any]:
         tokens, sentences = self.cfg.max_tokens, self.cfg.batch_size
-        if tokens and self.cfg.add_bos_token:  # fairseq does not count it
+        if tokens and self.cfg.add_bos_token:  # fairseq does not count this word
             tokens += min(tokens, sentences or tokens)
         batch = bounding_batch(
             self.source_dictionary,

@@ -26,7 +26,7 @@ PADDINGS = "lsq_paddings"
 @dataclass(frozen=True)
 class Paddings:
     """Masks bool [B, T] of a batch's tokens; True is padding. They stay on the CPU, so that nobody
-    waits for a GPU to know the sizes of a batch. fairseq would move them if this were a dict."""
+    waits for a GPU to know the sizes of a batch; fairseq would move a dict."""
 
     src_tokens: Tensor
     prev_output_tokens: Tensor | None
@@ -142,7 +142,7 @@ class LSQTransformerModel(LSQModel, TransformerModel):
             Packing(padding, **options)
             for padding in (paddings.src_tokens, paddings.prev_output_tokens)
         )
-        # no name for the encoder output: its memory is reused after the decoder's last layer
+        # no name holds the encoder output: its memory is free after the decoder's last layer
         features = self.decoder.last_rows(
             prev_output_tokens, packing, self.encoder.last_rows(src_tokens, source), source
         )

@@ -1,7 +1,5 @@
-"""`--optimizer lsq_adam`: lsq.optim.Adam with the options and the arithmetic of fairseq's adam.
-
-fairseq's adam multiplies and clips gradients in passes of their own. Here the step does both.
-"""
+"""`--optimizer lsq_adam`: lsq.optim.Adam with the options and the arithmetic of fairseq's adam. Its
+step also multiplies and clips gradients, for which fairseq's adam makes passes of their own."""
 
 import ast
 from collections.abc import Callable, Collection

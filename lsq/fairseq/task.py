@@ -170,8 +170,7 @@ class LSQTask(GradientTask):
                 step="update",
                 option="--lsq-clips {}",
             )
-            # fairseq tells no task that training is over: the summaries come when it drops the
-            # task, or at exit
+            # fairseq does not say when training ends: summaries come when the task is dropped
             weakref.finalize(self, self.signals.finish)
             weakref.finalize(self, products.report_tuned, self.cfg.lsq_gemm_coverage)
 
@@ -197,7 +196,7 @@ class LSQTask(GradientTask):
         """Make fairseq's iterator over `dataset`; its batches have Paddings."""
         iterator = super().get_batch_iterator(dataset, *arguments, **options)
         collate = iterator.collate_fn
-        if getattr(collate, "func", None) is not with_paddings:  # else a kept iterator
+        if getattr(collate, "func", None) is not with_paddings:  # wrap kept iterators once
             iterator.collate_fn = partial(with_paddings, collate, self.source_dictionary.pad())
         return iterator
 

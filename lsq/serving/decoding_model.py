@@ -33,8 +33,8 @@ EMBEDDING = "embed_tokens"
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DecodingModel:
-    """Architecture and tensors of a trained model, all that decoding needs; ValueError if a tensor
-    is missing, unknown, or has another shape or dtype."""
+    """Architecture and tensors of a trained model for decoding; ValueError if a tensor is missing,
+    unknown, or has another shape or dtype."""
 
     architecture: Architecture
     tensors: Mapping[str, Tensor]

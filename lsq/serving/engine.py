@@ -412,7 +412,7 @@ class Engine:
         if kept is None or any(have < want for have, want in zip(kept.shape, shape, strict=True)):
             before = kept.shape if kept is not None else (0,) * len(shape)
             sizes = [max(have, want) for have, want in zip(before, shape, strict=True)]
-            # first: after a Ctrl-C between two lines they would write into freed memory
+            # first: after a Ctrl-C between two lines prepared steps would write into freed memory
             self._runs.clear()
             self._encoders.clear()
             # on the CPU, pages take no memory before they are written to

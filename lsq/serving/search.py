@@ -287,8 +287,7 @@ def drawn(
 
     Args:
         top: draw from so many most probable words (Fan et al. 2018); None: see `limit`.
-        limit: draw from the most probable words up to this sum (Holtzman et al. 2020); -1: from
-            all.
+        limit: draw from the most probable words up to this sum (Holtzman et al. 2020); -1: all.
     """
     sentences, rows, _ = words.shape
     words, probabilities = _limited(words, log_probabilities, top, limit)

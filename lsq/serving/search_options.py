@@ -53,8 +53,7 @@ class SearchOptions:
     sampling_topk: int = -1
     """Draw from so many most probable words alone; -1: from all."""
     sampling_topp: float = -1.0
-    """Draw from the fewest words whose probabilities reach this sum (Holtzman et al. 2020); -1:
-    from all."""
+    """Draw from the fewest words with this sum of probabilities (Holtzman et al. 2020); -1: all."""
     seed: int = 1
     """Seed of what is drawn at random."""
 

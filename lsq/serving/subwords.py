@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 SPACE = "\u2581"
 """sentencepiece's sign for a space (Kudo and Richardson 2018)."""
 SENTENCE_END = re.compile(r"(?<![.!?…])[.!?…]+[\"'”’»)\]]*\s+|[。！？]+[”’」』）]*\s*")
-"""An end of a sentence: full stops or the like, closing quotes and brackets, and a space except in
-scripts without spaces. A match begins at the first full stop of a row: else a million of them would
-take hours."""
+"""End of a sentence: full stops or the like, closing quotes and brackets, and a space except in
+scripts without spaces. It matches only from the first full stop of a row, else a million take
+hours."""
 
 
 @dataclass(frozen=True, kw_only=True)

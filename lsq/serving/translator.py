@@ -92,8 +92,8 @@ def stamp_of(file: Path) -> tuple:
 
 
 def read_exported(path: Path, device: Backend | None = None) -> TranslationModel:
-    """Read a file of `lsq export`, to compute on a backend; None: on the CPU. FileNotFoundError: it
-    is missing. ValueError: it is damaged, a language model, or another file."""
+    """Read a file of `lsq export` for a backend; None: the CPU. FileNotFoundError or ValueError: it
+    is missing, damaged, a language model, or another file."""
     stamp = stamp_of(path)
     exported = model_file.read(path)
     architecture = exported.model.architecture
@@ -162,12 +162,9 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchLimit:
-    """Limit of what is translated together.
-
-    A batch has at most `tokens` words of sources, with padding; HYPOTHESIS_WORDS times as many
-    words of hypotheses, at the largest length that the options allow; and PROBABILITIES times as
-    many words that may follow them. A hypothesis has at most `positions` words.
-    """
+    """Limit of a batch: at most `tokens` words of sources, with padding; HYPOTHESIS_WORDS times as
+    many words of hypotheses, at the largest length that the options allow; and PROBABILITIES times
+    as many words that may follow them. A hypothesis has at most `positions` words."""
 
     tokens: int
     options: SearchOptions

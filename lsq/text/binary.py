@@ -62,8 +62,7 @@ def binarize_splits(
     max_length: int,
     say: Callable[[str], None],
 ) -> None:
-    """Write FILES into `folder` from the splits in `text`; ValueError if no pair is left, or test
-    lines are too long."""
+    """Write FILES from the splits in `text`; ValueError for long test lines or an empty split."""
     dictionary, _ = dictionary_of(vocabulary)
     for side in SIDES:
         dictionary.save(str(folder / f"dict.{side}.txt"))

@@ -1,8 +1,7 @@
 """Batches: sentences that fit into no batch, and where an epoch goes on.
 
 fairseq makes batches in the first epoch of a process, from the seed and the number of that epoch.
-So a training that resumes in epoch 3 would have other batches than a training that began in epoch
-1.
+So a training that resumes in epoch 3 would have other batches than one that began in epoch 1.
 """
 
 import logging
@@ -64,8 +63,8 @@ def train_iterator(trainer: Trainer, epoch: int, **options: object) -> EpochBatc
 
 
 def keep_dummy_batch(trainer: Trainer, batch: object) -> None:
-    """Replace Trainer.reset_dummy_batch. Processes without a batch compute the training's first
-    batch, since clips may be measured on it; fairseq's dummy batch may be of the validation."""
+    """Replace Trainer.reset_dummy_batch: processes without a batch use the first training batch,
+    since clips may be measured on it; fairseq's dummy may be a validation batch."""
     if trainer._dummy_batch is None:
         trainer._dummy_batch = batch
 

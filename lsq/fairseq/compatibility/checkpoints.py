@@ -194,7 +194,7 @@ def load_checkpoint(
     try:
         state = _fairseq_load(path, arg_overrides, load_on_all_ranks)
         tensors = {"": state["model"], "last_optimizer_state": state.get("last_optimizer_state")}
-    except Exception as error:  # whatever is in the file decides what fails
+    except Exception as error:  # a damaged file can raise anything
         raise ValueError(
             f"{path} is not a checkpoint of fairseq's ({loading_fault(error)}){beside(path)}"
         ) from error
@@ -211,15 +211,14 @@ def load_checkpoint(
 
 
 def updates_of(path: str | os.PathLike) -> int:
-    """Return the number of updates of a checkpoint; its tensors stay on the disk.
-    FileNotFoundError, IsADirectoryError or ValueError: it is missing, damaged, or no checkpoint of
-    fairseq's."""
+    """Return the number of updates of a checkpoint, without reading its tensors. FileNotFoundError,
+    IsADirectoryError or ValueError: it is missing, damaged, or not fairseq's."""
     require_file(path)
     fault = damage(path)
     try:
         if fault is None:
             return updates_in(path)
-    except Exception as error:  # whatever is in the file decides what fails
+    except Exception as error:  # a damaged file can raise anything
         fault = loading_fault(error)
     raise ValueError(f"{path} is damaged or no checkpoint of fairseq's: {fault}{beside(path)}")
 

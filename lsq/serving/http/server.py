@@ -62,8 +62,7 @@ def server_of(application: Starlette) -> Server:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Listen at an address; port 0: any free port. Clients that connect before the server runs wait
-    for it.
+    """Listen at an address (port 0: any free port); clients that come early wait for the server.
 
     Raises:
         ValueError: the host is empty or no address.

@@ -135,8 +135,7 @@ class Service:
 
 
 async def _body(request: Request) -> bytes:
-    """Read a request's body, to its end even if it is too large, so that the client gets an
-    answer."""
+    """Read a request's body, to its end even if too large, so that the client gets an answer."""
     body, size = bytearray(), 0
     try:
         async with asyncio.timeout(RECEIVE_SECONDS):
