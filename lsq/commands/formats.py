@@ -38,8 +38,8 @@ JSON, TABLE, PICTURE = OUTPUTS = ("formats.json", "formats.md", "formats.png")
 class Options(BatchOptions):
     """Measure the error of number formats in real tensors: signal-to-noise in decibels (6 dB are a
     bit), the largest error, and bits per value with scales counted. From a checkpoint: of its
-    weights. From a model and a batch of text: of its weights, of what its products read
-    (activations), and of the gradients of what they give."""
+    weights. From a model and a batch of text: of its weights, of the inputs of its products
+    (activations), and of the gradients of their outputs."""
 
     checkpoint: AnyPath | None = None
     """a file of safetensors, PyTorch or fairseq, a folder of transformers', or a run

@@ -30,11 +30,11 @@ Bytes = Annotated[int, positive, "BYTES"]
 
 
 class Options(Namespace):
-    """Choose offsets for buffers, so that those that are alive at the same time do not overlap, and
-    say how much memory they need and why. The plan is checked before it is shown. The buffers come
-    from a file, or from a training step: lsq plan --arch lsq_transformer_wmt_en_de --max-tokens
-    4096 --max-source-positions 256 --max-target-positions 256, with any options of lsq train:
-    --lsq-device cuda plans for a GPU, without one."""
+    """Choose offsets for buffers, so that buffers that are alive at the same time do not overlap,
+    and say how much memory they need and why. The plan is checked before it is shown. The buffers
+    come from a file, or from a training step: lsq plan --arch lsq_transformer_wmt_en_de
+    --max-tokens 4096 --max-source-positions 256 --max-target-positions 256, with any options of lsq
+    train: --lsq-device cuda plans for a GPU, without one."""
 
     arch: Annotated[str, "NAME"] | None = None
     """plan a training step of this architecture"""

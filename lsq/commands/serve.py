@@ -16,9 +16,9 @@ MOST_PORT = 2**16 - 1
 
 class Options(ModelOptions):
     """Serve translations over HTTP: POST /translate takes {"text": ["one line", "another"]} and
-    options of the search such as "beam"; GET /health and /metrics (for Prometheus) say how it is,
-    and GET / is a page for trying it. Requests that arrive together are translated together. Ctrl-C
-    or SIGTERM ends it when what has arrived is answered."""
+    options of the search such as "beam"; GET /health and /metrics (for Prometheus) report its
+    state, and GET / is a page for trying it. Requests that arrive together are translated together.
+    Ctrl-C or SIGTERM ends it once all requests that have arrived are answered."""
 
     host: str = "127.0.0.1"
     """address to serve at; 0.0.0.0: all addresses of this machine"""

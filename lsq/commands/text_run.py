@@ -292,8 +292,7 @@ def check_folder(prepared: Prepared, options: RunOptions, remedy: str) -> None:
 
 
 def check_training(prepared: Prepared, options: RunOptions) -> str | None:
-    """Build the training's model; return a sentence on tensors multiplied as decoded values, or
-    None."""
+    """Build the training's model; return a sentence on its decoded tensors, None without any."""
     with logging_to(Path(os.devnull)):
         arguments = options.arguments(prepared.data, Path("unused"))
         args = train.parse_training(arguments, with_data=False)

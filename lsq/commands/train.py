@@ -195,7 +195,7 @@ def writing_alone(cfg: DictConfig) -> Iterator[None]:
 @contextlib.contextmanager
 def stopping_between_updates(interruption: Interruption) -> Iterator[None]:
     """Let a signal stop fairseq's training after the current update, within this context. A resumed
-    training first runs the validation that was left out, and no update beyond --max-update."""
+    training first runs a validation that was left out. It makes no update beyond --max-update."""
     validate_and_save, validate = fairseq_train.validate_and_save, fairseq_train.validate
     train_epoch, load_checkpoint = fairseq_train.train, checkpoint_utils.load_checkpoint
     reached: SimpleNamespace | None = None

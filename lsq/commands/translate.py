@@ -41,9 +41,9 @@ class Line:
 
 
 class Options(ModelOptions):
-    """Translate text: UTF-8, one sentence a line. Line i of what is written is the translation of
-    line i of what is read. At a terminal, each line is translated as it is typed. With --nbest
-    above 1, what is written begins with the number of the line that it translates, and a tab."""
+    """Translate text: UTF-8, one sentence a line. Line i of the output is the translation of line i
+    of the input. At a terminal, each line is translated as it is typed. With --nbest above 1, each
+    output line begins with the number of its input line, and a tab."""
 
     output: File | None = None
     """written whole or not at all (default: standard output)"""

@@ -80,7 +80,7 @@ def options_of(args: Any) -> SearchOptions:
 
 
 def evaluation_of_task(task: Any) -> SearchOptions | None:
-    """Return the options by which a training with --eval-bleu translates, or None."""
+    """Return the options by which --eval-bleu translates the validation set; None without it."""
     if not getattr(task, "eval_bleu", False):
         return None
     args = Namespace(**json.loads(task.eval_bleu_args or "{}"))

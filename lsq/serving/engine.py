@@ -249,7 +249,7 @@ class Engine:
     @torch.no_grad()
     def begin(self, sources: Sequence[Tensor], *, rows: int, steps: int) -> None:
         """Begin a batch, see Steps; ValueError if there is no sentence, if a sentence is empty, too
-        long or has an unknown word, or if there are more steps than positions."""
+        long or has a word outside the vocabulary, or if there are more steps than positions."""
         if not sources or rows < 1 or not 1 <= steps <= self.longest:
             raise ValueError(
                 f"given {len(sources)} sentences, {rows} rows and {steps} steps; there must be at"

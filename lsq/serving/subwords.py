@@ -49,7 +49,7 @@ class Words:
         return frozenset((self.beginning, self.end, self.unknown, *blank))
 
     def says_nothing(self, words: Iterable[int]) -> bool:
-        """Return whether no word of a sentence is known and has a visible character."""
+        """Return whether a sentence has no known word with a visible character."""
         return all(word in self._silent for word in words)
 
 

@@ -172,7 +172,7 @@ class BatchLimit:
     positions: int
 
     def holds(self, sentences: int, longest: int) -> bool:
-        """Return whether so many sentences, of at most `longest` words, are within the limit."""
+        """Return whether `sentences` sources of at most `longest` words are within the limit."""
         options, rows = self.options, sentences * self.options.beam
         steps = max(SHORT, most_words(options, longest, self.positions) + 1)
         candidates = max(options.sampling_topk, 2 * options.beam)
