@@ -26,8 +26,7 @@ _PACKAGES = ("dist", "models", "optim")
 
 
 def __getattr__(name: str) -> object:
-    """`lsq.convert`, `lsq.optim` and the others, imported when they are used first: PyTorch takes a
-    second."""
+    """Import a public name or package at its first use: importing PyTorch takes a second."""
     if name in _PACKAGES:
         return import_module(f"lsq.{name}")
     if name in _HOMES:

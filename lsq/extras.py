@@ -1,4 +1,4 @@
-"""The extras of lsq in pyproject.toml, how to install them, and names that are imported late."""
+"""Optional packages (the extras in pyproject.toml), how to install them, and lazy imports."""
 
 import json
 import shlex
@@ -9,9 +9,8 @@ from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
 DISTRIBUTION = "lsq-int8"
-"""The name under which lsq is installed. It is not published; `lsq` on PyPI is somebody else's."""
+"""Name of the installed distribution. It is not on PyPI, where `lsq` is an unrelated project."""
 REQUIRED = ("torch", "numpy", "safetensors", "filelock", "tqdm")
-"""Packages that lsq always needs."""
 
 
 @dataclass(frozen=True)
@@ -20,9 +19,9 @@ class Extra:
 
     purpose: str
     packages: dict[str, str]
-    """Name of a package -> the module by which it is known to be there."""
+    """Package -> module whose presence shows that the package is installed."""
     others: tuple[str, ...] = ()
-    """Further modules that these packages bring along."""
+    """Further modules that these packages install."""
 
     @property
     def modules(self) -> set[str]:
@@ -59,7 +58,7 @@ EXTRAS = {
         ("cuda", "nvidia"),
     ),
 }
-"""All but `dev`, which is for tests of lsq."""
+"""Extra -> its packages. `dev`, for tests of lsq, is left out."""
 
 
 class MissingPackage(ModuleNotFoundError):
@@ -67,8 +66,7 @@ class MissingPackage(ModuleNotFoundError):
 
 
 def require(user: str, *extras: str) -> None:
-    """Raise MissingPackage unless the packages of these extras are installed, which `user`
-    needs."""
+    """Raise MissingPackage, naming `user`, unless the packages of these extras are installed."""
     missing, lacking = [], []
     for extra in extras:
         absent = [name for name, module in EXTRAS[extra].packages.items() if not _is_there(module)]
@@ -84,12 +82,12 @@ def require(user: str, *extras: str) -> None:
 def _is_there(module: str) -> bool:
     try:
         return util.find_spec(module) is not None
-    except ModuleNotFoundError:  # its parent is not there
+    except ModuleNotFoundError:  # its parent is not installed
         return False
 
 
 def explanation(module: str) -> str:
-    """Name the package that an import of `module` needs, and how to install it."""
+    """Return the package that an import of `module` needs, and how to install it."""
     root = module.partition(".")[0]
     for name, extra in EXTRAS.items():
         if root in extra.modules:
@@ -100,8 +98,8 @@ def explanation(module: str) -> str:
 
 
 def command(*extras: str) -> str:
-    """Return the line that adds extras to what was installed: a checkout, one that is editable, or
-    a wheel; without a record of that, the current folder, which is to be the checkout then."""
+    """Return the pip command that adds extras to the installed checkout or wheel. If pip recorded
+    no origin, it names the current folder: run it in the checkout."""
     origin = _origin()
     editable = origin.get("dir_info", {}).get("editable", False)
     path = url2pathname(urlsplit(origin["url"]).path) if origin else "."
@@ -110,8 +108,8 @@ def command(*extras: str) -> str:
 
 
 def _origin() -> dict:
-    """Return what pip recorded about where lsq came from (PEP 610), or nothing. A checkout on the
-    path has metadata of its own, without a record."""
+    """Return pip's record of the origin of lsq (PEP 610), or {}. A checkout on sys.path has
+    metadata without a record, so all installed distributions are searched."""
     installed = metadata.distributions(name=DISTRIBUTION)
     records = (found.read_text("direct_url.json") for found in installed)
     return json.loads(next(filter(None, records), "{}"))
@@ -121,8 +119,8 @@ def lazily(package: str, files: Mapping[str, str]) -> Callable[[str], object]:
     """Return the `__getattr__` of a package that imports its names when they are first used.
 
     Args:
-        package: its `__name__`.
-        files: each name -> the module in the package that has it.
+        package: the package's `__name__`.
+        files: name -> module of the package that defines it.
     """
 
     def getter(name: str) -> object:

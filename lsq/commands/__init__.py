@@ -18,8 +18,7 @@ COMMANDS = {
     "configs": "files of tuned products: list, show, verify",
     "user-dir": "print the folder for fairseq's --user-dir",
 }
-"""Name -> help. The module, with _ for -, is imported when the command runs: fairseq takes seconds
-to import."""
+"""Command -> help. Its module, with _ for -, is imported late: fairseq takes seconds."""
 EXTRAS = {
     "train": ("fairseq",),
     "generate": ("fairseq",),
@@ -30,4 +29,4 @@ EXTRAS = {
     "sensitivity": ("study",),
     "serve": ("serve",),
 }
-"""Name -> the extras of lsq without which nothing of the command works."""
+"""Command -> extras of lsq that it cannot run without."""

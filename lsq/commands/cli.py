@@ -52,21 +52,21 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> int:
     """Run a command line (default: the process's own) and return its exit status.
 
-    0: done. 1: something failed while running. 2: a mistake in the options or the files. 128 + n:
-    stopped by signal n. Mistakes are reported in one line on standard error. Where the reader of
-    the output has gone, as `head` does, the command ends silently, as if by SIGPIPE.
+    0: done. 1: something failed while running. 2: the options or the files are wrong. 128 + n:
+    stopped by signal n. Mistakes are reported in one line on standard error. If the reader of the
+    output has gone, as `head` does, the command ends silently, with the status of SIGPIPE.
     """
     try:
         try:
             return _run(arguments)
         finally:
-            # what is left; at the end of Python a broken pipe could not be caught
+            # flush now: a broken pipe at the end of Python could not be caught
             print(end="", flush=True)
     except OSError as error:
         broken = isinstance(error, BrokenPipeError)
         if broken and not _reader_has_gone() or not broken and error.errno != errno.ENOSPC:
             raise
-        # for what Python still wants to write
+        # Python still flushes at its end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if broken:
             return 128 + signal.SIGPIPE
@@ -90,7 +90,7 @@ def _run(arguments: list[str] | None) -> int:
             f"there is no command {given.command!r}{hint} The commands are {', '.join(COMMANDS)}"
         )
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="surrogateescape")  # names of files need not be text
+        sys.stdout.reconfigure(errors="surrogateescape")  # file names need not be UTF-8
     logs.configure()
     try:
         if not HELP & set(given.arguments):
@@ -113,7 +113,7 @@ def _run(arguments: list[str] | None) -> int:
 
 
 def describe(error: BaseException) -> tuple[int, str | None]:
-    """Return (exit status, message in one line); no message for faults of lsq's."""
+    """Return (exit status, message in one line); without a message the error shall be raised."""
     message = _line(error)
     if isinstance(error, KeyboardInterrupt):
         return 128 + signal.SIGINT, f"stopped by {name_of(signal.SIGINT)}"
@@ -123,7 +123,8 @@ def describe(error: BaseException) -> tuple[int, str | None]:
         if error.filename is not None and type(error) in PATHS:
             message = f"{shortened(str(error.filename))} {PATHS[type(error)]}"
         return 2, f"error: {message}"
-    if isinstance(error, (OSError, FloatingPointError)):  # the machine's fault, or a training's
+    # the machine failed, or a training diverged
+    if isinstance(error, (OSError, FloatingPointError)):
         return 1, f"error: {message}"
     # fairseq reports users' mistakes as Exception
     if isinstance(error, ValueError) or type(error) is Exception:
@@ -138,7 +139,7 @@ def describe(error: BaseException) -> tuple[int, str | None]:
     if isinstance(error, MemoryError) or OUT_OF_MEMORY.search(message):
         return 1, f"error: not enough memory ({message}); use smaller batches or a smaller model"
     if isinstance(error, RuntimeError):
-        # PyTorch takes seconds to import, and is there already
+        # imported here: PyTorch takes seconds, and a RuntimeError comes after its import
         from lsq.dist.roll_call import ExchangeFailed
         from lsq.native.sources import LibraryError
 
@@ -152,10 +153,10 @@ def _line(error: BaseException) -> str:
 
 
 def _of_fairseq(error: BaseException, message: str) -> tuple[int, str | None]:
-    """Describe an error of fairseq's own code, which refuses options in many ways."""
+    """Describe an error from fairseq's own code, which refuses options by many kinds of errors."""
     frames = traceback.walk_tb(error.__traceback__)
     modules = [frame.f_globals["__name__"].partition(".")[0] for frame, _ in frames]
-    modules = [module for module in modules if module != "ast"]  # fairseq reads options as Python
+    modules = [module for module in modules if module != "ast"]  # fairseq parses options by ast
     if not modules or modules[-1] not in FAIRSEQ:
         return 1, None
     if isinstance(error, (AssertionError, ImportError, NotImplementedError)):

@@ -1,7 +1,7 @@
-"""`lsq compare`: what int8 loses with your data and options, by paired trainings.
+"""`lsq compare`: measure by paired trainings how much int8 loses with your data and options.
 
-Trainings of a seed share weights, batches and dropout masks. Float is trained twice, with learning
-rates that differ in the last bit: how far these part says which difference means something.
+Trainings of one seed share initial weights, batches and dropout masks. Two float trainings, with
+learning rates that differ in the last bit, show how large a difference chance makes.
 """
 
 import json
@@ -27,7 +27,7 @@ from lsq.study.tables import fitted
 FLOAT, AGAIN = "float", "float-again"
 LAST_BIT = 1 + 2**-23
 STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}
-"""Number of seeds -> standard errors exceeded by chance once in 20 cases (Student's t)."""
+"""Number of seeds -> standard errors that chance exceeds once in 20 cases (Student's t)."""
 SET_HERE = "--mode", "--seed", "--name", "--prepare-only"
 NOT_AFTER = "--lr", "--arch", "-a", "--lsq-mode", "--max-update", *SET_HERE
 """Options that would override the differences between the trainings."""
@@ -45,13 +45,13 @@ def seed(text: str) -> int:
 
 class Options(Namespace):
     """Train the same model in float32 and in int8 from the same initial weights, on the same
-    batches and dropout masks, and print the differences of their losses beside those of float32
-    against itself. The options of `lsq train-text` say what is trained, all but --mode, --seed and
-    --name. Run the same command again to continue after an interruption, or with old and new seeds
-    together: only the new ones are trained."""
+    batches and dropout masks. Print the differences of their losses, beside the differences of two
+    float32 trainings. The options of `lsq train-text` say what is trained, all but --mode, --seed
+    and --name. Run the same command again to continue after an interruption, or with old and new
+    seeds together: only the new ones are trained."""
 
     seeds: Annotated[list[int], seed] = [1]
-    """a training of each side for each of these"""
+    """seeds; each side is trained once with each seed"""
     side: Annotated[list[str], "NAME=OPTIONS"] = []
     """in place of int8: options of `lsq train-text` by which a training differs from float, e.g.
     learned='--mode int8 --lsq-clips learned'; may be given several times"""
@@ -60,7 +60,7 @@ class Options(Namespace):
 
 
 def sides_of(given: list[str], shared: Namespace) -> dict[str, list[str]]:
-    """Return options of float, float once more, and the user's sides, by name; ValueError."""
+    """Return side -> its options: float, float again, the user's; ValueError for a wrong --side."""
     in_float = ["--mode", "float", "--arch", shared.arch or ARCHITECTURE]
     sides = {FLOAT: in_float, AGAIN: [*in_float, "--lr", repr(shared.lr * LAST_BIT)]}
     for text in given or ["int8=--mode int8"]:
@@ -83,7 +83,7 @@ def sides_of(given: list[str], shared: Namespace) -> dict[str, list[str]]:
 
 
 def run(arguments: list[str]) -> int:
-    """Train what is not trained yet, and report; raises as `run_lsq` does."""
+    """Run the trainings that are missing, and report; raises as `run_lsq` does."""
     middle = arguments.index("--") if "--" in arguments else len(arguments)
     epilog = "`lsq train-text --help` lists the options of a training."
     parser = command_parser("compare", Options, epilog=epilog)
@@ -124,14 +124,14 @@ def run(arguments: list[str]) -> int:
 
 
 def report(output: Path, names: list[str], seeds: list[int], folder: Path) -> None:
-    """Print the differences of the finished runs of these sides and seeds, and write FILES."""
+    """Print the differences between the finished runs, and write FILES."""
     curves, results = {}, {}
     for run in ((name, seed) for name in names for seed in seeds):
         path = output / "{}-{}".format(*run)
         curves[run] = read_losses(path / "model" / LOSSES)
         results[run] = json.loads((path / "results.json").read_text(encoding="utf-8"))
     others = names[1:]
-    # a training that was begun otherwise may lack a window
+    # a training that began with another --log-every may lack a window
     windows = sorted(set.intersection(*(set(curve.training) for curve in curves.values())))
     validated = max(set.intersection(*(set(curve.validation) for curve in curves.values())))
     rows: list[tuple[str, int, Callable[[tuple[str, int]], float]]] = [
@@ -184,7 +184,7 @@ def spread(values: list[float], digits: int) -> str:
 def verdict(
     name: str, ended: dict[str, list[float]], differences: dict[str, dict], windows: int
 ) -> str:
-    """Say in a sentence what the figures mean."""
+    """Interpret the differences in a sentence."""
     found, count = mean(ended[name]), len(ended[name])
     if count == 1:
         floor = max(
@@ -211,7 +211,7 @@ def verdict(
 def draw(
     differences: dict[str, dict[str, list[float]]], windows: list[int], names: list[str], path: Path
 ) -> None:
-    """Draw the differences of training losses: a pale line for each seed, a strong mean."""
+    """Draw the differences of training losses: pale lines for seeds, a strong line for the mean."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")

@@ -1,4 +1,4 @@
-"""`lsq configs`: files of tuned products, their content, and whether it still holds."""
+"""`lsq configs`: list, show and verify files of tuned products."""
 
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
@@ -14,7 +14,7 @@ from lsq.gemm.tuner.trial import entry_fault
 from lsq.study.tables import fitted
 
 OTHER = {TileConfiguration: "cuBLASLt and a kernel", CublasConfiguration: "the best tile"}
-"""The other way, by type of the chosen configuration."""
+"""Type of the chosen configuration -> the other way to run the product."""
 HEAD = "op m n k layout types chosen default float gain spread date".split() + ["run as"]
 TEXTS = ("op", "layout", "types", "date", "run as")
 
@@ -43,7 +43,7 @@ def parser() -> ArgumentParser:
 
 
 def run(arguments: list[str]) -> int:
-    """Run an action; the exit status is 1 if `verify` found an entry that does not hold, else 0."""
+    """Run an action; return 1 if `verify` found a wrong entry, else 0."""
     given = parser().parse_args(arguments)
     if given.action == "verify":
         return verify(given.file, quiet=given.quiet)
@@ -75,7 +75,7 @@ def list_files() -> str:
 
 
 def show(file: ConfigurationFile) -> str:
-    """Format the device of a file and a table of its entries."""
+    """Format a file: its device and a table of its entries."""
     validators = file.validators
     words = [
         f"{name} {value}"
@@ -107,7 +107,7 @@ def _row(entry: Entry) -> tuple[str, ...]:
 
 
 def verify(path: Path, *, quiet: bool) -> int:
-    """Check every entry of a file and print what is wrong; ValueError if it is another device's."""
+    """Check every entry and print the wrong ones; ValueError if the file is of another device."""
     file = configuration_file.read(path)
     here = _gpu()
     refusal = here if isinstance(here, str) else difference(file.validators, here)
@@ -115,7 +115,7 @@ def verify(path: Path, *, quiet: bool) -> int:
         raise ValueError(f"{path}: {refusal}; verify it on the device that it was made on")
     faults = 0
     trials = gpu_trials(cache=0)  # one set of operands: nothing is timed
-    hidden = quiet or None  # None: without a terminal
+    hidden = quiet or None  # None: hidden unless there is a terminal
     with tqdm(file.entries, desc="verifying", unit="entry", disable=hidden, leave=False) as bar:
         for entry in bar:
             fault = entry_fault(entry, trials)

@@ -1,4 +1,4 @@
-"""`lsq convert-checkpoint`: a checkpoint of one number format as one of another."""
+"""`lsq convert-checkpoint`: convert a checkpoint to another number format."""
 
 from argparse import SUPPRESS, ArgumentParser, Namespace
 from pathlib import Path
@@ -19,14 +19,13 @@ from lsq.files.lock import locked_file
 from lsq.layers.clip_format import FIELDS, option
 
 CHANGEABLE = (*FIELDS, "gradient_format", "clip_init")
-"""Fields of QuantConfig that may change."""
+"""Fields of QuantConfig that can be changed."""
 
 
 class Options(Namespace):
-    """Make a checkpoint that was trained in one number format into one of another, to train on with
-    or to translate with. Clips of weights are measured anew for it. Those of activations stay;
-    where their format changes, the next pass measures them. The checkpoint itself is not
-    changed."""
+    """Convert a trained checkpoint to another number format, to train on with it or to translate
+    with it. Clips of weights are measured anew. Clips of activations stay; where their format
+    changes, the next pass measures them. The given checkpoint is not changed."""
 
     output: AnyPath
     """the file or folder to write"""
@@ -50,7 +49,7 @@ def parser() -> ArgumentParser:
 
 
 def run(arguments: list[str]) -> int:
-    """Write the checkpoint; ValueError, OSError, or Interrupted by SIGTERM or SIGHUP."""
+    """Write the converted checkpoint; ValueError, OSError, or Interrupted by SIGTERM or SIGHUP."""
     given = parser().parse_args(arguments)
     names = (*CHANGEABLE, *RENAMED)
     changes = {name: value for name in names if (value := getattr(given, name)) is not None}
@@ -77,7 +76,7 @@ def run(arguments: list[str]) -> int:
 
 
 def check_output(checkpoint: Path, output: Path, overwrite: bool) -> None:
-    """Refuse a missing checkpoint, a folder around one, and an --output that may not be written."""
+    """Refuse a missing checkpoint, the folder of a training, and an unsuitable --output."""
     check_there(checkpoint)
     trained = checkpoint / "model" / "checkpoint_best.pt"
     if trained.is_file():

@@ -1,4 +1,4 @@
-"""`lsq doctor`: what this machine can do, its int8 path, and what to install for more."""
+"""`lsq doctor`: report this machine's features, its int8 path, and what to install for more."""
 
 import os
 import platform
@@ -25,7 +25,7 @@ INT8_FEATURES = {
     "Arm dot product",
     "Arm int8 matrix multiply",
 }
-"""Features that multiply int8 faster than floats."""
+"""CPU features that multiply int8 faster than floats."""
 
 
 class Options(Namespace):
@@ -48,7 +48,7 @@ class ProductCheck:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What this machine has and can do."""
+    """Hardware, libraries and packages of this machine, and a checked int8 product."""
 
     cpu: str
     cores: int
@@ -56,15 +56,15 @@ class Report:
     cpu_features: tuple[str, ...]  # empty where the system hides them
     gpus: tuple[str, ...]
     cuda: str | None
-    """The version of CUDA that torch is built for."""
+    """Version of CUDA that torch is built for; None: it is built for the CPU alone."""
     gpu_fault: str | None
-    """Why layers cannot compute on the first GPU; None: they can."""
+    """Reason why layers cannot compute on the first GPU; None: they can."""
     host_library: str | None
-    """The C++ library that runs the fused loops; None: plain torch does."""
+    """Description of the C++ library, which runs the fused loops; None: plain torch runs them."""
     faults: dict[str, str]
-    """Libraries that were built but cannot be used -> why, and what to do."""
+    """Library that was built but cannot be used -> why, and what to do."""
     packages: dict[str, str | None]
-    """Version of each required and optional package; None: it is not installed."""
+    """Required or optional package -> its version; None: it is not installed."""
     product: ProductCheck
 
     @property
@@ -126,9 +126,9 @@ def installed_version(package: str) -> str | None:
 def check_product(shape: tuple[int, int, int] = (512, 512, 2048), repeats: int = 5) -> ProductCheck:
     """Multiply int8 matrices as the layers do, compare with exact arithmetic and time it.
 
-    The codes lie near +127 and -127: their sums pass 2^24, where float32 rounds, and the
-    instructions of CPUs without int8 dot products (pairs of unsigned times signed, added in 16
-    bits) saturate on them.
+    The codes lie near +127 and -127. So their sums pass 2^24, where float32 rounds. They also
+    saturate the instructions of CPUs without int8 dot products, which add pairs of unsigned times
+    signed products in 16 bits.
     """
     m, n, k = shape
     generator = torch.Generator().manual_seed(0)
@@ -139,7 +139,7 @@ def check_product(shape: tuple[int, int, int] = (512, 512, 2048), repeats: int =
     try:
         multiply = gemm.untuned_product
         product = multiply(a, b)
-    except (LibraryError, OSError):  # which stands among the faults
+    except (LibraryError, OSError):  # `library_faults` reports it
         multiply = gemm.int8_product
         product = multiply(a, b)
     a_float, b_float = a.float(), b.float()
@@ -160,7 +160,7 @@ def check_product(shape: tuple[int, int, int] = (512, 512, 2048), repeats: int =
 
 
 def library_faults() -> dict[str, str]:
-    """Return each library of lsq's that was built but cannot be used, and why."""
+    """Return built library -> why it cannot be used; usable libraries are left out."""
     loads = {"C++ library": loader.library}
     if runtime.LIBRARY.exists():
         loads["launcher"] = runtime.library
@@ -174,7 +174,7 @@ def library_faults() -> dict[str, str]:
 
 
 def report() -> Report:
-    """Look at this machine, in well under a second."""
+    """Examine this machine, in well under a second."""
     gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     faults, features = library_faults(), processor.cpu_features()
     library = "UNUSABLE (see below)"
@@ -202,7 +202,7 @@ def report() -> Report:
 
 
 def kernel_name() -> str:
-    """Name the int8 product on this CPU."""
+    """Name the kernel that multiplies int8 on this CPU."""
     try:
         fastest, *_ = (*tiles.usable(), None)
     except (LibraryError, OSError):
@@ -211,7 +211,6 @@ def kernel_name() -> str:
 
 
 def text(found: Report) -> str:
-    """Format the report."""
     built_for = f"CUDA {found.cuda}" if found.cuda else "the CPU alone"
     gpu = f"none that torch can use (it is built for {built_for})"
     if found.gpus:
@@ -246,7 +245,7 @@ def text(found: Report) -> str:
 
 
 def run(arguments: list[str]) -> int:
-    """Print the report; the exit status is 0 if training works here, else 1."""
+    """Print the report; return 0 if training works here, else 1."""
     command_parser("doctor", Options).parse_args(arguments)
     found = report()
     print(text(found))

@@ -1,4 +1,4 @@
-"""`lsq export`: a trained model as a file for `lsq translate`, for CTranslate2, or for fairseq."""
+"""`lsq export`: write a trained model for `lsq translate`, CTranslate2 or fairseq."""
 
 from argparse import ArgumentParser, Namespace
 from dataclasses import replace
@@ -25,18 +25,17 @@ class Options(Namespace):
     transformer, for fairseq-generate."""
 
     to: Annotated[str, TARGETS]
-    """who is to load it"""
+    """program that is to load it"""
     output: AnyPath
     """the file, or CTranslate2's folder"""
     bits: Annotated[int, (4,), "N"] | None = None
-    """of weights, for lsq: 4 rounds those of a training in int8 to int4 by least squares (default:
-    as trained)"""
+    """bits of weights, for lsq: 4 rounds int8 weights by least squares (default: as trained)"""
     overwrite: bool = False
     """replace what was exported there before"""
     data: Folder | None = None
-    """of a checkpoint: the folder of its dict.*.txt"""
+    """folder of a checkpoint's dict.*.txt"""
     sentencepiece_model: File | None = None
-    """of a checkpoint: its subwords"""
+    """sentencepiece model of a checkpoint"""
 
 
 def parser() -> ArgumentParser:
@@ -53,7 +52,7 @@ def parser() -> ArgumentParser:
 
 
 def run(arguments: list[str]) -> int:
-    """Write the model; ValueError, OSError, or Interrupted by SIGTERM or SIGHUP."""
+    """Write the exported model; ValueError, OSError, or Interrupted by SIGTERM or SIGHUP."""
     given = parser().parse_args(arguments)
     check_output(given)
     if given.bits is not None and given.to != LSQ:
@@ -73,7 +72,7 @@ def run(arguments: list[str]) -> int:
 
 
 def check_output(given: Namespace) -> None:
-    """Refuse an --output that must not be replaced; ValueError."""
+    """Raise ValueError for an --output that must not be replaced."""
     output = given.output
     if not replaces(output, given.overwrite):
         return
@@ -87,7 +86,7 @@ def check_output(given: Namespace) -> None:
 
 
 def is_exported(path: Path, target: str) -> bool:
-    """Whether something was exported for a target; for fairseq, any file of torch.save."""
+    """Return whether a path was exported for a target; fairseq: any file of torch.save counts."""
     if target == LSQ:
         return model_file.is_exported(path)
     if target == CTRANSLATE2:
@@ -100,7 +99,7 @@ def is_exported(path: Path, target: str) -> bool:
 
 
 def export_file(given: Namespace) -> None:
-    """Export a file that was exported for lsq; ValueError if it does not go with an option."""
+    """Export from a file that was exported for lsq; ValueError if an option does not go with it."""
     if given.data is not None or given.sentencepiece_model is not None:
         raise ValueError(
             f"{given.model} has its words in it; leave --data and --sentencepiece-model out"
@@ -114,7 +113,7 @@ def export_file(given: Namespace) -> None:
 
 
 def export_training(given: Namespace) -> None:
-    """Export a checkpoint; ValueError if the model is not of lsq, or not kept as codes."""
+    """Export a checkpoint; ValueError if its model is not of lsq, or cannot be kept as codes."""
     source = run_files.find(given.model, given.data, given.sentencepiece_model)
     from lsq.fairseq import checkpoint, float_checkpoint  # imports fairseq, which takes seconds
     from lsq.fairseq.model import LSQModel
@@ -145,7 +144,7 @@ def export_training(given: Namespace) -> None:
 
 
 def write_codes(given: Namespace, exported: ExportedModel) -> None:
-    """Write a model with its codes."""
+    """Write a model as codes, for lsq or CTranslate2."""
     if given.to == CTRANSLATE2:
         words = exported.source, exported.target
         export_ctranslate2.write(given.output, exported.model, *words, subwords=exported.subwords)

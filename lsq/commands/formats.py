@@ -1,4 +1,4 @@
-"""`lsq formats`: errors of number formats in the tensors of a model."""
+"""`lsq formats`: measure the errors of number formats in the tensors of a model."""
 
 import json
 import pickle
@@ -38,8 +38,8 @@ JSON, TABLE, PICTURE = OUTPUTS = ("formats.json", "formats.md", "formats.png")
 class Options(BatchOptions):
     """Measure the error of number formats in real tensors: signal-to-noise in decibels (6 dB are a
     bit), the largest error, and bits per value with scales counted. From a checkpoint: of its
-    weights. From a model and a batch of text: of its weights, of what its products read
-    (activations), and of the gradients of what they give."""
+    weights. From a model and a batch of text: of its weights, of the inputs of its products
+    (activations), and of the gradients of their outputs."""
 
     checkpoint: AnyPath | None = None
     """a file of safetensors, PyTorch or fairseq, a folder of transformers', or a run
@@ -50,7 +50,7 @@ class Options(BatchOptions):
     clip: Annotated[str, METHODS] = "absmax"
     """how clips are measured"""
     sample: Count = LARGEST_SAMPLE
-    """values that are looked at of a large tensor"""
+    """most values of a tensor that are measured"""
     output: Folder | None = None
     """write formats.json, formats.md and formats.png into this folder"""
     overwrite: bool = False
@@ -60,12 +60,11 @@ class Options(BatchOptions):
 
 
 def parser() -> ArgumentParser:
-    """Make the parser of `lsq formats`."""
     return command_parser("formats", Options)
 
 
 def run(arguments: list[str]) -> int:
-    """Measure, show, and write; ValueError for a mistake, or if nothing could be measured."""
+    """Measure, print and write; ValueError for wrong options, or if nothing could be measured."""
     options = parser()
     given = options.parse_args(arguments)
     if (given.checkpoint is None) == (given.model is None):
@@ -73,7 +72,7 @@ def run(arguments: list[str]) -> int:
     check(given, is_given("--words", arguments))
     logs.quieten()
     output = given.output
-    # so that all files are of one measurement
+    # all files come from one measurement
     alone = nullcontext() if output is None else locked_folder(output, "choose another --output")
     with interruption.raised(), alone:
         errors, source = measured(given)
@@ -87,7 +86,7 @@ def run(arguments: list[str]) -> int:
 
 
 def check(given: Namespace, words: bool) -> None:
-    """Refuse options that do not go together; `words`: whether --words is given."""
+    """Raise ValueError for options that do not go together; `words`: whether --words is given."""
     of_model = {"--text": given.text, "--words": words, "--data": given.data}
     wrong = [option for option, value in of_model.items() if value]
     if given.checkpoint is not None and wrong:
@@ -138,16 +137,16 @@ def write(errors: Errors, source: str, folder: Path) -> None:
     files.write_text(folder / JSON, content + "\n")
 
 
-# Tensors by name from the files that models are kept in
+# Tensors by name, from the files of a model
 
 STATES = ("model", "state_dict", "model_state_dict")
-"""Names under which a checkpoint holds its model."""
+"""Keys under which a checkpoint holds the state dict of its model."""
 PARTS = ("*.safetensors", "pytorch_model*.bin")
-"""Files of a model in a folder of transformers'; the first that exists counts."""
+"""Patterns of weight files in a folder of transformers'; the first that matches counts."""
 
 
 def tensors_in(path: Path) -> dict[str, Tensor]:
-    """Read tensors of a file or a folder of transformers' by name; ValueError if damaged."""
+    """Return name -> tensor of a file or a folder of transformers'; ValueError if it is damaged."""
     if path.is_dir():
         parts = next(filter(None, (sorted(path.glob(pattern)) for pattern in PARTS)), [])
         if not parts:
@@ -177,7 +176,7 @@ def _of_torch(path: Path) -> object:
     except (RuntimeError, EOFError, ValueError, KeyError) as error:
         raise _damaged(path, error) from None
     try:
-        from lsq.fairseq.compatibility import checkpoints  # takes seconds
+        from lsq.fairseq.compatibility import checkpoints  # imports fairseq: seconds
 
         checkpoints.register_types()
         return torch.load(path, **options)
@@ -186,7 +185,7 @@ def _of_torch(path: Path) -> object:
             f"{path} holds types that are not loaded without knowing them; if it is a checkpoint of"
             f" fairseq's, install that: {extras.command('fairseq')}"
         ) from None
-    except Exception:  # whatever is in the file decides what fails
+    except Exception:  # a damaged file can raise anything
         raise _damaged(path, refused) from None
 
 

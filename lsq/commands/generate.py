@@ -22,11 +22,11 @@ from lsq.fairseq.checkpoint import options_in
 from lsq.fairseq.compatibility import replaced
 
 HYPOTHESIS = re.compile(r"D-(\d+)\t[^\t]*\t(.*)")
-"""Sentence number, score, text."""
+"""Line of fairseq-generate with a translation: sentence number, score, text."""
 
 
 def run(arguments: list[str]) -> int:
-    """Translate as the options say; ValueError or OSError for a mistake in them or the data."""
+    """Translate as the options say; ValueError or OSError if the options or the data are wrong."""
     checkpoint = Path((peek(arguments, "--path") or "").split(os.pathsep)[0])
     args = parse(
         options.get_generation_parser(default_task=task_of(checkpoint)),
@@ -100,7 +100,7 @@ def load_fitting(
 
 
 def read_hypotheses(path: Path, count: int) -> list[str]:
-    """Read the best translation of each sentence from fairseq-generate's output, in order."""
+    """Return the best translations of fairseq-generate, in order; ValueError if one is missing."""
     best = {}
     with path.open(encoding="utf-8", newline="\n") as file:
         for line in file:

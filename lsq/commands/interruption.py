@@ -1,4 +1,4 @@
-"""SIGINT, SIGTERM and SIGHUP: noted, raised, and passed on to a process of `lsq`."""
+"""SIGINT, SIGTERM and SIGHUP: raised as errors, noted, or passed on to a child process of `lsq`."""
 
 import contextlib
 import errno
@@ -15,7 +15,7 @@ def name_of(number: int) -> str:
 
 
 class Interrupted(SystemExit):
-    """A signal ended the work; the exit status is 128 plus its number, as shells have it."""
+    """Exit because of a signal; the status is 128 plus the signal's number, as in shells."""
 
     def __init__(self, number: int, message: str):
         super().__init__(128 + number)
@@ -25,7 +25,7 @@ class Interrupted(SystemExit):
 
 @contextlib.contextmanager
 def raised() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP raise Interrupted here; those that are ignored stay ignored."""
+    """Raise Interrupted on SIGTERM and SIGHUP within this context; ignored signals stay ignored."""
 
     def handle(number: int, frame: object) -> None:
         raise Interrupted(number, f"stopped by {name_of(number)}")
@@ -43,17 +43,17 @@ def raised() -> Iterator[None]:
 
 
 class Interruption:
-    """Context manager that notes a signal instead of dying of it; a second one ends the process."""
+    """Context manager: a signal raises Interrupted, or is noted after `defer`; a second kills."""
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     OF_TERMINALS = (signal.SIGINT, signal.SIGHUP)
-    """Those that a terminal sends to all its processes."""
+    """Signals that a terminal sends to all its processes."""
 
     def __init__(self):
         self.requested: int | None = None
         self._immediate = True
         self._concluding = False
-        # those that it forks, to load data, end by SIGTERM, or when this one ends
+        # forked data loaders inherit the handlers; they end by SIGTERM, or when this process ends
         self._process = os.getpid()
         self._previous: dict[int, object] = {}
 
@@ -70,11 +70,12 @@ class Interruption:
             signal.signal(number, signal.SIG_IGN if ignored else handler)
 
     def defer(self) -> None:
-        """From now on only note signals; see `requested`."""
+        """Only note signals from now on; see `requested`."""
         self._immediate = False
 
     def conclude(self) -> None:
-        """Ignore signals, SIGTERM for good: torchrun sends it to all once one process ends."""
+        """Ignore signals from now on. SIGTERM stays ignored after this context, since torchrun
+        sends it to all processes once one ends."""
         self._concluding = True
 
     @contextlib.contextmanager
@@ -91,7 +92,7 @@ class Interruption:
             return
         if number == self.requested == signal.SIGHUP:  # a terminal that closes may send it twice
             return
-        # the update that it loads data for goes on
+        # a data loader goes on, as does the update that needs its data
         if os.getpid() != self._process and number in self.OF_TERMINALS:
             return
         if self.requested is not None or os.getpid() != self._process:
@@ -106,12 +107,13 @@ POLL_SECONDS = 0.3
 
 
 def run_lsq(arguments: list[str], *, threads: int) -> None:
-    """Run `lsq` and wait for it; ChildProcessError, BrokenPipeError, or Interrupted (passed on)."""
+    """Run `lsq` in a child process and wait. ChildProcessError: it failed. BrokenPipeError: the
+    reader of its output has gone. Interrupted: a signal came, and was passed on to the child."""
     command = [sys.executable, "-m", "lsq.commands.cli", *arguments]
     environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
     with Interruption() as interruption:
         interruption.defer()
-        # signals reach it from here alone
+        # in a session of its own it gets signals only from here
         process = subprocess.Popen(command, env=environment, start_new_session=True)
         try:
             while interruption.requested is None and process.poll() is None:

@@ -1,5 +1,5 @@
-"""Choice of the device of a training: from --lsq-device, --lsq-activations and fairseq's --cpu,
-and this process's part of it, from torchrun's environment."""
+"""Device of a training, by --lsq-device, --lsq-activations and fairseq's --cpu, and its processes,
+by torchrun's environment."""
 
 import logging
 import os
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 ARCHITECTURE = "lsq_transformer"
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 ONE_MACHINE = "--rdzv-backend c10d --rdzv-endpoint 127.0.0.1:0 --local-addr 127.0.0.1".split()
-"""torchrun's --standalone waits in vain where localhost or the host has no address."""
+"""Options in place of torchrun's --standalone, which hangs if a host name has no address."""
 DEVICE_OPTIONS = {"lsq_device": "--lsq-device", "lsq_activations": "--lsq-activations"}
 
 
@@ -31,7 +31,7 @@ def add_device_options(parser: ArgumentParser) -> None:
 
 
 def planned(args: Namespace) -> Backend:
-    """Return the backend to plan a training for, which need not be here; ValueError."""
+    """Return the backend to plan a training for, even without its device here; ValueError."""
     given = args.lsq_device or (device.CPU if args.cpu or gpu_fault() else device.CUDA)
     if given == device.CPU:
         device.check(args, on_cpu=True)
@@ -42,7 +42,8 @@ def planned(args: Namespace) -> Backend:
 
 
 def choose_device(args: Namespace, ours: bool) -> None:
-    """Set `cpu` in `args` for the device asked for, or the best; ValueError if it does not work."""
+    """Set `args.cpu` by the requested device, or else by the best one that works. `ours`: the model
+    is of lsq. ValueError: the requested device does not work."""
     given = getattr(args, "lsq_device", None)
     if not ours:
         _choose_for_fairseq(args, given)
@@ -87,8 +88,8 @@ def on_cpu(args: Namespace) -> bool:
 
 
 def check_precision(args: Namespace) -> None:
-    """Refuse --fp16 and --amp without a GPU or for a model of lsq's, and --tpu; ValueError."""
-    # a checkpoint that is translated with has its own
+    """Raise ValueError for --tpu, and for --fp16 and --amp without a GPU or with a model of lsq."""
+    # without --arch, in `lsq generate`, the checkpoint has the architecture
     architecture = getattr(args, "arch", None) or ""
     reason = "--cpu is given" if args.cpu else "PyTorch sees no GPU here"
     for option in ("fp16", "amp"):
@@ -107,7 +108,7 @@ def check_precision(args: Namespace) -> None:
 
 
 def fill_in(args: Namespace, environment: Mapping[str, str] = os.environ) -> None:
-    """Set fairseq's distributed options, from torchrun's environment if given; ValueError."""
+    """Set fairseq's distributed options, from torchrun's environment if it is set; ValueError."""
     if all(name in environment for name in TORCHRUN):
         _from_torchrun(args, environment)
     elif args.distributed_world_size is None:
@@ -143,7 +144,8 @@ def _from_torchrun(args: Namespace, environment: Mapping[str, str]) -> None:
 
 
 def torchrun_command(args: Namespace, arguments: list[str]) -> list[str] | None:
-    """Return the command that starts a process for each GPU; None: fairseq forks none."""
+    """Return the torchrun command that starts a process for each GPU, in place of fairseq's own
+    forks. None: fairseq would not fork, or its init method or port is given."""
     by_fairseq = args.distributed_world_size > 1 and not args.distributed_no_spawn
     if not by_fairseq or args.distributed_init_method is not None or args.distributed_port > 0:
         return None

@@ -1,5 +1,4 @@
-"""What fairseq's options may be: it takes any number, and fails on some late, or trains and writes
-nonsense."""
+"""Ranges of fairseq's options: fairseq takes any number, and fails late or trains nonsense."""
 
 import ast
 import math
@@ -15,9 +14,9 @@ from lsq.fairseq.options import option
 
 class Range(NamedTuple):
     words: str
-    """After "it must be"."""
+    """Words after "it must be" in a message."""
     holds: Callable[[float], bool]
-    """False for NaN."""
+    """Test whether a number is in the range; False for NaN."""
 
 
 COUNT = Range(f"from 1 to {LARGEST_COUNT}", lambda number: 1 <= number <= LARGEST_COUNT)
@@ -62,11 +61,11 @@ RANGES = {
     "seed": Range("from 0 to 4294967295", lambda n: 0 <= n < 2**32),
     "temperature": Range("from 1e-3 to 1e6", lambda n: 1e-3 <= n <= 1e6),
 }
-"""Name in fairseq's namespaces -> its numbers; of an option that takes several, each of them."""
+"""Name in fairseq's namespaces -> range of its value, or of each value of a list."""
 
 TRANSLATION_TASKS = {"translation", "lsq_translation"}
 WORD_BY_WORD = TRANSLATION_TASKS | {"language_modeling", "lsq_language_modeling"}
-"""Tasks whose models predict each word from those before."""
+"""Tasks whose models predict each word from the words before it."""
 CRITERIA = {
     "adaptive_loss",
     "composite_loss",
@@ -74,7 +73,7 @@ CRITERIA = {
     "label_smoothed_cross_entropy",
     "label_smoothed_cross_entropy_with_alignment",
 }
-"""fairseq's own that such models can be trained with."""
+"""fairseq's own criterions that models of WORD_BY_WORD can be trained with."""
 
 
 def check(args: Namespace) -> None:
@@ -90,7 +89,7 @@ def check(args: Namespace) -> None:
 
 
 def check_training(args: Namespace) -> None:
-    """Raise a ValueError if other options of a training cannot be used, or not together."""
+    """Raise a ValueError for options of a training that are wrong or contradict each other."""
     if args.lr_scheduler == "inverse_sqrt" and args.warmup_updates == 0:
         raise ValueError("--warmup-updates is 0; --lr-scheduler inverse_sqrt needs at least 1")
     if args.lr_scheduler == "polynomial_decay" and args.total_num_update is None:
@@ -121,7 +120,7 @@ def _literal(text: object) -> object:
 def _are_betas(values: object) -> bool:
     try:
         return len(values) == 2 and all(0 <= value < 1 for value in values)
-    except TypeError:  # no list, or not of numbers
+    except TypeError:  # no list, or a list of other things than numbers
         return False
 
 

@@ -1,4 +1,4 @@
-"""fairseq's log on the screen, without noise."""
+"""Log of fairseq and lsq: on the screen or in a file, without known noise."""
 
 import contextlib
 import logging
@@ -24,7 +24,7 @@ NOISE = (
 
 
 class _Screen(logging.StreamHandler):
-    """Ends the command when nobody reads its output any more, as a print would."""
+    """Handler that ends the command when nobody reads its output any more, as a print would."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         if isinstance(sys.exception(), BrokenPipeError):
@@ -40,7 +40,7 @@ def configure() -> None:
         level=logging.WARNING,
         handlers=[_Screen(sys.stdout)],
     )
-    # says that it caches the fonts, once
+    # its only message: it caches the fonts
     logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
 
 
@@ -58,7 +58,7 @@ def quieten() -> None:
 
 @contextlib.contextmanager
 def silent_libraries() -> Iterator[None]:
-    """Let nothing reach standard error here, not even from C++: PyTorch's profiler logs there."""
+    """Discard standard error within this context, also of C++: PyTorch's profiler logs there."""
     kept = os.dup(STANDARD_ERROR)
     try:
         with open(os.devnull, "wb") as nowhere:
@@ -71,7 +71,7 @@ def silent_libraries() -> Iterator[None]:
 
 @contextlib.contextmanager
 def logging_to(path: Path) -> Iterator[None]:
-    """Write log and warnings into a file instead of the screen."""
+    """Write log and warnings into a file instead of the screen within this context."""
     root = logging.getLogger()
     handlers, level = root.handlers, root.level
     handler = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace")

@@ -1,4 +1,4 @@
-"""The losses of a training: recorded beside one progress bar, read again, and drawn."""
+"""The losses of a training: record them beside one progress bar, read them, draw them."""
 
 import contextlib
 import json
@@ -18,7 +18,7 @@ from lsq.fairseq.compatibility import replaced
 LOSSES = "losses.jsonl"
 RECORDED = ("loss", "nll_loss", "lr")
 DIGITS = 6
-"""After the point, where fairseq keeps 3: too few for the difference of two trainings."""
+"""Decimals in the log; fairseq's 3 are too few for the difference of two trainings."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,10 +26,10 @@ class LossCurve:
     """Losses by number of updates, in bits per target token without label smoothing."""
 
     training: dict[int, float] = field(default_factory=dict)
-    """Mean loss of the updates since the entry before, with dropout."""
+    """Update -> mean loss of the updates since the entry before, with dropout."""
     validation: dict[int, float] = field(default_factory=dict)
     seconds: float = 0.0
-    """Spent in updates, in all sittings of a training that was resumed."""
+    """Seconds in updates, of all parts of a training that was resumed."""
 
     @property
     def updates(self) -> int:
@@ -38,7 +38,7 @@ class LossCurve:
 
 
 def read_losses(path: Path) -> LossCurve:
-    """Read a file of `recording`, if there is one; later entries of an update count."""
+    """Read a file of `recording`, if there is one; the last entry of an update counts."""
     training, validation, seconds = {}, {}, 0.0
     lines = path.read_bytes().splitlines() if path.exists() else []
     for line in lines:
@@ -81,11 +81,11 @@ def draw_losses(curves: dict[str, LossCurve], path: Path, title: str) -> None:
 
 @contextlib.contextmanager
 def recording(path: Path, updates: int, description: str, quiet: bool) -> Iterator[None]:
-    """Show one bar of fairseq's training and append its losses to `path`."""
+    """Show one progress bar for fairseq's training, and append its losses to `path`."""
     before, step, rounded = read_losses(path), Trainer.train_step, meters.safe_round
     done, seconds = min(before.updates, updates), before.seconds
 
-    # fairseq's own clock stands still once a checkpoint is loaded
+    # fairseq's own clock stops once a checkpoint is loaded
     def timed(*arguments, **options):
         nonlocal seconds
         start = time.perf_counter()
@@ -117,7 +117,7 @@ def recording(path: Path, updates: int, description: str, quiet: bool) -> Iterat
 
 
 class _Recorder(progress_bar.BaseProgressBar):
-    """Stands in for fairseq's bars; with `lines`, each validation prints one."""
+    """Replacement of fairseq's progress bars; with `lines`, each validation prints a line."""
 
     def __init__(
         self, iterable: Iterable, file, bar: tqdm, seconds: Callable[[], float], lines: bool
@@ -129,13 +129,13 @@ class _Recorder(progress_bar.BaseProgressBar):
         return iter(self.iterable)
 
     def log(self, stats: dict, tag: str | None = None, step: int | None = None) -> None:
-        """Called every --log-interval updates."""
+        """Record losses; fairseq calls it every --log-interval updates."""
         self._record("train", stats, step)
         self.bar.set_postfix(loss=f"{float(stats['loss']):.2f}", refresh=False)
         self.bar.update(step - self.bar.n)
 
     def print(self, stats: dict, tag: str | None = None, step: int | None = None) -> None:
-        """Called after an epoch and after a validation."""
+        """Record a validation; fairseq calls it after epochs and validations."""
         if tag == "valid":
             self._record("valid", stats, step)
             if self.lines:
@@ -158,7 +158,7 @@ class _Recorder(progress_bar.BaseProgressBar):
 
 @contextlib.contextmanager
 def one_bar(description: str, quiet: bool) -> Iterator[None]:
-    """Show a bar of the batches of fairseq's generation."""
+    """Show a progress bar for the batches of fairseq's generation."""
 
     def make(iterator: Iterable, **options) -> progress_bar.BaseProgressBar:
         return progress_bar.NoopProgressBar(

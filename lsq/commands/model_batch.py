@@ -17,7 +17,7 @@ from lsq.text.corpus import read_lines, read_pairs
 LONGEST = 256
 IGNORED = -100
 MASKED_SHARE = 0.15
-"""Devlin et al. 2019."""
+"""Share of words that are masked (Devlin et al. 2019)."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -26,10 +26,10 @@ class ModelBatch:
 
     model: nn.Module
     loss: Callable[[], Tensor]
-    """The mean loss of the batch, always the same; it can be differentiated."""
+    """Function that returns the mean loss of the batch, differentiable, the same at each call."""
     lengths: Sequence[int]
     losses: Callable[[Sequence[int]], tuple[Tensor, float]]
-    """Numbers of sentences -> (sum of their losses without label smoothing, number of words)."""
+    """Indices of sentences -> (sum of their losses without label smoothing, number of words)."""
     description: str
 
 
@@ -40,9 +40,9 @@ class BatchOptions(Namespace):
     """with a folder of transformers' as --model: sentences, one a line, and a second file of
     translations for a model that translates"""
     words: Count
-    """with --model: of the text, about"""
+    """with --model: about how many words of the text"""
     data: Folder | None = None
-    """of a checkpoint as --model: its data folder"""
+    """data folder of a checkpoint as --model"""
     tensors: Annotated[list[str], "PATTERN"] = []
     """names of weights, with * and ?; without it, all"""
     formats: Annotated[list[str], "FORMAT"]
@@ -61,7 +61,7 @@ def load(given: BatchOptions) -> ModelBatch:
 
 
 def _spread(lengths: Sequence[int], words: int) -> list[int]:
-    """Choose evenly spaced sentences that have about so many words together; at least one."""
+    """Choose indices of evenly spaced sentences with about `words` words together; at least one."""
     count = max(1, min(len(lengths), round(words * len(lengths) / max(sum(lengths), 1))))
     return [i * len(lengths) // count for i in range(count)]
 
@@ -147,7 +147,7 @@ def _of_transformers(path: Path, texts: Sequence[Path], words: int) -> ModelBatc
 def _losses(
     model: nn.Module, inputs: dict[str, Tensor], numbers: Sequence[int]
 ) -> tuple[Tensor, float]:
-    """Compute `ModelBatch.losses` of a model of transformers' on its inputs [B, T]."""
+    """Compute `ModelBatch.losses` for a model of transformers' on its inputs [B, T]."""
     rows = {name: tensor[list(numbers)] for name, tensor in inputs.items()}
     columns = rows["attention_mask"].any(0)
     of_labels = (rows["labels"] != IGNORED).any(0) if model.config.is_encoder_decoder else columns
@@ -168,11 +168,11 @@ def _encoded(model: nn.Module, tokenizer, lines: Sequence[str]):
 
 
 def _chosen(tokenizer, columns: Sequence[Sequence[str]], words: int) -> list[list[str]]:
-    """Choose sentences with about so many words, the same lines of each file, none empty."""
+    """Return the same lines of each file, none empty, with about `words` words together."""
     rows = [row for row in zip(*columns, strict=True) if all(row)]
     if not rows:
         raise ValueError("--text has empty lines alone")
-    few = rows[:: max(1, len(rows) // 1000)]  # their lengths are like those of all
+    few = rows[:: max(1, len(rows) // 1000)]  # about 1000 lines, as long as all lines on average
     lengths = [len(tokenizer(row[0])["input_ids"]) for row in few]
     return [list(column) for column in zip(*(few[i] for i in _spread(lengths, words)), strict=True)]
 
@@ -187,7 +187,7 @@ def _one_file(model: nn.Module, tokenizer, texts: Sequence[Path], words: int) ->
 def _next_word(model: nn.Module, tokenizer, texts: Sequence[Path], words: int) -> tuple[dict, int]:
     inputs, count = _one_file(model, tokenizer, texts, words)
     labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, IGNORED)
-    first = inputs["attention_mask"].argmax(1, keepdim=True)  # predicted from nothing
+    first = inputs["attention_mask"].argmax(1, keepdim=True)  # no word precedes it
     labels = labels.scatter(1, first, IGNORED)
     return {**inputs, "labels": labels}, count
 
@@ -195,12 +195,12 @@ def _next_word(model: nn.Module, tokenizer, texts: Sequence[Path], words: int) -
 def _masked_words(
     model: nn.Module, tokenizer, texts: Sequence[Path], words: int
 ) -> tuple[dict, int]:
-    """Some words, the same each time, are masked and predicted."""
+    """Mask random words, the same in each call, as words to predict."""
     inputs, count = _one_file(model, tokenizer, texts, words)
     ids = inputs["input_ids"]
     guessed = torch.rand(ids.shape, generator=torch.Generator().manual_seed(1)) < MASKED_SHARE
     guessed &= inputs["attention_mask"] == 1
-    guessed[0, 0] = True  # one at least
+    guessed[0, 0] = True  # at least one
     hidden = ids.masked_fill(guessed, tokenizer.mask_token_id)
     return {**inputs, "input_ids": hidden, "labels": ids.masked_fill(~guessed, IGNORED)}, count
 
@@ -222,4 +222,4 @@ LOSSES: dict[tuple[str, ...], Callable] = {
     ("ForMaskedLM",): _masked_words,
     ("ForConditionalGeneration", "MTModel"): _translation,
 }
-"""Ends of the names of architectures -> function that makes their inputs."""
+"""Endings of architectures' names -> function that makes their inputs."""

@@ -1,4 +1,4 @@
-"""`lsq numbers`: the built-in task. English number names to German, learnt in float and in int8."""
+"""`lsq numbers`: the built-in task, English number names to German, in float and in int8."""
 
 import json
 import os
@@ -32,11 +32,11 @@ TRAINING = {
     "--beam": 4,
     "--bleu-tokenizer": "char",
 }
-"""BLEU counts characters: German names are single words."""
+"""Options of all trainings. BLEU counts characters, since German number names are single words."""
 RUNS = {"float": ["--mode", "float", "--arch", ARCHITECTURE], "int8": ["--mode", "int8"]}
 FAIRSEQ = {"fairseq": ["--mode", "float", "--arch", "transformer"]}
 MOST_THREADS = 8
-"""More are slower with models this small."""
+"""More threads are slower with models this small."""
 
 
 class Options(train_text.Sizes):
@@ -62,7 +62,7 @@ class Options(train_text.Sizes):
     fairseq: bool = False
     """also train fairseq's own model, which draws other weights and masks"""
     threads: Positive = min(len(os.sched_getaffinity(0)), MOST_THREADS)
-    """threads of either training"""
+    """threads of each training"""
     quiet: bool = False
     """no progress bars"""
     layers, hidden, feed_forward, heads = 2, 128, 512, 4
@@ -169,14 +169,14 @@ def run(arguments: list[str]) -> int:
     """Train in float and in int8, and compare; raises as `run_lsq` does."""
     given = parser().parse_args(arguments)
     check_writable(given.output, makes_folders=True)
-    launch.choose_device(given, ours=True)  # for both runs, so that they compute in one place
+    launch.choose_device(given, ours=True)  # for both runs, so that they compute on one device
     with locked_folder(given.output / NUMBERS, "choose another --output"):
         compare(given)
     return 0
 
 
 def compare(given: Namespace) -> None:
-    """Make the data, train in every mode, and report; ValueError if other data are there."""
+    """Make the data, train in every mode, and report; ValueError if the options have changed."""
     text = Stage(name=NUMBERS, folder=given.output / NUMBERS, makes=corpus.FILES)
     made = ("results.json", "samples.txt", "losses.png")
     comparison = Stage(name="comparison", folder=given.output, makes=made)

@@ -18,15 +18,15 @@ CHOICE = re.compile(r"invalid choice: '(.*?)' \(choose from (.*)\)", re.DOTALL)
 MANY_CHOICES = 12
 LARGEST_COUNT = 2**22
 LONGEST = 1000
-"""Characters of a message."""
+"""Most characters of a message."""
 PART = re.compile("[a-z0-9]+")
 REQUIRED, UNRECOGNIZED = "the following arguments are required: ", "unrecognized arguments: "
 DIGITS = re.compile("[0-9]{1,18}")
-"""A whole number: int() takes digits of every script, spaces and underscores as well."""
+"""A whole number. int() also takes spaces, underscores and digits of every script."""
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows defaults, but for None, False and empty lists; lists as they are typed."""
+    """Formatter that shows defaults as they are typed, except None, False and empty lists."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         if action.default is None or action.default is False or action.default == []:
@@ -37,7 +37,7 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
 
 
 def command_parser(command: str, declared: type[Namespace], **options) -> ArgumentParser:
-    """Make the parser of `lsq COMMAND`: no abbreviations, errors in one line."""
+    """Make the parser of `lsq COMMAND` for a class of options, without abbreviations."""
     parser = ArgumentParser(
         prog=f"lsq {command}",
         description=inspect.getdoc(declared),
@@ -50,8 +50,10 @@ def command_parser(command: str, declared: type[Namespace], **options) -> Argume
 
 
 def add_options(parser: ArgumentParser, declared: type[Namespace]) -> None:
-    """Add an option for every field of a class: its docstring is the help, and one without a
-    default is required. The fields of a base class are a group, with the docstring as its title.
+    """Add an option for every field of a class.
+
+    A field's docstring is the help of its option. A field without a default is required. The fields
+    of a base class form a group; the docstring of the base class is its title.
 
     Annotations are `bool` for switches, `X | None`, `list[X]` for one value or more, and
     `Annotated[X, ...]` with a metavar, a tuple of choices, or a function that makes the value.
@@ -77,7 +79,7 @@ def add_options(parser: ArgumentParser, declared: type[Namespace]) -> None:
 
 
 def add_fields(group: Any, declared: type, names: Iterable[str], prefix: str = "--") -> None:
-    """Add options for fields of a dataclass, with their docstrings as help, without defaults."""
+    """Add options for named fields of a dataclass, without defaults; docstrings are the help."""
     from lsq.config import documentation  # imports torch
 
     texts = documentation(declared)
@@ -89,7 +91,7 @@ def add_fields(group: Any, declared: type, names: Iterable[str], prefix: str = "
 
 
 def check_there(*paths: Path | None) -> None:
-    """Raise FileNotFoundError unless all paths are there."""
+    """Raise FileNotFoundError unless all paths exist; None is left out."""
     for path in filter(None, paths):
         if not path.exists():
             raise FileNotFoundError(2, "is not there", str(path))
@@ -111,7 +113,7 @@ def _argument(annotation: Any) -> dict[str, Any]:
 
 
 def one_line_errors(parser: ArgumentParser) -> None:
-    """Let a parser report a mistake in one line; unknown options come before missing ones."""
+    """Make a parser report mistakes in one line, and unknown options before missing ones."""
     parse_known_args, words = parser.parse_known_args, []
 
     def remember(args: Sequence[str] | None = None, namespace: Namespace | None = None):
@@ -124,7 +126,7 @@ def one_line_errors(parser: ArgumentParser) -> None:
             message = (
                 UNRECOGNIZED + " ".join(unknown) + _meant(unknown[0], parser._option_string_actions)
             )
-        # the names of fairseq's own types
+        # some types of fairseq's options are named <lambda>
         message = CHOICE.sub(_few, message).replace("<lambda> ", "")
         parser.exit(2, f"{parser.prog}: error: {shortened(message)} (see {parser.prog} --help)\n")
 
@@ -158,7 +160,7 @@ def _meant(name: str, known: Iterable[str]) -> str:
 
 
 def near(name: str, known: Iterable[str]) -> list[str]:
-    """Return at most three names like one; those of the same parts in another order, if any."""
+    """Return the names with the parts of `name` in any order, or at most three similar names."""
 
     def parts(name: str) -> list[str]:
         return sorted(PART.findall(name.lower()))
@@ -175,7 +177,7 @@ def positive(text: str) -> int:
 
 
 def count(text: str) -> int:
-    """Convert a number of words, threads and such; larger ones would take all memory."""
+    """Convert a number of words, threads and the like; larger numbers would take all memory."""
     number = positive(text)
     if number > LARGEST_COUNT:
         raise argparse.ArgumentTypeError(f"{text} is too large; at most {LARGEST_COUNT}")
@@ -201,17 +203,17 @@ Seconds = Annotated[float, "S", seconds]
 
 
 def is_given(option: str, words: list[str]) -> bool:
-    """Whether an option is among the words of a command line, as `--lr 0.1` or `--lr=0.1`."""
+    """Return whether a command line has an option, as `--lr 0.1` or `--lr=0.1`."""
     return any(word.partition("=")[0] == option for word in words)
 
 
 def is_part_of(path: Path, wholes: Iterable[Path]) -> bool:
-    """Whether a path is one of these, or inside one, whatever links lead there."""
+    """Return whether a path is one of `wholes` or inside one; links are followed."""
     return any(path.resolve().is_relative_to(whole.resolve()) for whole in wholes)
 
 
 def check_writable(output: Path, option: str = "--output", *, makes_folders: bool = False) -> None:
-    """Refuse an output that cannot be written, with a ValueError, before the work."""
+    """Raise ValueError for an unwritable output; `makes_folders`: missing folders are allowed."""
     around = [path for path in (output.absolute(), *output.absolute().parents) if path.is_dir()][0]
     if not makes_folders and around not in (output.absolute(), output.absolute().parent):
         raise ValueError(
@@ -224,7 +226,7 @@ def check_writable(output: Path, option: str = "--output", *, makes_folders: boo
 
 
 def replaces(output: Path, overwrite: bool) -> bool:
-    """Say whether --output will be replaced; ValueError if it may not be."""
+    """Return whether --output exists and will be replaced; ValueError if that is not allowed."""
     check_writable(output)
     if output.exists() and not overwrite:
         raise ValueError(

@@ -25,29 +25,29 @@ SHOWN = 10
 
 
 TRAINING = "--criterion lsq_label_smoothed_cross_entropy --optimizer lsq_adam".split()
-"""Options of fairseq-train that need not be given."""
+"""Default options of fairseq-train for a planned step."""
 Bytes = Annotated[int, positive, "BYTES"]
 
 
 class Options(Namespace):
-    """Choose offsets for buffers, so that those that are alive at the same time do not overlap, and
-    say how much memory they need and why. The plan is checked before it is shown. The buffers come
-    from a file, or from a training step: lsq plan --arch lsq_transformer_wmt_en_de --max-tokens
-    4096 --max-source-positions 256 --max-target-positions 256, with any options of lsq train:
-    --lsq-device cuda plans for a GPU, without one."""
+    """Choose offsets for buffers, so that buffers that are alive at the same time do not overlap,
+    and say how much memory they need and why. The plan is checked before it is shown. The buffers
+    come from a file, or from a training step: lsq plan --arch lsq_transformer_wmt_en_de
+    --max-tokens 4096 --max-source-positions 256 --max-target-positions 256, with any options of lsq
+    train: --lsq-device cuda plans for a GPU, without one."""
 
     arch: Annotated[str, "NAME"] | None = None
     """plan a training step of this architecture"""
     vocabulary_size: Count = 32000
-    """joined vocabulary, with --arch"""
+    """words of the joined vocabulary, with --arch"""
     output: Annotated[Path, "PLAN"] | None = None
     """write id,offset; or all of the plan, if it ends in .json"""
     method: Annotated[str, METHODS] = "portfolio"
     """how to plan"""
     capacity: Bytes | None = None
-    """what the plan should keep to"""
+    """most bytes that the plan should take"""
     time_limit: Seconds = TIME_LIMIT
-    """seconds for exact"""
+    """seconds for --method exact"""
     plot: File | None = None
     """draw a map of the memory (.png, .svg, .pdf)"""
     quiet: bool = False
@@ -102,11 +102,11 @@ def _buffers(arguments: list[str]) -> tuple[Namespace, list[Buffer]]:
     if of_file:
         return given, read_buffers(given.file, alignment=given.align)
     parsed = parse_step("lsq plan", given.arch, training)
-    from lsq.commands import launch  # takes seconds, and a file needs none of it
+    from lsq.commands import launch  # takes seconds; not needed for a file
     from lsq.fairseq.memory import describe_training
 
     backend = launch.planned(parsed)
-    parsed.lsq_device = parsed.lsq_activations = None  # it need not be here
+    parsed.lsq_device = parsed.lsq_activations = None  # this machine need not have the device
     activations = str(backend.activations).removeprefix("torch.")
     print(f"planned for  {backend.name}, activations in {activations}")
     step = describe_training(parsed, given.vocabulary_size, backend)
@@ -114,7 +114,7 @@ def _buffers(arguments: list[str]) -> tuple[Namespace, list[Buffer]]:
 
 
 def parse_step(program: str, architecture: str, arguments: Sequence[str]) -> Namespace:
-    """Parse fairseq's options of a training step that needs no data; ValueError, or SystemExit."""
+    """Parse fairseq's options of a training step, without data; ValueError or SystemExit."""
     from fairseq import options  # takes seconds
 
     from lsq.commands import limits

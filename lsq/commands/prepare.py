@@ -1,4 +1,4 @@
-"""Stages that make fairseq's binary data of text files; finished stages are skipped.
+"""Stages that make fairseq's binary data from text files; finished stages are skipped.
 
 output/text         cleaned sentence pairs of train, valid and test
 output/vocabulary   sentencepiece's model of both languages
@@ -86,7 +86,7 @@ def prepare(prepared: Prepared) -> Prepared:
     made = (vocabulary.MODEL, vocabulary.PIECES)
     learnt = Stage(name="vocabulary", folder=output / "vocabulary", makes=made)
     data = Stage(name="data", folder=prepared.data, makes=binary.FILES)
-    for stage in (text, learnt, data):  # all before any of them writes
+    for stage in (text, learnt, data):  # check all before any of them writes
         stage.check_own()
 
     def write(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""A trained model by the path that a user gives: its files, and the model in memory."""
+"""Files of a trained model, found by the path that a user gives, and the model in memory."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 BEST = "checkpoint_best.pt"
 TRANSLATION = "translation"
 OF_TRAINING = ("lsq_gemm_config", "lsq_gemm_coverage", "lsq_device", "lsq_activations")
-"""Options in a checkpoint that are for the machine that trained."""
+"""Options in a checkpoint that concern only the machine of the training."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Files of a trained model; FileNotFoundError or ValueError if one is not there."""
+    """Files of a trained model; FileNotFoundError or ValueError if one is missing."""
 
     checkpoint: Path
     data: Path
@@ -43,7 +43,7 @@ class Source:
 
 def find(path: Path, data: Path | None = None, subwords: Path | None = None) -> Source:
     """Find the files of a checkpoint with its `data` and `subwords`, of a run of `lsq train-text`,
-    or of the only run in an output folder; FileNotFoundError or ValueError without one."""
+    or of an output folder with one run; FileNotFoundError or ValueError if they are missing."""
     for given in filter(None, (path, data, subwords)):
         check_name(given)
         if given.is_file() and not given.stat().st_size:
@@ -79,25 +79,25 @@ def find(path: Path, data: Path | None = None, subwords: Path | None = None) -> 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Trained:
-    """A trained model of lsq's or of fairseq's own, on the CPU, in eval mode, with its words."""
+    """A trained model of lsq or fairseq, on the CPU, in eval mode, with its dictionaries."""
 
     model: "nn.Module"
     options: Mapping[str, Any]
     languages: "Languages"
     updates: int
     source: "Dictionary | None"
-    """None: it is a language model."""
+    """None for a language model."""
     target: "Dictionary"
     subwords: Path | None
     task: "FairseqTask"
     criterion: Any
-    """fairseq's options of its loss, if known."""
+    """fairseq's options of its criterion, if known."""
     trained_length: int | None
     search: SearchOptions
 
 
 def load(source: Source) -> Trained:
-    """Read a model and its words; ValueError if it is damaged or does not fit the dictionaries."""
+    """Load a model and its dictionaries; ValueError if it is damaged, or they do not fit it."""
     from fairseq import checkpoint_utils, tasks
 
     from lsq.commands.generate import load_fitting
@@ -111,7 +111,7 @@ def load(source: Source) -> Trained:
         str(source.data), [str(source.checkpoint)], overrides, task, state=state
     )
     trained = read_marker(source.checkpoint.parent)
-    length = trained and trained.key.get("--max-length")  # None: of no run
+    length = trained and trained.key.get("--max-length")  # None: a checkpoint outside of a run
     search = evaluation_of_task(task.cfg) or SearchOptions()
     if length is not None:  # as the run translated its test set
         marker = read_marker(source.checkpoint.parent.parent / TRANSLATION)

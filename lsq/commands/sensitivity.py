@@ -20,12 +20,12 @@ from lsq.study.tensors import ACTIVATION
 
 JSON, TABLE, PICTURE = OUTPUTS = ("sensitivity.json", "sensitivity.md", "sensitivity.png")
 BATCH_WORDS = 4096
-"""Of sentences that are computed together, padding included."""
+"""Most words that are computed together, padding included."""
 
 
 class Options(BatchOptions):
-    """Say what each weight of a trained model, and what each product reads, costs in loss in each
-    number format: measured, one tensor at a time, and estimated from gradients. Stop it whenever
+    """Measure how much loss each number format costs in each weight of a trained model, and in each
+    input of a product: one tensor at a time, and as an estimate from gradients. Stop it whenever
     you like: what is done is in the file, and the same command goes on with the rest."""
 
     model: AnyPath
@@ -34,7 +34,7 @@ class Options(BatchOptions):
     clip: Annotated[str, METHODS] = "mse"
     """how clips of weights are measured"""
     weights_only: bool = False
-    """leave out what products read"""
+    """leave out the inputs of products"""
     output: Folder
     """folder for sensitivity.json, sensitivity.md and sensitivity.png"""
     overwrite: bool = False
@@ -44,7 +44,7 @@ class Options(BatchOptions):
 
 
 def run(arguments: list[str]) -> int:
-    """Measure and write, or go on where an earlier run ended; Interrupted if a signal came."""
+    """Measure and write, or go on where an earlier run ended; Interrupted after a signal."""
     given = command_parser("sensitivity", Options).parse_args(arguments)
     check_there(given.model, *given.text)
     if given.output.exists() and not given.output.is_dir():
@@ -88,7 +88,7 @@ def run(arguments: list[str]) -> int:
 
 
 def by_length(lengths: Sequence[int], words: int) -> list[list[int]]:
-    """Put sentences of similar length together, at most so many words with padding, or one."""
+    """Batch indices of sentences of similar length: one, or at most `words` words with padding."""
     batches: list[list[int]] = []
     for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
         if batches and lengths[batches[-1][0]] * (len(batches[-1]) + 1) <= words:

@@ -16,14 +16,14 @@ MOST_PORT = 2**16 - 1
 
 class Options(ModelOptions):
     """Serve translations over HTTP: POST /translate takes {"text": ["one line", "another"]} and
-    options of the search such as "beam"; GET /health and /metrics (for Prometheus) say how it is,
-    and GET / is a page for trying it. Requests that arrive together are translated together. Ctrl-C
-    or SIGTERM ends it when what has arrived is answered."""
+    options of the search such as "beam"; GET /health and /metrics (for Prometheus) report its
+    state, and GET / is a page for trying it. Requests that arrive together are translated together.
+    Ctrl-C or SIGTERM ends it once all requests that have arrived are answered."""
 
     host: str = "127.0.0.1"
-    """address to serve at; 0.0.0.0: all of this machine"""
+    """address to serve at; 0.0.0.0: all addresses of this machine"""
     port: int = 8080
-    """0: any that is free"""
+    """port to serve at; 0: any free port"""
 
 
 def parser() -> ArgumentParser:
@@ -54,7 +54,7 @@ def run(arguments: list[str]) -> int:
     if not 0 <= given.port <= MOST_PORT:
         raise ValueError(f"--port is {given.port}; it must be from 0 to {MOST_PORT}")
     limits = limits_of(given)
-    # here, since packages of the extra may be missing
+    # imported here: --help works without the extra's packages
     from lsq.serving.http.server import listen, server_of
     from lsq.serving.http.service import Service
 

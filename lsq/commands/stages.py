@@ -1,9 +1,9 @@
-"""Stages of a long job that is run again after an interruption, each in a folder of its own.
+"""Stages of a long job, which goes on after an interruption; each stage has a folder of its own.
 
-A folder's marker, lsq-stage.json, says which stage made what is there: its key (options and
-checksums of what it reads), whether it is finished, and the checksums of its files. A finished
-stage of the same key is skipped. Only files that a marked stage makes are ever removed; what else
-lies in its folder stays.
+A folder's marker, lsq-stage.json, names the stage that made its files. It has the stage's key
+(options and checksums of what the stage reads), whether the stage is finished, and checksums of its
+files. A finished stage is skipped if its key is the same. Only files that a marked stage makes are
+ever removed; all other files in its folder stay.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ class Marker:
     key: dict
     finished: bool
     files: dict = field(default_factory=dict)
-    """Name -> SHA-256 in hexadecimal; empty where files may change."""
+    """Name -> SHA-256 in hexadecimal; empty if files may change."""
 
     def __post_init__(self):
         for name, kind in (("stage", str), ("key", dict), ("finished", bool), ("files", dict)):
@@ -37,7 +37,7 @@ class Marker:
 
 
 def read_marker(folder: Path) -> Marker | None:
-    """Read the marker of a stage, or None; ValueError if it is damaged."""
+    """Read the marker in a folder, None if it has none; ValueError if it is damaged."""
     path = folder / MARKER
     if not path.exists():
         return None
@@ -61,7 +61,7 @@ class Stage:
     name: str
     folder: Path
     makes: tuple[str | re.Pattern, ...]
-    """Names, or patterns of them."""
+    """Names of files, or patterns of names."""
 
     def made(self) -> list[Path]:
         paths = self.folder.iterdir() if self.folder.is_dir() else ()
@@ -69,7 +69,7 @@ class Stage:
         return sorted(p for p in paths if any(re.fullmatch(made, p.name) for made in patterns))
 
     def check_own(self) -> Marker | None:
-        """Return the stage's marker, or None; ValueError if files of others are there."""
+        """Return the stage's marker, or None; ValueError if files of another origin are there."""
         if self.folder.exists() and not self.folder.is_dir():
             raise ValueError(f"{self.folder} is not a folder; choose another one")
         found = read_marker(self.folder)
@@ -87,7 +87,7 @@ class Stage:
         return found
 
     def mark(self, key: dict, *, finished: bool, files: dict[str, str] | None = None) -> None:
-        """Write the marker into the folder, which is made where it is missing."""
+        """Write the marker into the folder; a missing folder is made."""
         self.check_own()
         self.folder.mkdir(parents=True, exist_ok=True)
         marker = Marker(stage=self.name, key=key, finished=finished, files=files or {})
@@ -98,7 +98,7 @@ class Stage:
         self._unlink_made()
 
     def remove(self) -> None:
-        """Remove the files that this stage made, its marker, and its folder if it is empty then."""
+        """Remove the files that this stage made, its marker, and its folder if that is empty."""
         if self.check_own() is not None:
             self._unlink_made()
             (self.folder / MARKER).unlink()
@@ -121,7 +121,7 @@ class Stage:
 def run_stage(
     stage: Stage, key: dict, work: Callable[[Path], None], say: Callable[[str], None]
 ) -> None:
-    """Let `work(folder)` make what the stage makes, unless it is done; until then the old stays."""
+    """Call `work(folder)` unless the stage is done. Old files stay until all new ones are made."""
     if stage.is_done(key):
         say(f"{stage.name}: already done")
         return
@@ -141,8 +141,9 @@ def run_stage(
 
 
 def differences(before: dict, now: dict) -> list[str]:
-    """List the differences of two keys: "--lr: 0.1 before, 0.2 now". Of a text, {"file": its path,
-    "sha256": of its content}, only the content counts, and options of 0.1 may be left out."""
+    """List the differences of two keys, such as "--lr: 0.1 before, 0.2 now". A text, {"file": path,
+    "sha256": checksum}, is compared by its checksum. Dropped options of version 0.1 do not
+    count."""
     before = _of_this_version(before, now)
     names = sorted(before.keys() | now.keys())
     changed = [name for name in names if _compared(before.get(name)) != _compared(now.get(name))]
@@ -153,9 +154,8 @@ def differences(before: dict, now: dict) -> list[str]:
 
 
 def _of_this_version(before: dict, now: dict) -> dict:
-    """Return an earlier key without options of version 0.1 that cannot be given any more, unless
-    they are: without those that are constant, and with --lsq-clip-init in place of two that were
-    alike."""
+    """Adapt an earlier key to options of this version, unless `now` has options of 0.1. Constant
+    options are dropped; --lsq-clip-init takes the place of two initial clips of equal value."""
     constant, inits = (
         {f"--lsq-{name.replace('_', '-')}" for name in names} for names in (CONSTANT, RENAMED)
     )

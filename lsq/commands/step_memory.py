@@ -1,4 +1,4 @@
-"""Memory of the tensors of a training step: kept for the backward pass, and at its peak."""
+"""Memory of tensors in a training step: kept for the backward pass, and at its peak."""
 
 import os
 from collections import Counter
@@ -9,7 +9,7 @@ import torch
 from fairseq import checkpoint_utils, utils
 from torch.profiler import ProfilerActivity, profile
 
-import lsq.fairseq  # noqa: F401  (registers what checkpoints of lsq's models name)
+import lsq.fairseq  # noqa: F401  (registers lsq's models, which checkpoints name)
 from lsq.commands.logs import logging_to, quieten, silent_libraries
 from lsq.memory.kept import nothing_kept
 
@@ -17,7 +17,7 @@ from lsq.memory.kept import nothing_kept
 def saved_tensors(
     forward: Callable[[], torch.Tensor], parameters: Iterable[torch.Tensor]
 ) -> Counter:
-    """Count bytes that autograd keeps of `forward`, by "dtype [shape]"; no parameters."""
+    """Count the bytes that autograd keeps of `forward`, by "dtype [shape]", without parameters."""
     known = {parameter.untyped_storage().data_ptr() for parameter in parameters}
     kept: Counter = Counter()
 
@@ -32,12 +32,12 @@ def saved_tensors(
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         root = forward()
-    del root  # held until here: a storage that is freed could lend its address to the next
+    del root  # held until here: a new storage at a freed address would not be counted
     return kept
 
 
 def traced_peak(run: Callable[[], object]) -> int:
-    """Measure the most bytes of PyTorch's CPU allocator beyond those before `run` runs."""
+    """Return the most bytes of PyTorch's CPU allocator during `run`, beyond the bytes before it."""
     with nothing_kept(), silent_libraries():
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             run()
@@ -59,7 +59,7 @@ def peak_on_gpu(run: Callable[[], object]) -> int:
 
 
 def step_memory(checkpoint: Path) -> dict[str, int]:
-    """Measure bytes of a step on the largest training batch: kept for backward, and peak."""
+    """Measure the bytes of a step on the largest training batch: kept for backward, and peak."""
     quieten()
     with logging_to(Path(os.devnull)):
         (model,), config, task = checkpoint_utils.load_model_ensemble_and_task([str(checkpoint)])
@@ -81,7 +81,7 @@ def step_memory(checkpoint: Path) -> dict[str, int]:
         return criterion(model, batch)[0]
 
     peak = peak_on_gpu if on_gpu else traced_peak
-    with nothing_kept():  # as in what is traced, for which passes are prepared here
+    with nothing_kept():  # as in the traced step, whose passes are prepared here
         loss().backward()  # makes the gradients
     kept = saved_tensors(loss, model.parameters()).total()
     return {"kept_bytes": kept, "peak_bytes": peak(lambda: loss().backward())}

@@ -1,4 +1,4 @@
-"""One training on prepared data, its translation of the test set and its scores.
+"""One training on prepared data, the translation of its test set, and its scores.
 
 output/<run>/model          checkpoints, losses.jsonl, train.log
 output/<run>/translation    hypotheses.txt, generate-test.txt, generate.log
@@ -71,7 +71,7 @@ UNBOUND = frozenset(
     " --keep-best-checkpoints --no-epoch-checkpoints --stop-time-hours --lsq-memory"
     " --lsq-gemm-config --lsq-gemm-coverage --lsq-timeout --lsq-device --lsq-activations".split()
 )
-"""Options of `lsq train` that may differ when a run goes on."""
+"""Options of `lsq train` that may change when a run goes on."""
 OF_THIS_COMMAND = {
     "--disable-validation": "the checkpoint that translates is chosen by it",
     "--no-last-checkpoints": "an interrupted training goes on from them",
@@ -90,7 +90,7 @@ def set_by(given: Namespace) -> dict[str, str]:
 
 
 def named_options(words: list[str]) -> dict[str, str | None]:
-    """Return options with their values (None: switches); words before any option are under ""."""
+    """Return option -> value, None for a switch; the key "" has the words before all options."""
     values: dict[str, list[str]] = {}
     option = ""
     for word in words:
@@ -103,7 +103,7 @@ def named_options(words: list[str]) -> dict[str, str | None]:
 
 
 def bound(training: dict[str, str | None], extra: list[str]) -> dict[str, str | bool]:
-    """Return the options that a run depends on, as its user knows them; True for switches."""
+    """Return the options that a run depends on, as in `lsq train-text`; True for switches."""
     further = named_options(extra)
     ours = {
         NAMES.get(name, name): value
@@ -116,14 +116,14 @@ def bound(training: dict[str, str | None], extra: list[str]) -> dict[str, str | 
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """Options of `lsq train-text`, those of `lsq train` that follow, and the user's own."""
+    """Options of `lsq train-text`, options of `lsq train` that they set, and options after --."""
 
     given: Namespace
     training: dict[str, str | None]
     extra: list[str]
 
     def arguments(self, data: Path, folder: Path) -> list[str]:
-        """Return the command line of `lsq train` with this data that writes into this folder."""
+        """Return the arguments of `lsq train` that reads `data` and writes into `folder`."""
         training = {"--save-dir": str(folder), "--distributed-world-size": "1", **self.training}
         words = [word for option in training.items() for word in option if word is not None]
         return [str(data), *words, "--max-update", str(self.given.updates), *self.extra]
@@ -135,12 +135,12 @@ NAME = re.compile(r"\w[\w.+=@,-]*")
 RESERVED = ("text", "vocabulary", "data", "numbers")
 STAGE = "run"
 UPDATES = "--max-update"
-"""In the key of a model, which is not bound to it."""
+"""Part of the key of the stage `model` alone: more updates go on with the same run."""
 SOURCES = ("--lsq-from", "--finetune-from-model", "--restore-file")
 
 
 def check_name(name: str) -> str:
-    """Return the name of a run; ValueError if it is no plain folder name, or the data's."""
+    """Return a run's name; ValueError if it is no plain folder name, or a folder of the data."""
     if not NAME.fullmatch(name) or len(name.encode()) > 200:
         raise ValueError(
             f"--name {name!r} is not a plain folder name: letters, digits and _ . + = @ , - are"
@@ -156,7 +156,7 @@ def check_name(name: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class RunFolder:
-    """output/<name>, with the stages in it: the whole run, the training, and the translation."""
+    """The folder output/<name>, and its stages: the whole run, the training, the translation."""
 
     prepared: Prepared
     name: str
@@ -188,7 +188,7 @@ class RunFolder:
         return not self._differences(key) and self.run.check_own() is not None
 
     def check(self, key: dict, updates: int, overwrite: bool) -> None:
-        """Refuse a run that may not begin or go on here; names what differs, writes nothing."""
+        """Raise ValueError if a run may not begin or go on here; the message names what differs."""
         check_data(self.prepared, except_run=self.name)
         self.translation.check_own()
         different = self._differences(key)
@@ -210,7 +210,7 @@ class RunFolder:
             )
 
     def claim(self, key: dict, updates: int) -> None:
-        """Mark the folder as this run's, and remove what another run, or too many updates, left."""
+        """Mark the folder as this run's; remove a run that differs or made more updates."""
         if self._differences(key) or updates < self.updates():
             for stage in (self.translation, self.model, self.run):
                 stage.remove()
@@ -232,7 +232,7 @@ class RunFolder:
 
 
 def check_data(prepared: Prepared, except_run: str | None = None) -> None:
-    """Refuse data other than those of the runs in the output folder, but of `except_run`."""
+    """Raise ValueError if a run in the output folder, but `except_run`, has other data."""
     for path in sorted(prepared.output.glob(f"[!.]*/{stages.MARKER}")):
         name, marker = path.parent.name, stages.read_marker(path.parent)
         if name == except_run or marker is None or marker.stage != STAGE:
@@ -250,7 +250,7 @@ def check_data(prepared: Prepared, except_run: str | None = None) -> None:
 
 @raised()  # while it prepares and translates; a training finishes its update first
 def run(prepared: Prepared, options: RunOptions) -> dict:
-    """Make the data, train, translate and score; goes on where it stopped. Returns the results."""
+    """Make the data, train, translate and score, from where it stopped; return the results."""
     given = options.given
     folder = RunFolder(prepared=prepared, name=given.name)
     key = key_of(prepared, options)
@@ -258,7 +258,7 @@ def run(prepared: Prepared, options: RunOptions) -> dict:
     folder.check(key, given.updates, given.overwrite)
     with locked_folder(folder.path, "choose another --name"):
         with locked_folder(prepared.output, "choose another --output", seconds=PREPARATION_SECONDS):
-            # again: somebody may have been at work until now
+            # again: another process may have written until now
             folder.check(key, given.updates, given.overwrite)
             prepare(prepared)
             folder.claim(key, given.updates)
@@ -270,7 +270,7 @@ def run(prepared: Prepared, options: RunOptions) -> dict:
             if decoded is not None:
                 say(f"{given.name}: {decoded}")
             train_model(prepared, options, folder)
-            by_time = "--stop-time-hours" in options.extra  # ends a sitting, not the training
+            by_time = "--stop-time-hours" in options.extra  # may end before all updates
             folder.model.mark(key, finished=not by_time or folder.updates() >= given.updates)
         stages.run_stage(
             folder.translation,
@@ -286,13 +286,13 @@ def key_of(prepared: Prepared, options: RunOptions) -> dict:
 
 
 def check_folder(prepared: Prepared, options: RunOptions, remedy: str) -> None:
-    """Refuse what the folder of a run does not take, for a command that begins several."""
+    """Check the folder of a run before a command begins several; `remedy` ends the messages."""
     folder = RunFolder(prepared=prepared, name=options.given.name, remedy=remedy)
     folder.check(key_of(prepared, options), options.given.updates, options.given.overwrite)
 
 
 def check_training(prepared: Prepared, options: RunOptions) -> str | None:
-    """Build the training's model, and say what it multiplies as decoded values, if anything."""
+    """Build the training's model; return a sentence on its decoded tensors, None without any."""
     with logging_to(Path(os.devnull)):
         arguments = options.arguments(prepared.data, Path("unused"))
         args = train.parse_training(arguments, with_data=False)
@@ -306,12 +306,12 @@ def check_training(prepared: Prepared, options: RunOptions) -> str | None:
 
 
 def train_model(prepared: Prepared, options: RunOptions, folder: RunFolder) -> None:
-    """Train on from the last checkpoint, or else the newest sound one."""
+    """Train from the last checkpoint, or else from the newest sound one, or from the start."""
     model = folder.model.folder
     arguments = options.arguments(prepared.data, model)
     done = folder.updates()
     if not done and (other := newest_sound(model / LAST)) and "--restore-file" not in options.extra:
-        # written whole before the process or the disk failed
+        # an earlier one, complete: the process or the disk failed while writing the last
         arguments += ["--restore-file", str(other)]
         done = updates_of(other)
     how = f"going on from update {done}" if done else "training"

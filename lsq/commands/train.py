@@ -47,7 +47,7 @@ def parse(
     description: str,
     defaults: dict[str, str | None],
 ) -> Namespace:
-    """Parse with a parser of fairseq's; ValueError or SystemExit. --help shows all options."""
+    """Parse with a parser of fairseq's; --help prints all options. ValueError or SystemExit."""
     logs.quieten()
     parser.prog, parser.description = program, description
     parser.usage, parser.formatter_class = f"{program} DATA [options]", HelpFormatter
@@ -60,7 +60,7 @@ def parse(
     def modify(parser: ArgumentParser) -> None:  # fairseq calls it before each of its two passes
         nonlocal passes
         passes += 1
-        # with 8, fairseq drops sentences
+        # fairseq's default of 8 drops sentences
         parser.set_defaults(required_batch_size_multiple=1, **defaults)
         if wants_help and passes == 2:
             parser.print_help()
@@ -70,14 +70,14 @@ def parse(
         arguments = ["--user-dir", str(user_dir()), *arguments]
     check_user_dir(peek(arguments, "--user-dir"))
     args = options.parse_args_and_arch(parser, arguments, modify_parser=modify)
-    # fairseq takes --bf16 to mean a TPU
+    # fairseq turns on --tpu with --bf16
     args.tpu = any(argument == "--tpu" for argument in arguments)
     limits.check(args)
     return args
 
 
 def check_user_dir(folder: str | None) -> None:
-    """Raise ValueError unless fairseq will find the folder: as it is, or beside or in its own."""
+    """Raise ValueError unless fairseq finds the folder: as given, in its package or beside it."""
     own = Path(importlib.util.find_spec("fairseq").origin).parent
     roots = Path(), own, own.parent
     if folder is not None and not any((root / folder).is_dir() for root in roots):
@@ -89,13 +89,13 @@ def check_user_dir(folder: str | None) -> None:
 
 def peek(arguments: list[str], *names: str) -> str | None:
     first = ArgumentParser(add_help=False, allow_abbrev=False)
-    # without a value, it is the other parser that refuses it
+    # fairseq's parser refuses a missing value
     first.add_argument(*names, dest="value", nargs="?")
     return first.parse_known_args(arguments)[0].value
 
 
 def check_data(args: Namespace) -> None:
-    """Raise ValueError unless the folders of binarised data are there, and for the task."""
+    """Raise ValueError unless the folders exist and hold binarised data for the task."""
     for folder in args.data.split(os.pathsep):
         if not Path(folder).is_dir():
             raise ValueError(
@@ -115,8 +115,8 @@ def check_data(args: Namespace) -> None:
 
 
 def check_save_dir(args: Namespace) -> None:
-    """Refuse a --save-dir that is a file, cannot be written, is not UTF-8, or holds checkpoints,
-    but none to go on from: fairseq would begin anew and write over the best one. ValueError."""
+    """Raise ValueError for a --save-dir that is a file, unwritable, not UTF-8, or has checkpoints
+    but none to go on from: fairseq would begin anew and overwrite the best one."""
     check_name(args.save_dir)
     if os.path.exists(args.save_dir) and not os.path.isdir(args.save_dir):
         raise ValueError(f"--save-dir {args.save_dir} is a file; give a folder")
@@ -171,7 +171,7 @@ def parse_training(arguments: list[str], with_data: bool = True) -> Namespace:
 
 
 def train_process(cfg: DictConfig) -> None:
-    """Do one process's part of a training; Interrupted after a signal, or ExchangeFailed."""
+    """Run one process of a training; Interrupted after a signal, ExchangeFailed if one is lost."""
     for function in (checkpoint_utils.save_checkpoint, fairseq_train.should_stop_early):
         if hasattr(function, "best"):  # of an earlier training in this process
             del function.best
@@ -183,7 +183,7 @@ def train_process(cfg: DictConfig) -> None:
 
 @contextlib.contextmanager
 def writing_alone(cfg: DictConfig) -> Iterator[None]:
-    """Let no other training write into --save-dir here (Busy); with --no-save nobody writes."""
+    """Lock --save-dir within this context, or raise Busy; with --no-save nothing is locked."""
     nobody = {"verify_checkpoint_directory": lambda folder: None} if cfg.checkpoint.no_save else {}
     with replaced(checkpoint_utils, **nobody):
         try:
@@ -194,9 +194,8 @@ def writing_alone(cfg: DictConfig) -> Iterator[None]:
 
 @contextlib.contextmanager
 def stopping_between_updates(interruption: Interruption) -> Iterator[None]:
-    """Let fairseq's training look for an interruption after every update within this context. One
-    that goes on first makes the validation that the interruption came before, and no update beyond
-    --max-update."""
+    """Let a signal stop fairseq's training after the current update, within this context. A resumed
+    training first runs a validation that was left out. It makes no update beyond --max-update."""
     validate_and_save, validate = fairseq_train.validate_and_save, fairseq_train.validate
     train_epoch, load_checkpoint = fairseq_train.train, checkpoint_utils.load_checkpoint
     reached: SimpleNamespace | None = None
@@ -206,8 +205,8 @@ def stopping_between_updates(interruption: Interruption) -> Iterator[None]:
         extra_state, epoch_itr = load_checkpoint(cfg, trainer, **options)
         if extra_state is not None and trainer.get_num_updates() > 0:
             state = extra_state["train_iterator"]
-            ended = state["iterations_in_epoch"] == 0  # the state then is that of the next epoch
-            # what fairseq asks its iterator of batches for when it writes a checkpoint
+            ended = state["iterations_in_epoch"] == 0  # the state then is of the next epoch
+            # stands for the iterator of batches when fairseq writes a checkpoint
             reached = SimpleNamespace(
                 epoch=state["epoch"] - ended,
                 end_of_epoch=lambda: ended,
@@ -230,9 +229,9 @@ def stopping_between_updates(interruption: Interruption) -> Iterator[None]:
 
     def save_and_stop(cfg: DictConfig, trainer, epoch_itr) -> None:
         path = checkpoint_utils.save_checkpoint(cfg.checkpoint, trainer, epoch_itr, None)
-        # wait for the one that writes: torchrun stops all when the first one ends
+        # wait for the process that writes: torchrun stops all when the first process ends
         any_process(False, trainer.device)
-        # it may have reached another process only
+        # the signal may have reached another process only
         number = interruption.requested or signal.SIGTERM
         what = f"wrote {path}" if path else "this process was not to write a checkpoint"
         raise Interrupted(

@@ -1,5 +1,4 @@
-"""`lsq train-text`: from two plain text files to a trained translator and its scores, in one
-resumable command."""
+"""`lsq train-text`: from two text files to a trained and scored translator, resumable."""
 
 import argparse
 import math
@@ -247,22 +246,22 @@ def run(arguments: list[str]) -> int:
     return 0
 
 
-# Numbers that fit a text which is too small for the defaults
+# Numbers for a text that is too small for the defaults
 
 CHARACTERS = 50
-"""Of the text for each piece of a vocabulary, at least: rarer pieces are hardly learnt."""
+"""Fewest characters of text for each piece of a vocabulary: rarer pieces are hardly learnt."""
 MORE_THAN_LETTERS = 100
-"""Pieces that a vocabulary has beside single characters."""
+"""Pieces of a vocabulary beyond its single characters."""
 CHARACTERS_OF_A_TOKEN = 3
 PASSES = 200
-"""Over the text in a training, at most."""
+"""Passes over the text in a training."""
 LEAST_UPDATES = 1000
 LARGE = 2**23
-"""Bytes of a text that the defaults fit."""
+"""Bytes of a text that is large enough for the defaults."""
 
 
 def check_small_text(given: Namespace, words: list[str]) -> None:
-    """Refuse defaults of more than twice what fits the text, and name what fits; ValueError."""
+    """Raise ValueError, naming what fits, if a default is more than twice what fits the text."""
     for path in (given.src, given.tgt):
         check_file(path)
     wanted = ["--vocabulary-size"] if given.prepare_only else ["--vocabulary-size", "--updates"]

@@ -27,28 +27,28 @@ logger = logging.getLogger(__name__)
 
 STANDARD_INPUT = Path("-")
 LONGEST = 2**26
-"""Bytes of a line, at most: without an end, /dev/zero and the like would fill the memory."""
+"""Most bytes of a line: endless input such as /dev/zero would fill the memory."""
 DEVICES = Path("/dev")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
     source: str
-    """File and number, for messages."""
+    """File and line number, for messages."""
     number: int
     text: str
     prefix: str
 
 
 class Options(ModelOptions):
-    """Translate text: UTF-8, one sentence a line. Line i of what is written is the translation of
-    line i of what is read. At a terminal, each line is translated as it is typed. With --nbest
-    above 1, what is written begins with the number of the line that it translates, and a tab."""
+    """Translate text: UTF-8, one sentence a line. Line i of the output is the translation of line i
+    of the input. At a terminal, each line is translated as it is typed. With --nbest above 1, each
+    output line begins with the number of its input line, and a tab."""
 
     output: File | None = None
     """written whole or not at all (default: standard output)"""
     prefix: File | None = None
-    """its line i is what translation i begins with"""
+    """its line i is the beginning of translation i"""
     scores: bool = False
     """begin each line with its score and a tab"""
     buffer: Count = 4096
@@ -66,7 +66,7 @@ def parser() -> ArgumentParser:
 
 
 def run(arguments: list[str]) -> int:
-    """Translate; after Ctrl-C, what was translated has been written, but to an --output."""
+    """Translate; Ctrl-C keeps what standard output has, and leaves an --output as it was."""
     given = parser().parse_args(arguments)
     logs.to_standard_error()
     logs.quieten()
@@ -81,14 +81,14 @@ def run(arguments: list[str]) -> int:
                 files.write(given.output, lambda file: file.writelines(map(str.encode, texts)))
             return 0
         if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(encoding="utf-8")  # whatever the locale has
+            sys.stdout.reconfigure(encoding="utf-8")  # in every locale
         for text in texts:
             print(text, end="", flush=True)
     return 0
 
 
 def check_files(given: Namespace) -> None:
-    """Check what is read, and that --output is writable, a plain file, and none of what is read."""
+    """Check that inputs exist, and that --output is a writable plain file and none of them."""
     if given.prefix == STANDARD_INPUT and STANDARD_INPUT in given.files:
         raise ValueError(
             "the text and --prefix cannot both be standard input; name a file for one of them"
@@ -169,7 +169,7 @@ def lines_of(given: Namespace, opened: contextlib.ExitStack) -> Iterator[Line]:
 def translated(
     lines: Iterable[Line], translator: TextTranslator, options: SearchOptions, given: Namespace
 ) -> Iterator[str]:
-    """Yield lines of the output as soon as they are known; ValueError names a refused line."""
+    """Yield lines of the output as soon as they are translated; ValueError names a refused line."""
     typed = STANDARD_INPUT in given.files and sys.stdin.isatty()
     if typed:
         print("one sentence a line; Ctrl-D ends", file=sys.stderr)

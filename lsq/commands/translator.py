@@ -1,5 +1,5 @@
-"""`lsq.Translator`: text by a run of `lsq train-text`, a checkpoint, or an exported file; and the
-options of `lsq translate` and `lsq serve` that make one, and choose how it searches."""
+"""`lsq.Translator`, which loads a run, a checkpoint or an exported file, and the options of `lsq
+translate` and `lsq serve` for model and search."""
 
 import os
 from argparse import SUPPRESS, ArgumentParser, Namespace
@@ -40,18 +40,18 @@ class Translator(TextTranslator):
     Args:
         path: a run of `lsq train-text`, its output folder with one run, a file of `lsq export`, or
             a checkpoint.
-        data: of a checkpoint: the folder of its dictionaries.
-        sentencepiece_model: of a checkpoint: its subwords; without it, lines are words of its
-            dictionaries.
+        data: folder of a checkpoint's dictionaries.
+        sentencepiece_model: sentencepiece's model of a checkpoint; without it, lines are words of
+            its dictionaries.
         batch_tokens, long_lines: see `TextTranslator`.
         device: where it computes: "cpu"; "cuda", a GPU; "emulator", a GPU's kernels on the CPU, for
             tests.
 
     Raises:
         FileNotFoundError: there is no such file.
-        MissingPackage: the file was written by fairseq, which is not installed.
-        ValueError: a file is damaged, or something else; batch_tokens is below 1; there is no such
-            device or value of long_lines; or the device does not work, or not for this model.
+        MissingPackage: the file is of fairseq, which is not installed.
+        ValueError: a file is damaged or of another kind; batch_tokens is below 1; device or
+            long_lines is unknown; or the device does not work here or for this model.
     """
 
     def __init__(
@@ -76,8 +76,7 @@ def load(
     sentencepiece_model: Path | None = None,
     device: Backend | None = None,
 ) -> TranslationModel:
-    """Read a model from what `Translator` takes, to compute on a backend; None: on the CPU. Raises
-    as `Translator` does."""
+    """Load a model for a `Translator` on a backend (None: the CPU); raises as `Translator` does."""
     device = device or backend("cpu")
     check_name(path)
     if path.is_file() and model_file.is_model_file(path):
@@ -131,25 +130,23 @@ class ModelOptions(Namespace):
     """a run of `lsq train-text` (runs/mine/int8, or runs/mine with one run in it), a file of `lsq
     export --to lsq`, or a checkpoint with --data and --sentencepiece-model"""
     data: Folder | None = None
-    """of a checkpoint: the folder of its dict.*.txt"""
+    """folder of a checkpoint's dict.*.txt"""
     sentencepiece_model: File | None = None
-    """of a checkpoint: its subwords; without it, lines are words of its dictionaries with spaces
-    between them"""
+    """sentencepiece model of a checkpoint; without it, lines are words of its dictionaries with
+    spaces between them"""
     device: Annotated[str, tuple(DEVICES)] = "cpu"
-    """where it computes; emulator: a GPU's kernels on the CPU, thousands of times as slow, for
-    tests"""
+    """where it computes; emulator: a GPU's kernels on the CPU, for tests, very slow"""
     threads: Count | None = None
-    """of the processor (default: as PyTorch chooses)"""
+    """threads on the CPU (default: as PyTorch chooses)"""
     batch_tokens: Count = BATCH_TOKENS
-    """words of sentences that are translated together; their hypotheses are limited in
-    proportion"""
+    """most words of sentences in a batch; hypotheses are limited in proportion"""
     long_lines: Annotated[str, tuple(LONG_LINES)] = "cut"
     """treatment of lines that are too long for the model: cut translates them in parts, skip leaves
     them empty, copy copies them as they are, refuse ends with an error"""
 
 
 def add_search(parser: ArgumentParser) -> None:
-    """Add an option for every field of SearchOptions, missing in the namespace unless given."""
+    """Add an option for every field of SearchOptions; the namespace only has the given ones."""
     search = parser.add_argument_group("search", argument_default=SUPPRESS)
     texts = documentation(SearchOptions)
     for field in fields(SearchOptions):

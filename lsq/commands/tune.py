@@ -40,25 +40,24 @@ class What(Namespace):
     arch: Annotated[str, "NAME"] | None = None
     """the products of training and generation with this architecture"""
     shapes: File | None = None
-    """a list as --list prints it, or as a training writes it with --lsq-gemm-coverage: CSV with op,
-    m, n, k"""
+    """a list of --list, or of a training with --lsq-gemm-coverage: CSV with op, m, n, k"""
 
 
 class Training(Namespace):
     """with --arch; further options of fairseq-train may follow"""
 
     max_tokens: Count = 4096
-    """of a batch"""
+    """tokens of a batch"""
     step: Count | None = None
     """tokens from one batch size to the next"""
     backward: Annotated[str, tuple(BACKWARD)] = "both"
     """--lsq-backward of the training"""
     vocabulary_size: Count = 32000
-    """joined vocabulary"""
+    """words of the joined vocabulary"""
     beam: Count = 5
-    """of generation"""
+    """beam of generation"""
     sentences: Count = 64
-    """translated at a time"""
+    """sentences that are translated at a time"""
 
 
 class Options(What, Training):
@@ -68,11 +67,11 @@ class Options(What, Training):
     on with the rest. Products of CPUs are not tuned: they run by a rule."""
 
     device: Annotated[str, ("cpu", "cuda")] = "cuda"
-    """cuda alone"""
+    """only cuda"""
     output: Annotated[Path, "FILE.json"] | None = None
-    """by default in the user's folder"""
+    """file to write (default: a file in the user's folder)"""
     seconds: Seconds | None = None
-    """begin no further product after so many"""
+    """begin no further product after so many seconds"""
     again: bool = False
     """tune also what the file has already"""
     list: bool = False
@@ -134,7 +133,7 @@ def products(given: Namespace, training: Sequence[str]) -> list[ProductKey]:
 
 def _of_training(given: Namespace, training: Sequence[str]) -> list[ProductKey]:
     step = given.step or -(-given.max_tokens // (STEPS * TOKEN_STEP)) * TOKEN_STEP
-    # takes seconds
+    # takes seconds: it imports fairseq
     from lsq.fairseq.products import generation_rows, products_of_training, token_counts
 
     return products_of_training(
@@ -147,7 +146,7 @@ def _of_training(given: Namespace, training: Sequence[str]) -> list[ProductKey]:
 
 
 def gpu_trials(*, cache: int | None = None) -> Trials:
-    """Make trials of products; `cache`: bytes that operands exceed (None: the L2 cache)."""
+    """Return trials of products on this GPU; operands exceed `cache` bytes (None: the L2 cache)."""
     current = gpu(torch.cuda.current_device(), first_candidate)
     return CublasBackend(current.products, device=current, operations=OPERATIONS, cache=cache).trial
 

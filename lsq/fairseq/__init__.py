@@ -1,4 +1,4 @@
-"""The fairseq plugin. Importing it registers model, architectures, task, criterion and optimizer.
+"""The fairseq plugin. Importing it registers models, architectures, tasks, criterion and optimizer.
 
 fairseq imports it through `--user-dir $(lsq user-dir)`; docs/fairseq.md says how to use it.
 """

@@ -26,17 +26,17 @@ def register(model: str, name: str, of_fairseq: Callable[[Namespace], None]) -> 
 
 
 def task_of(architecture: str) -> str:
-    """The task that a training of this architecture takes by itself."""
+    """Return the default task of a training of this architecture."""
     return getattr(ARCH_MODEL_REGISTRY.get(architecture), "task", LSQModel.task)
 
 
 def is_ours(architecture: str) -> bool:
-    """Whether the architecture is of a model of lsq."""
+    """Return whether the architecture is of a model of lsq."""
     return issubclass(ARCH_MODEL_REGISTRY.get(architecture, object), LSQModel)
 
 
 def model_of(architecture: str) -> type[LSQModel]:
-    """The model's class; ValueError if it is not of lsq."""
+    """Return the class of the architecture's model; ValueError if it is not of lsq."""
     if not is_ours(architecture):
         raise ValueError(
             f"arch is {architecture!r}; allowed: {', '.join(filter(is_ours, ARCH_MODEL_REGISTRY))}"

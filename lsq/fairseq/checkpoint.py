@@ -1,4 +1,4 @@
-"""Checkpoints: starting from float models, and what is checked in those of this model."""
+"""Checkpoints of fairseq: starting from float models, checking models of lsq, reading options."""
 
 import re
 from collections import defaultdict
@@ -24,18 +24,18 @@ _SAME = """
     decoder_learned_pos encoder_normalize_before decoder_normalize_before layernorm_embedding
     no_scale_embedding
 """.split()
-"""Options that change what the same parameters compute, so that two models must agree on them."""
+"""Options under which the same parameters compute something else: two models must agree on them."""
 PREFIX = "lsq_"
-"""A field of QuantConfig is this plus its name in fairseq's namespaces."""
+"""Prefix of QuantConfig's fields in fairseq's namespaces."""
 MASK = weight_masks.SUFFIX
 CLIP = "_clip"
-"""Ends of the names of masks of weights, and of clips."""
+"""Endings of the names of masks of weights (MASK) and of clips."""
 LAST = "checkpoint_last.pt"
 """fairseq's name of the checkpoint in --save-dir to go on from; any other name is a path."""
 
 
-# here the projections of self-attention (query, key, value) and of cross-attention (key, value) are
-# rows of one weight
+# lsq joins the projections of self-attention (query, key, value), and of cross-attention (key,
+# value), in one weight
 _RENAMED = (
     ("embed_positions.weight", "embed_tokens.position_weight"),
     ("layernorm_embedding.", "embed_tokens.layer_norm."),
@@ -52,12 +52,12 @@ _JOINED = (
 )
 """(part of fairseq's name, letters of the projections in order, part of our name)"""
 _CONSTANT = re.compile(r"(en|de)coder\.(version|embed_positions\._float_tensor)")
-"""What fairseq's checkpoints hold besides parameters."""
+"""Names in fairseq's checkpoints that are not parameters."""
 
 
 def rename(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Rename parameters of fairseq's transformer, and concatenate those of one joined weight;
-    ValueError if a part of it is missing, or does not fit. Unknown names stay."""
+    """Rename parameters of fairseq's transformer as in lsq, and join projections into one weight.
+    Unknown names stay. ValueError: a projection is missing, or shapes do not fit."""
     renamed: dict[str, Tensor] = {}
     joined: dict[tuple[str, str], dict[str, Tensor]] = defaultdict(dict)
     parts = {
@@ -106,12 +106,12 @@ def restore(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def load_float(model: nn.Module, state: dict[str, Tensor]) -> None:
-    """Copy the parameters of a float model, fairseq's or lsq's, as its masks leave them, and
-    measure the clips of weights on them; those of activations follow on the next batch.
+    """Copy the parameters of a float model, fairseq's or lsq's, with its masks applied. Clips of
+    weights are measured on them; the next batch measures the clips of activations.
 
     Raises:
-        ValueError: lists every parameter that only one of the two has, or that has another shape;
-            nothing is copied.
+        ValueError: `state` has clips, or its parameters do not fit. The message lists all that are
+            missing, unknown or of another shape; nothing is copied.
     """
     if any(name.endswith(CLIP) for name in state):
         raise ValueError(
@@ -157,8 +157,8 @@ def load_float(model: nn.Module, state: dict[str, Tensor]) -> None:
 
 
 def check_fits(model: nn.Module, state: dict[str, Tensor]) -> None:
-    """Raise ValueError for a checkpoint of this model that lacks clips, or has them where the model
-    needs none, or a clip out of range, or that is sparse where the model is dense."""
+    """Raise ValueError for a checkpoint of this model that lacks clips, has clips for a float
+    model, has a clip out of range, or is sparse where the model is dense."""
     wanted = any(True for _ in quantized_tensors(model))
     clips = sorted(name for name in state if name.endswith(CLIP))
     if wanted and not clips:
@@ -182,8 +182,8 @@ def check_fits(model: nn.Module, state: dict[str, Tensor]) -> None:
 
 
 def say_formats(state: dict[str, Tensor], path: str) -> None:
-    """Add the formats of clips, which earlier versions did not write, in place, as the options in
-    the file at `path` say them."""
+    """Add the formats of clips to `state` if an earlier version did not write them. They come from
+    the options in the file at `path`."""
     counted = [name.removesuffix("calibrated") for name in state if name.endswith(".calibrated")]
     missing = [
         prefix
@@ -203,15 +203,15 @@ def quantization(given: Mapping[str, Any]) -> QuantConfig:
 
 
 def quantizer_fields(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of QuantConfig, of this version and of 0.1, among fairseq's options."""
+    """Return the fields of QuantConfig, of this version and of 0.1, among fairseq's options."""
     names = [*(field.name for field in fields(QuantConfig)), *CONSTANT, *RENAMED]
     return {name: given[PREFIX + name] for name in names if PREFIX + name in given}
 
 
 def start_from(model: nn.Module, path: str, args: Any) -> None:
-    """Start `model`, built from fairseq's options `args`, from the float checkpoint at `path`.
-    ValueError: it does not fit (see `load_float`), or has options under which the same parameters
-    compute something else; others as loading a checkpoint raises."""
+    """Load the float checkpoint at `path` into `model`, built from fairseq's options `args`.
+    ValueError: it does not fit (see `load_float`), or was trained with other options of _SAME.
+    Other errors are as in loading a checkpoint."""
     state = checkpoint_utils.load_checkpoint_to_cpu(path)
     before, now = map(TransformerConfig.from_namespace, (options_of(state, "model"), args))
     different = [
@@ -228,24 +228,24 @@ def start_from(model: nn.Module, path: str, args: Any) -> None:
 
 
 def trained_with(args: Any) -> dict[str, Any]:
-    """Read the fields of QuantConfig in the checkpoint, if any, that these options go on from."""
-    name = getattr(args, "restore_file", None)  # lacking where there is no training
+    """Return the fields of QuantConfig in the checkpoint that a training resumes from, if any."""
+    name = getattr(args, "restore_file", None)  # missing where nothing is trained
     path = Path(args.save_dir, name) if name == LAST else Path(name or "")
     return of_trained(quantizer_fields(options_in(path, "model")))
 
 
 def options_in(path: Path, part: str) -> Mapping[str, Any]:
-    """Read the options of "model" or "task" in a checkpoint; none if it is unreadable."""
+    """Read the options of "model" or "task" in a checkpoint; {} if it is unreadable."""
     if not path.is_file():
         return {}
     try:
         options = options_of(torch.load(path, map_location="cpu", mmap=True), part)
         return options if isinstance(options, Mapping) else vars(options)
-    # whatever is in the file decides what fails; fairseq loads it next, and then it is reported
+    # a damaged file can raise anything; fairseq loads it next and reports it
     except Exception:
         return {}
 
 
 def options_of(state: dict[str, Any], part: str) -> Any:
-    """Take the options of a part; fairseq before 0.10 kept all in `args`, later in `cfg`."""
+    """Return the options of a part, from `args` of fairseq before 0.10 or from `cfg`."""
     return state["args"] if state.get("args") is not None else state["cfg"][part]

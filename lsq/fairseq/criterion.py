@@ -23,8 +23,8 @@ class LSQLabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion):
     def forward(
         self, model: BaseFairseqModel, sample: dict[str, Any], reduce: bool = True
     ) -> tuple[Tensor, int, dict[str, Any]]:
-        """(loss summed over the batch, sample size that divides its gradient, what to log);
-        ValueError if the model does not compute a loss, or `reduce` is off."""
+        """Return (loss summed over the batch, sample size that divides its gradient, values to
+        log). ValueError: the model does not compute a loss, or `reduce` is off."""
         if not reduce:
             raise ValueError(
                 "lsq_label_smoothed_cross_entropy only has sums; use label_smoothed_cross_entropy"
@@ -36,7 +36,7 @@ class LSQLabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion):
                 " lsq_transformer; use label_smoothed_cross_entropy for this one"
             )
         target = sample["target"]
-        if self.ignore_prefix_size:  # padding does not count
+        if self.ignore_prefix_size:  # as padding it does not count
             target = target.clone()
             target[:, : self.ignore_prefix_size] = self.padding_idx
         loss, nll_loss, features = model(
@@ -58,7 +58,7 @@ class LSQLabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion):
             tokens = net_input.get("prev_output_tokens", net_input["src_tokens"])
             words = target[tokens.ne(self.padding_idx)]
             counted = words.ne(self.padding_idx)
-            with torch.no_grad():  # makes the logits once more
+            with torch.no_grad():  # computes the logits once more
                 best = model.decoder.output_layer(features.detach()).argmax(dim=1)
             logging_output["n_correct"] = int((best.eq(words) & counted).sum())
             logging_output["total"] = int(counted.sum())

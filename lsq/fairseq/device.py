@@ -65,7 +65,7 @@ def check(options: Any, *, on_cpu: bool) -> None:
 
 
 def chosen(options: Any) -> Backend | None:
-    """Return the backend of the options; None: that of the parameters' device."""
+    """Return the backend that the options choose; None: the backend of the parameters' device."""
     activations = options.lsq_activations
     if options.lsq_device == EMULATOR:
         dtype = ACTIVATIONS[str(activations or DEFAULT_ACTIVATIONS[EMULATOR])]
@@ -79,14 +79,14 @@ def chosen(options: Any) -> Backend | None:
 
 
 def use(model: nn.Module, target: Backend | None) -> None:
-    """Let the layers of `model` compute on a backend; None: that of the parameters' device."""
+    """Set the backend of the layers of `model`; None: the backend of the parameters' device."""
     for module in model.modules():
         if isinstance(module, ProgramModule):
             module.backend = target
 
 
 def report(model: nn.Module, options: Any) -> None:
-    """Log where the layers of `model` compute, why not on a GPU, and what they decode."""
+    """Log where the layers of `model` compute, why not on a GPU, and which formats they decode."""
     layer = next((module for module in model.modules() if isinstance(module, ProgramModule)), None)
     if layer is None:
         return

@@ -1,9 +1,9 @@
-"""A float checkpoint of fairseq's own transformer or transformer_lm, from a model of lsq.
+"""Float checkpoints of fairseq's own transformer or transformer_lm, from a model of lsq.
 
 A rounded weight becomes the floats that its codes stand for, so that the exported model multiplies
-the same weights; it rounds no activations. Where the table of words is also the projection onto the
-vocabulary, lsq rounds it for the projection alone: the two are then apart in the checkpoint. It
-holds plain values only, so that torch.load takes it with fairseq alone.
+the same weights. It rounds no activations. If the table of words is also the projection onto the
+vocabulary, it is rounded for the projection alone, and the checkpoint has both. It only has plain
+values, so that torch.load reads it without lsq.
 """
 
 from argparse import ArgumentParser, Namespace
@@ -25,13 +25,13 @@ from lsq.observe import quantized_tensors
 from lsq.serving.decoding_model import model_of
 
 VERSION = 3.0
-"""Of fairseq's stacks; those below 3 have no norm after the last layer."""
+"""Version of fairseq's stacks; below 3 they have no norm after the last layer."""
 PLAIN = (type(None), bool, int, float, str)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Languages:
-    """What fairseq's task needs to know of the data; nothing for a language model."""
+    """Languages of the data, for fairseq's task; None for a language model."""
 
     source: str | None = None
     target: str | None = None
@@ -48,11 +48,11 @@ def write(
     """Write the checkpoint, whole or not at all; ValueError if clips were never measured.
 
     Args:
-        path: the file, which is written over.
+        path: the file, which may exist.
         model: an LSQTransformerModel or LSQTransformerLanguageModel in eval mode.
         options: fairseq's options that it was built with.
         languages: of its data.
-        updates: that it was trained for.
+        updates: number of updates of its training.
     """
     translates = hasattr(model, "encoder")
     given = (of_translation if translates else of_language_model)(options)
@@ -87,7 +87,7 @@ def write(
 
 @torch.no_grad()
 def floats(model: nn.Module) -> dict[str, Tensor]:
-    """Return parameters as fairseq names them, float32; rounded ones are codes times scale."""
+    """Return parameters as fairseq names them, float32; a rounded weight is codes times scale."""
     clips = {name + checkpoint.CLIP for name, _ in quantized_tensors(model)}
     state = {
         name: parameter.detach().clone()
@@ -111,7 +111,7 @@ def floats(model: nn.Module) -> dict[str, Tensor]:
 
 
 def of_translation(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Take the options of fairseq's transformer among ours, and its defaults."""
+    """Return the options of fairseq's transformer among ours, with its defaults."""
     parser = ArgumentParser()
     TransformerModel.add_args(parser)
     known = vars(parser.parse_args([]))
@@ -121,14 +121,14 @@ def of_translation(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def of_language_model(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Take the options of fairseq's transformer_lm among ours."""
+    """Return the options of fairseq's transformer_lm among ours."""
     names = {field.name for field in fields(TransformerLanguageModelConfig)} - {"_name"}
     known = {name: value for name, value in options.items() if name in names}
     return {"_name": "transformer_lm", **_plain(known)}
 
 
 def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Keep types that torch.load takes by itself; choices are strings."""
+    """Keep values of types that torch.load accepts by itself; choices become strings."""
     texts = {name: str(value) for name, value in options.items() if isinstance(value, str)}
     kept = {name: value for name, value in options.items() if type(value) in PLAIN}
     return kept | texts

@@ -38,8 +38,8 @@ OTHERS = """
 
 
 def obstacle(models: Sequence[nn.Module], args: Any, given: dict[str, Any]) -> str | None:
-    """Name why fairseq's generator is needed for options `args` of a generation, and what else it
-    would be built from, by name; None where lsq's search will do."""
+    """Return why fairseq's generator is needed, or None if lsq's search will do. `args` are
+    fairseq's options of a generation, `given` further arguments of its generator, by name."""
     if (option := obstacle_of_options(args)) is not None:
         return option
     for name, value in given.items():
@@ -53,7 +53,7 @@ def obstacle(models: Sequence[nn.Module], args: Any, given: dict[str, Any]) -> s
 
 
 def obstacle_of_options(args: Any) -> str | None:
-    """Name the option of a generation that lsq's search does not have; None where it has all."""
+    """Return an option of a generation that lsq's search does not have; None if it has all."""
     for name in OTHERS:
         value = getattr(args, name, None)
         if value not in (None, False, -1):
@@ -66,8 +66,8 @@ def obstacle_of_options(args: Any) -> str | None:
 
 
 def options_of(args: Any) -> SearchOptions:
-    """Make SearchOptions of fairseq's options of a generation, for as many hypotheses as the beam
-    has; ValueError if one is out of its range, or two do not go together."""
+    """Make SearchOptions, with `nbest` equal to `beam`, of fairseq's options of a generation;
+    ValueError if a value is out of its range, or two do not go together."""
     given = {own: getattr(args, theirs) for own, theirs in FIELDS.items() if hasattr(args, theirs)}
     for name in ("sampling_topk", "sampling_topp"):
         if given.get(name, -1) <= 0:
@@ -80,7 +80,7 @@ def options_of(args: Any) -> SearchOptions:
 
 
 def evaluation_of_task(task: Any) -> SearchOptions | None:
-    """How a training with --eval-bleu translates its validation set; None: it does not."""
+    """Return the options by which --eval-bleu translates the validation set; None without it."""
     if not getattr(task, "eval_bleu", False):
         return None
     args = Namespace(**json.loads(task.eval_bleu_args or "{}"))
@@ -93,9 +93,9 @@ def evaluation_of_task(task: Any) -> SearchOptions | None:
 
 
 def engine_backend(models: Sequence[nn.Module]) -> Backend | None:
-    """Where the int8 engine decodes `models`: where their layers compute. None unless that is one
-    model of lsq whose layers all are in int8, or all in int4, and compute in one backend, with
-    compiled loops or kernels."""
+    """Return the backend of the layers of `models` if the int8 engine can decode there, else None.
+    It decodes one model of lsq whose layers share one format of codes, int8 or int4, and one
+    backend, with compiled loops or kernels."""
     if len(models) != 1 or not isinstance(models[0], LSQModel):
         return None
     modules = [module for module in models[0].modules() if isinstance(module, ProgramModule)]
@@ -107,9 +107,9 @@ def engine_backend(models: Sequence[nn.Module]) -> Backend | None:
 
 
 def steps_of(models: Sequence[nn.Module], target: Backend | None = None) -> Steps:
-    """Make the int8 engine where it can decode `models`, on `target` or where their layers compute,
-    else their own incremental steps; ValueError if clips were never measured, or the models need
-    their own steps, and not on the CPU."""
+    """Make the int8 engine if it can decode `models`, else their own incremental steps. The engine
+    runs on `target`, or by default where the layers compute. ValueError: clips were never measured,
+    or models need their own steps on another `target` than the CPU."""
     own = engine_backend(models)
     if own is not None:
         return Engine(model_of(models[0]), target or own)
@@ -121,8 +121,8 @@ def steps_of(models: Sequence[nn.Module], target: Backend | None = None) -> Step
 
 
 class LSQGenerator:
-    """Replace fairseq's SequenceGenerator, for options `args` without an `obstacle`; ValueError if
-    one is out of its range. Puts the models into eval mode, as fairseq does."""
+    """Replacement of fairseq's SequenceGenerator for options `args` without an `obstacle`. It puts
+    the models into eval mode, as fairseq does. ValueError: an option is out of its range."""
 
     def __init__(self, models: Sequence[nn.Module], dictionary: Dictionary, args: Any):
         self.options = options_of(args)
@@ -134,7 +134,7 @@ class LSQGenerator:
         self._steps: Steps | None = None
 
     def forget_weights(self) -> None:
-        """Drop the int8 engine, which has packed the weights; to be called when they change."""
+        """Drop the int8 engine, which has packed the weights; call this when they change."""
         self._steps = None
 
     @torch.no_grad()
@@ -146,13 +146,13 @@ class LSQGenerator:
         constraints: None = None,
         bos_token: int | None = None,
     ) -> list[list[dict[str, Tensor]]]:
-        """The hypotheses of each sentence of a batch, as fairseq's generator returns them.
+        """Return the hypotheses of each sentence of a batch, as fairseq's generator returns them.
 
         Args:
-            models: not looked at, as in fairseq.
+            models: ignored, as in fairseq.
             sample: a batch of fairseq's with src_tokens int64 [B, S].
-            prefix_tokens: int64 [B, P], what the hypotheses begin with, filled with padding.
-            bos_token: what every hypothesis starts from; the end of a sentence unless given.
+            prefix_tokens: int64 [B, P], words that the hypotheses begin with, filled with padding.
+            bos_token: the word before every hypothesis; None: the end of a sentence.
         """
         if constraints is not None:
             raise ValueError(
@@ -181,18 +181,18 @@ def words_of(dictionary: Dictionary) -> Words:
 
 
 def without_words(end: int, device: torch.device) -> dict[str, Tensor]:
-    """The translation of an empty line as a hypothesis of fairseq's generator: `end` alone."""
+    """Return the hypothesis of an empty line, `end` alone, as fairseq's generator has it."""
     words = torch.tensor([end], device=device)
     return as_fairseq(Hypothesis(words=words, score=0.0, word_scores=torch.zeros(1, device=device)))
 
 
 def without(rows: Tensor, padding: int) -> list[Tensor]:
-    """Rows of int64 [B, S] without padding."""
+    """Return the rows of int64 [B, S] without padding."""
     return [row[row != padding] for row in rows]
 
 
 def as_fairseq(hypothesis: Hypothesis) -> dict[str, Tensor]:
-    """A hypothesis as fairseq's generator has it; lsq keeps no attention."""
+    """Return a hypothesis as fairseq's generator has it; lsq keeps no attention."""
     return {
         "tokens": hypothesis.words,
         "score": torch.tensor(hypothesis.score),

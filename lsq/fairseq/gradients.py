@@ -1,5 +1,5 @@
-"""Gradients between workers, as `lsq.dist` exchanges them, for any task that derives its options
-from GradientOptions and itself from GradientTask, before fairseq's classes."""
+"""Exchange of gradients between workers by `lsq.dist`, for any task of fairseq. Its options derive
+from GradientOptions, and the task from GradientTask, before fairseq's classes."""
 
 import logging
 from dataclasses import dataclass, field
@@ -20,14 +20,14 @@ logger = logging.getLogger(__name__)
 
 NONE = "none"
 GONE = ("int4_hier",)
-"""Modes of version 0.1, whose error says what to take instead."""
+"""Modes of version 0.1; their error names a replacement."""
 DDP_BACKENDS = ("pytorch_ddp", "c10d")
 """fairseq's names of PyTorch's DistributedDataParallel."""
 _fairseq_begin_epoch = Trainer.begin_epoch
 
 
 def option(default: Any, text: str) -> Any:
-    """A field of fairseq's dataclasses of options, with its help."""
+    """Make a field for fairseq's dataclasses of options, with its help."""
     return field(default=default, metadata={"help": text})
 
 
@@ -53,15 +53,15 @@ class GradientOptions:
 
 
 class GradientTask:
-    """Mixin of tasks that exchange gradients as the GradientOptions in `cfg` say."""
+    """Mixin of tasks that exchange gradients by the GradientOptions in `cfg`."""
 
     compression: GradientCompression | None = None
     updates_done: int | None = None
-    """Updates of the checkpoint that this training goes on from; None before the first epoch."""
+    """Updates of the checkpoint that this training resumes; None before the first epoch."""
 
     def prepare(self, trainer: Trainer) -> None:
-        """Called once, before the first epoch, since fairseq answers a mistake in a step by writing
-        crash.pt; ValueError if the options do not fit each other or the launch."""
+        """Set up the exchange, before the first epoch: an error in a step would make fairseq write
+        crash.pt. ValueError: the options do not fit each other or the launch."""
         self.updates_done = trainer.get_num_updates()
         limit_waiting(self.cfg.lsq_timeout)
         roll_call.register()
@@ -71,7 +71,7 @@ class GradientTask:
     def train_step(
         self, sample: dict[str, Any], model, criterion, optimizer, update_num: int, *rest, **options
     ):
-        """Called by fairseq for each batch; RankLost if other processes are gone."""
+        """Compute a batch, as fairseq does; RankLost if other processes are gone."""
         try:
             return super().train_step(
                 sample, model, criterion, optimizer, update_num, *rest, **options
@@ -81,7 +81,7 @@ class GradientTask:
 
 
 def begin_epoch(trainer: Trainer, epoch: int) -> None:
-    """Replace Trainer.begin_epoch, which shows a task the model without what wraps it."""
+    """Replace Trainer.begin_epoch to call `prepare`: fairseq shows a task the model unwrapped."""
     if isinstance(trainer.task, GradientTask) and trainer.task.updates_done is None:
         trainer.task.prepare(trainer)
     _fairseq_begin_epoch(trainer, epoch)
@@ -91,8 +91,8 @@ Trainer.begin_epoch = begin_epoch
 
 
 def install(options: GradientOptions, model: nn.Module) -> GradientCompression | None:
-    """Exchange the gradients of `model`, which data parallel training has wrapped; None with one
-    worker. ValueError: the options do not fit each other or the launch."""
+    """Exchange the gradients of `model`, wrapped for data parallel training; None with one worker.
+    ValueError: the options do not fit each other or the launch."""
     mode, config = str(options.lsq_gradients), configuration(options)
     together = distributed.is_available() and distributed.is_initialized()
     if not together or distributed.get_world_size() == 1:
@@ -123,7 +123,7 @@ def install(options: GradientOptions, model: nn.Module) -> GradientCompression |
 
 
 def configuration(options: GradientOptions) -> GradientConfig:
-    """Make the GradientConfig of options that are not "none"; ValueError if a value is wrong."""
+    """Make the GradientConfig of options other than "none"; ValueError if a value is wrong."""
     try:
         return GradientConfig(
             mode=str(options.lsq_gradients),
@@ -137,7 +137,7 @@ def configuration(options: GradientOptions) -> GradientConfig:
 
 
 def limit_waiting(seconds: float) -> None:
-    """Let exchanges of fairseq's groups fail after so long; ValueError if that is not above 0."""
+    """Set the timeout of exchanges in fairseq's groups; ValueError if it is not above 0."""
     if not seconds > 0:
         raise ValueError(f"--lsq-timeout is {seconds}; it must be a number of seconds above 0")
     if distributed.is_available() and distributed.is_initialized():

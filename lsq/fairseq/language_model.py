@@ -73,9 +73,9 @@ class LSQTransformerLanguageModel(LSQModel, FairseqLanguageModel):
     ) -> tuple:
         """Predict the words after each of src_tokens int64 [B, T].
 
-        Without `target`: (logits float32 [B, T, V], extra outputs), `extra` as the decoder takes
-        it. With `target` int64 [B, T]: (loss, nll_loss, features) of `LSQDecoder.loss`. On a GPU it
-        waits unless the `paddings` of the tokens are given.
+        Without `target`: (logits float32 [B, T, V], extra outputs); `extra` are options of the
+        decoder. With `target` int64 [B, T]: (loss, nll_loss, features) of `LSQDecoder.loss`.
+        Without the `paddings` of the tokens it waits for a GPU.
         """
         if target is None:
             return self.decoder(src_tokens, **extra)
@@ -90,7 +90,7 @@ class LSQTransformerLanguageModel(LSQModel, FairseqLanguageModel):
 
 
 def base_architecture(args: Namespace) -> None:
-    """Fill in the defaults of transformer_lm; but all widths are that of the layers."""
+    """Fill in the defaults of transformer_lm, but with the layers' width everywhere."""
     args.decoder_embed_dim = getattr(
         args, "decoder_embed_dim", TransformerLanguageModelConfig.decoder_embed_dim
     )
@@ -128,7 +128,7 @@ class LSQLanguageModelingTask(LSQTask, LanguageModelingTask):
 
     def bounding_batch(self, model: FairseqLanguageModel) -> dict[str, Any]:
         tokens, sentences = self.cfg.max_tokens, self.cfg.batch_size
-        if tokens and self.cfg.add_bos_token:  # fairseq counts sentences without it
+        if tokens and self.cfg.add_bos_token:  # fairseq does not count this word
             tokens += min(tokens, sentences or tokens)
         batch = bounding_batch(
             self.source_dictionary,

@@ -1,4 +1,4 @@
-"""Planned memory for a training in fairseq, by a batch that bounds all that its options allow."""
+"""Planned memory of a training in fairseq, by a batch that bounds all that its options allow."""
 
 import logging
 from argparse import Namespace
@@ -33,12 +33,12 @@ def bounding_batch(
     max_positions: tuple[int, int],
     length_multiple: int = 1,
 ) -> dict[str, Any]:
-    """Make a batch none of whose tensors is exceeded by any batch of these limits.
+    """Make a batch whose tensors are at least as large as those of any batch within these limits.
 
-    With B sentences of S source and T target tokens, fairseq keeps B * S and B * T to `max_tokens`,
-    and then pads S and T to a multiple of `length_multiple`. Tensors grow with B * S, B * T, or,
-    inside attention, B * T * S. So enough of the longest sentences to reach `max_tokens` bound them
-    all; a batch like this need not be possible.
+    With B sentences of S source and T target tokens, fairseq limits B * S and B * T to
+    `max_tokens`. Then it pads S and T to a multiple of `length_multiple`. Tensors grow with B * S,
+    B * T, or, inside attention, B * T * S. So they are bounded by the longest sentences, as many as
+    reach `max_tokens`. Such a batch need not be possible.
 
     Args:
         dictionary: of the target.
@@ -73,8 +73,9 @@ def bounding_batch(
 def plan_training(
     model: nn.Module, criterion: nn.Module, batch: dict[str, Any], mode: str
 ) -> StepMemory | None:
-    """Plan the memory of `model` for batches bounded by `batch`, and log the plan. Other criterions
-    than lsq's compute on logits by themselves: their trainings use fresh memory."""
+    """Plan the memory of `model` for batches bounded by `batch`, and log the plan. None if nothing
+    is planned: with mode "naive", without the C++ library, or with other criterions than lsq's,
+    which compute on logits themselves."""
     if mode != "naive" and not isinstance(criterion, LSQLabelSmoothedCrossEntropyCriterion):
         logger.warning("memory is not planned: %s", REFUSED.format(type(criterion).__name__))
         return None
@@ -102,7 +103,7 @@ def plan_training(
 def describe_training(
     given: Namespace, vocabulary: int, backend: Backend | None = None
 ) -> StepPlan:
-    """Plan a training step by its options alone, on `backend`: no data is read and no layer
+    """Plan a training step on `backend` by its options alone: no data is read and no layer
     computes; see `build_training`."""
     task, model, criterion = build_training(given, vocabulary)
     device.use(model, backend)
@@ -119,8 +120,8 @@ def made_up_dictionary(size: int) -> Dictionary:
 
 
 def build_training(given: Namespace, vocabulary: int) -> tuple[Any, nn.Module, nn.Module]:
-    """Make (task, model, criterion) of a training, without data, of fairseq-train's options and a
-    joined dictionary of so many words; ValueError if the options do not fit."""
+    """Build (task, model, criterion) of a training from fairseq-train's options and a made-up
+    joined dictionary of `vocabulary` words; ValueError if the options do not fit."""
     architectures.model_of(given.arch)
     words = made_up_dictionary(vocabulary)
     task = tasks.TASK_REGISTRY[given.task](given, words, words)

@@ -20,17 +20,17 @@ from lsq.layers.packing import packing_options
 
 MODEL = "lsq_transformer"
 PADDINGS = "lsq_paddings"
-"""Name of a batch's Paddings in it."""
+"""Key of a batch's Paddings."""
 
 
 @dataclass(frozen=True)
 class Paddings:
-    """Masks bool [B, T] of a batch's tokens, True is padding, which stay on the CPU, so that nobody
-    waits for a GPU to know the sizes of a batch. No dict: fairseq leaves it where it is."""
+    """Masks bool [B, T] of a batch's tokens; True is padding. They stay on the CPU, so that nobody
+    waits for a GPU to know the sizes of a batch; fairseq would move a dict."""
 
     src_tokens: Tensor
     prev_output_tokens: Tensor | None
-    """None: a language model's batch."""
+    """None in a language model's batch."""
 
 
 class LSQModel:
@@ -39,7 +39,7 @@ class LSQModel:
     computes_loss = True
     """`forward` takes a target and returns the loss, for lsq_label_smoothed_cross_entropy."""
     task = "lsq_translation"
-    """The task that `lsq train` takes by itself."""
+    """Default task of `lsq train`."""
 
     @classmethod
     def add_args(cls, parser) -> None:
@@ -47,9 +47,9 @@ class LSQModel:
         options.add_arguments(parser)
 
     def started(self, args: Namespace) -> "LSQModel":
-        """Return this model after loading the checkpoint of --lsq-from. The option is then cleared
-        in `args`, which fairseq keeps in its own checkpoints; ValueError if the checkpoint does not
-        fit, or a pattern of formats fits no tensor."""
+        """Load the checkpoint of --lsq-from, if any, and return this model. The option is then
+        cleared in `args`, which fairseq writes into checkpoints. ValueError: the checkpoint does
+        not fit, or a pattern of formats fits no tensor."""
         check_patterns(self, options.quantization(args))
         if args.lsq_from is not None:
             try:
@@ -70,7 +70,7 @@ class LSQModel:
         return super().load_state_dict(state_dict, strict, model_cfg, args)
 
     def prepare_for_inference_(self, cfg) -> None:
-        """Called by fairseq before generating, which must not want attention weights or dropout."""
+        """Prepare for fairseq's generation; ValueError if it wants attention weights or dropout."""
         for name in ("print_alignment", "retain_dropout"):
             value = getattr(cfg.generation, name, None)
             if value:
@@ -81,7 +81,7 @@ class LSQModel:
         super().prepare_for_inference_(cfg)
 
     def half(self):
-        """Refused with a ValueError: the float parts compute in float32."""
+        """Raise ValueError: the float parts compute in float32."""
         raise ValueError("lsq_transformer computes in int8 and float32; leave out --fp16")
 
 
@@ -123,10 +123,11 @@ class LSQTransformerModel(LSQModel, TransformerModel):
     ) -> tuple:
         """Encode src_tokens int64 [B, S] and decode prev_output_tokens int64 [B, T].
 
-        Without `target`: (logits float32 [B, T, V], extra outputs) as fairseq's transformer returns
-        them, which takes `options`. With `target` int64 [B, T]: (loss, nll_loss, features float32
-        [M, H]) of `LSQDecoder.loss`, of the M words of prev_output_tokens alone; here, so that data
-        parallel wrappers see it. On a GPU it waits unless the `paddings` of the tokens are given.
+        Without `target`: (logits float32 [B, T, V], extra outputs), as fairseq's transformer
+        returns them; `options` are options of its decoder. With `target` int64 [B, T]: (loss,
+        nll_loss, features float32 [M, H]) of `LSQDecoder.loss`, for the M words of
+        prev_output_tokens that are not padding. Data parallel wrappers need the loss in `forward`.
+        Without the `paddings` of the tokens it waits for a GPU.
         """
         run = partial(
             super().forward, src_tokens, src_lengths, prev_output_tokens, return_all_hiddens
@@ -141,7 +142,7 @@ class LSQTransformerModel(LSQModel, TransformerModel):
             Packing(padding, **options)
             for padding in (paddings.src_tokens, paddings.prev_output_tokens)
         )
-        # nothing holds the encoder's result beyond the decoder's last layer: its memory is needed
+        # no name holds the encoder output: its memory is free after the decoder's last layer
         features = self.decoder.last_rows(
             prev_output_tokens, packing, self.encoder.last_rows(src_tokens, source), source
         )

@@ -1,5 +1,5 @@
-"""`--optimizer lsq_adam`: lsq.optim.Adam with the options and the arithmetic of fairseq's adam,
-which multiplies and clips gradients in passes of their own; here both wait for the step."""
+"""`--optimizer lsq_adam`: lsq.optim.Adam with the options and the arithmetic of fairseq's adam. Its
+step also multiplies and clips gradients, for which fairseq's adam makes passes of their own."""
 
 import ast
 from collections.abc import Callable, Collection
@@ -33,8 +33,8 @@ class LSQAdamConfig(FairseqDataclass):
 
 @register_optimizer("lsq_adam", dataclass=LSQAdamConfig)
 class LSQAdam(FairseqOptimizer):
-    """Adam that also limits clips and makes the codes of weights; ValueError if options are out of
-    their range, or others do not go with it."""
+    """Adam that also limits clips and makes the codes of weights; ValueError if an option is out of
+    its range, or excludes this optimizer."""
 
     def __init__(self, cfg: LSQAdamConfig, params):
         super().__init__(cfg)
@@ -68,5 +68,5 @@ class LSQAdam(FairseqOptimizer):
     def clip_grad_norm(
         self, max_norm: float, aggregate_norm_fn: Callable[[Tensor], Tensor] | None = None
     ) -> Tensor:
-        """Return the norm of all gradients; the next step shortens it to a `max_norm` above 0."""
+        """Return the norm of all gradients; the next step reduces it to a `max_norm` above 0."""
         return self.optimizer.clip_grad_norm(max_norm, aggregate_norm_fn)

@@ -1,4 +1,4 @@
-"""Options of the model: --lsq-<field> for fields of QuantConfig, and fairseq's that are refused."""
+"""Options of the model: --lsq-<field> for fields of QuantConfig; refusal of fairseq's options."""
 
 import contextlib
 import difflib
@@ -24,8 +24,8 @@ def option(name: str) -> str:
 
 
 def add_arguments(parser: ArgumentParser, without: tuple[str, ...] = ()) -> None:
-    """Add --lsq-from, an option for every field of QuantConfig but `without`, and hidden ones for
-    those of version 0.1, without defaults: see `set_defaults`."""
+    """Add --lsq-from, an option for every field of QuantConfig but `without`, and hidden options of
+    version 0.1. They have no defaults: see `set_defaults`."""
     for name, value in CONSTANT.items():
         parser.add_argument(option(PREFIX + name), type=type(value), help=SUPPRESS)
     for name in RENAMED:
@@ -45,8 +45,8 @@ def add_arguments(parser: ArgumentParser, without: tuple[str, ...] = ()) -> None
 
 
 def set_defaults(args: Namespace) -> None:
-    """Give `args` every option of `add_arguments` that it lacks, in place: what the checkpoint that
-    a training goes on from was trained with, or the defaults."""
+    """Add the missing options of `add_arguments` to `args`. Their values are those of the
+    checkpoint that a training resumes, else the defaults."""
     args.lsq_from = getattr(args, "lsq_from", None)
     given = checkpoint.quantizer_fields(vars(args))
     chosen = (of_trained if _of_checkpoint(given) else of_this_version)(given)
@@ -66,7 +66,7 @@ def set_defaults(args: Namespace) -> None:
 
 
 def _of_checkpoint(given: Collection[str]) -> bool:
-    """Whether fields of QuantConfig are a checkpoint's, which has all of its version."""
+    """Return whether fields of QuantConfig are a checkpoint's, which has all of its version."""
     names = {field.name for field in fields(QuantConfig)} - {"clips", "clip_init"}
     return names <= set(given)
 
@@ -74,15 +74,15 @@ def _of_checkpoint(given: Collection[str]) -> bool:
 NESTED = ("encoder", "decoder", "quant_noise")
 """Groups within the options of fairseq's transformer: encoder.embed_dim is --encoder-embed-dim."""
 GROUPS = ("common", "checkpoint")
-"""Groups beside the model's whose options a model looks at."""
+"""Further groups whose options a model reads."""
 
 
 @contextlib.contextmanager
 def as_namespace(given: Any, model: type, task: Any = None) -> Iterator[Any]:
-    """Give the options of a model as fairseq-train has them: flat, of all groups, `task` included.
+    """Yield a model's options as a flat namespace of all groups and `task`, as in fairseq-train.
 
-    fairseq-hydra-train has the model's in a DictConfig, which holds all of them afterwards, so that
-    checkpoints do as well; ValueError if the model's class has no option of a name.
+    fairseq-hydra-train has the model's options in a DictConfig. At the end all options are written
+    into it, so that checkpoints have them, too. ValueError: the model's class lacks an option.
     """
     if not isinstance(given, DictConfig):
         yield given
@@ -159,7 +159,7 @@ UNSUPPORTED = """
 
 
 def check_supported(args: Any) -> None:
-    """Raise ValueError for options of fairseq that this model would ignore; it names all."""
+    """Raise ValueError, which names all, for options of fairseq that this model would ignore."""
     given = [
         f"{option(name)} ({getattr(args, name)})"
         for name in UNSUPPORTED

@@ -1,4 +1,4 @@
-"""Conversion of checkpoints between number formats, to go on training from or translate with."""
+"""Conversion of checkpoints to other number formats, to train on with or to translate with."""
 
 from argparse import Namespace
 from collections.abc import Collection, Mapping
@@ -26,7 +26,7 @@ class Converted(NamedTuple):
 
 def converted(path: Path, changes: Mapping[str, Any]) -> Converted:
     """Convert a checkpoint to other values of fields of QuantConfig; ValueError if it is damaged,
-    of a float model or another than lsq's, or has these values already."""
+    of a float model, not of lsq, or has these values already."""
     tensors = checkpoint_utils.load_checkpoint_to_cpu(str(path))["model"]  # checks for damage
     state = torch.load(path, map_location="cpu")  # unchanged by fairseq
     stored = checkpoint.options_of(state, "model")
@@ -79,8 +79,8 @@ def _convert_optimizer(
     measured: Collection[str],
     obstacle: str | None,
 ) -> str:
-    """Let moments of clips that were measured anew begin at zero, or leave the optimizer's state
-    out, because of `obstacle` or other `shapes` of parameters; return what was done."""
+    """Reset the moments of clips that were measured anew to zero, or drop the optimizer's state if
+    there is an `obstacle` or a parameter is not as in `shapes`; return a sentence on it."""
     kept = state.get("last_optimizer_state")
     if not kept:
         return "it holds no optimizer's state"

@@ -32,14 +32,14 @@ def products_of_training(
     tokens: Sequence[int],
     rows: Sequence[int],
 ) -> list[ProductKey]:
-    """List every product once: of a training step for each number of tokens, then of generation,
-    without those of attention's kernels. No data is read and no layer computes.
+    """List every matrix product once, except those inside attention kernels: of a training step for
+    each number of tokens, then of generation. No data is read and no layer computes.
 
     Args:
         given, vocabulary: see `build_training`.
-        backward: values of --lsq-backward to take together.
-        tokens: of batches, source and target alike.
-        rows: of a step of generation: sentences times beam.
+        backward: values of --lsq-backward whose products are listed together.
+        tokens: numbers of tokens in batches, the same for source and target.
+        rows: numbers of rows in a step of generation: sentences times beam.
     """
     models = []
     for mode in backward:
@@ -85,7 +85,7 @@ def generation_programs(model: nn.Module, rows: int) -> list[Program]:
 
 def token_counts(max_tokens: int, step: int) -> list[int]:
     """List `max_tokens` and the multiples of `step` below it, the largest first; ValueError unless
-    the step is a multiple of 32, in whose steps products are looked up."""
+    the step is a multiple of 32, since products are looked up in steps of 32 tokens."""
     if step % TOKEN_STEP:
         raise ValueError(
             f"step is {step}; products are looked up in steps of {TOKEN_STEP} tokens: use a"
@@ -95,14 +95,14 @@ def token_counts(max_tokens: int, step: int) -> list[int]:
 
 
 def generation_rows(beam: int, sentences: int) -> list[int]:
-    """List rows of a step as sentences finish, the largest first: the beam times 1, 2, 4 ..."""
+    """List the rows of steps as sentences finish, the largest first: the beam times 1, 2, 4 ..."""
     counts = {sentences, *(2**power for power in range(sentences.bit_length()))}
     exact = {beam * count for count in counts if beam * count <= EXACT_TOKENS}
     return sorted({*exact, beam * sentences}, reverse=True)
 
 
 def check_report(path: str | None) -> None:
-    """Raise ValueError, before a training, for a file that `report_tuned` could not write."""
+    """Raise ValueError, before a training, if `report_tuned` could not write this file."""
     if path and (os.path.isdir(path) or not os.access(Path(path).absolute().parent, os.W_OK)):
         raise ValueError(
             f"--lsq-gemm-coverage {path} cannot be written; name a file in a folder that is there"

@@ -34,7 +34,7 @@ IncrementalState = dict[str, dict[str, Tensor]]
 
 
 def layer_configs(args: Any, side: str, *, cross: bool = False) -> list[LayerConfig]:
-    """List configurations of the layers of a side; `cross`: they attend to an encoder, too."""
+    """List the configurations of a side's layers; `cross`: they also attend to an encoder."""
     config, one = layer_config(args, side), PackedSequences(rows=1, count=1)
     build = (
         partial(programs.decoder_layer, config, one, one)
@@ -46,13 +46,13 @@ def layer_configs(args: Any, side: str, *, cross: bool = False) -> list[LayerCon
 
 
 class FairseqStack(Stack):
-    """Embedding, layers, and under pre-norm a final LayerNorm, before fairseq's class.
+    """Embedding, layers, and under pre-norm a final LayerNorm; a base class before fairseq's class.
 
     Args:
         args: fairseq's options of the model.
         side: "encoder" or "decoder".
         dictionary: the words.
-        weight: their rows [V, H], which others may share.
+        weight: table of words [V, H], which other modules may share.
         layers: between embedding and norm.
     """
 
@@ -105,10 +105,10 @@ class LSQTransformerEncoder(FairseqStack, FairseqEncoder):
         """Encode src_tokens int64 [B, S] as fairseq's decoders and generators expect it.
 
         Returns:
-            encoder_out: [float32 [S, B, H]].
+            encoder_out: [float32 [S, B, H]], zero in padding.
             encoder_padding_mask: [bool [B, S]], True is padding.
-            encoder_states: the input of the first layer and every layer's output, if
-                `return_all_hiddens`. All are zero where there is padding.
+            encoder_states: the input of the first layer and every layer's output, zero in padding;
+                empty without `return_all_hiddens`.
             src_lengths: [int32 [B, 1]].
             encoder_embedding, fc_results, src_tokens: empty.
         """
@@ -128,7 +128,7 @@ class LSQTransformerEncoder(FairseqStack, FairseqEncoder):
 
 
 class LSQDecoder(FairseqStack, FairseqIncrementalDecoder):
-    """A stack and the projection onto the vocabulary; the decoder of a language model."""
+    """A stack and the projection onto the vocabulary; by itself the decoder of a language model."""
 
     def __init__(
         self, args: Any, dictionary: Dictionary, weight: nn.Parameter, layers: Iterable[nn.Module]
@@ -168,8 +168,8 @@ class LSQDecoder(FairseqStack, FairseqIncrementalDecoder):
         src_lengths: Tensor | None = None,
         return_all_hiddens: bool = False,
     ) -> tuple[Tensor, dict[str, list]]:
-        """prev_output_tokens int64 [B, T] -> features float32 [B, T, H], {"attn": [None],
-        "inner_states": [...]}; ValueError if attention weights are wanted."""
+        """Return features float32 [B, T, H] of prev_output_tokens int64 [B, T], and {"attn":
+        [None], "inner_states": [...]}; ValueError if attention weights are wanted."""
         if full_context_alignment or alignment_layer is not None or alignment_heads is not None:
             raise ValueError(
                 "lsq_transformer keeps no attention weights: full_context_alignment,"
@@ -187,18 +187,18 @@ class LSQDecoder(FairseqStack, FairseqIncrementalDecoder):
         return x, {"attn": [None], "inner_states": [state.transpose(0, 1) for state in inner]}
 
     def encoded_for_rows(self, encoder_out: dict[str, list[Tensor]] | None) -> tuple:
-        """Further arguments of a layer's `rows` after x and packing; none without an encoder."""
+        """Return arguments of a layer's `rows` after x and packing; none without an encoder."""
         return ()
 
     def encoded_for_steps(self, encoder_out: dict[str, list[Tensor]] | None) -> tuple:
-        """Further arguments of a layer's `step` after x and state; none without an encoder."""
+        """Return arguments of a layer's `step` after x and state; none without an encoder."""
         return ()
 
     def loss(
         self, features: Tensor, targets: Tensor, label_smoothing: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (loss, nll_loss, features) of features float32 [M, H] and targets int64 [M], sums
-        over the targets that are not padding; the logits are never stored."""
+        """Return (loss, nll_loss, features) for features float32 [M, H] and targets int64 [M].
+        Losses are sums over the targets that are not padding; the logits are never stored."""
         return *self.output_projection.loss(features, targets, label_smoothing), features
 
     def output_layer(self, features: Tensor) -> Tensor:
@@ -211,7 +211,7 @@ class LSQDecoder(FairseqStack, FairseqIncrementalDecoder):
 
 
 class LSQTransformerDecoder(LSQDecoder):
-    """The decoder of a translation model: its layers attend to the encoder's output, too."""
+    """The decoder of a translation model: its layers attend to the encoder output, too."""
 
     def __init__(self, args: Any, dictionary: Dictionary, weight: nn.Parameter):
         layers = map(TransformerDecoderLayer, layer_configs(args, "decoder", cross=True))

@@ -1,4 +1,4 @@
-"""Tasks of lsq: fairseq's, with planned memory, signals, sparse weights and gradients in int8."""
+"""fairseq's tasks with planned memory, signals, sparse weights and gradients in int8."""
 
 import logging
 import weakref
@@ -35,7 +35,7 @@ from lsq.serving.subwords import Words
 logger = logging.getLogger(__name__)
 
 DICTIONARIES = "lsq_dictionaries"
-"""Name of the checksums of dictionaries in a checkpoint."""
+"""Key of the checksums of dictionaries in a checkpoint."""
 
 
 @dataclass
@@ -65,7 +65,7 @@ class TaskOptions(GradientOptions, DeviceOptions):
 def with_paddings(
     collate: Callable[[Sequence[Any]], dict[str, Any]], padding_idx: int, samples: Sequence[Any]
 ) -> dict[str, Any]:
-    """A batch of fairseq's collater `collate`, with its Paddings."""
+    """Collate a batch by fairseq's `collate`, and add its Paddings."""
     batch = collate(samples)
     if batch:
         names = ("src_tokens", "prev_output_tokens")
@@ -91,17 +91,17 @@ class LSQTask(GradientTask):
             lookup.set_files([Path(cfg.lsq_gemm_config)])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what fairseq keeps of the task in a checkpoint: also checksums of its words."""
+        """Return the task's state for a checkpoint, with checksums of its dictionaries."""
         return {**super().state_dict(), DICTIONARIES: self._dictionaries()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Called by fairseq for each checkpoint that it generates with; see `check_resumed`."""
+        """Load the task's state in a checkpoint to generate with; see `check_resumed`."""
         self.check_resumed(state_dict)
         kept = {name: value for name, value in state_dict.items() if name != DICTIONARIES}
         super().load_state_dict(kept)
 
     def check_resumed(self, state_dict: dict[str, Any]) -> None:
-        """Raise ValueError if a checkpoint of this `state_dict` was trained with other words."""
+        """Raise ValueError if the checkpoint of this `state_dict` has other dictionaries."""
         trained = state_dict.get(DICTIONARIES)
         if trained is None:
             return
@@ -153,7 +153,7 @@ class LSQTask(GradientTask):
         return generator.LSQGenerator(models, self.target_dictionary, args)
 
     def prepare(self, trainer: Trainer) -> None:
-        """See GradientTask: begin to watch the model and to choose its masks."""
+        """Prepare as GradientTask does; then begin to watch the model and to choose its masks."""
         super().prepare(trainer)
         self.model = model = trainer.get_model()
         products.check_report(self.cfg.lsq_gemm_coverage)
@@ -170,8 +170,7 @@ class LSQTask(GradientTask):
                 step="update",
                 option="--lsq-clips {}",
             )
-            # fairseq tells no task that training is over: the summaries come when it drops the
-            # task, or at exit
+            # fairseq does not say when training ends: summaries come when the task is dropped
             weakref.finalize(self, self.signals.finish)
             weakref.finalize(self, products.report_tuned, self.cfg.lsq_gemm_coverage)
 
@@ -184,7 +183,8 @@ class LSQTask(GradientTask):
         update_num: int,
         ignore_grad: bool = False,
     ):
-        if not self.planned and self.model is not None:  # of a loop without epochs there is none
+        # a loop without epochs does not call `prepare`, which sets the model
+        if not self.planned and self.model is not None:
             self.planned = True
             if any(isinstance(module, ProgramModule) for module in self.model.modules()):
                 batch = self.bounding_batch(self.model)
@@ -193,10 +193,10 @@ class LSQTask(GradientTask):
             return super().train_step(sample, model, criterion, optimizer, update_num, ignore_grad)
 
     def get_batch_iterator(self, dataset, *arguments, **options):
-        """Make fairseq's iterator over `dataset`, whose batches have their Paddings."""
+        """Make fairseq's iterator over `dataset`; its batches have Paddings."""
         iterator = super().get_batch_iterator(dataset, *arguments, **options)
         collate = iterator.collate_fn
-        if getattr(collate, "func", None) is not with_paddings:  # fairseq keeps iterators
+        if getattr(collate, "func", None) is not with_paddings:  # wrap kept iterators once
             iterator.collate_fn = partial(with_paddings, collate, self.source_dictionary.pad())
         return iterator
 
@@ -205,7 +205,7 @@ class LSQTask(GradientTask):
         raise NotImplementedError
 
     def optimizer_step(self, optimizer, model, update_num: int) -> None:
-        """Called by fairseq once the gradients of an update are there."""
+        """Update the parameters; fairseq calls it once all gradients of an update are there."""
         if self.signals is not None:
             self.signals.record(update_num + 1, getattr(optimizer, "gradient_factor", 1.0))
         if self.sparsity is not None:

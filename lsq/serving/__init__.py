@@ -1,8 +1,8 @@
-"""Uses of a trained model: search, int8 engine, translator, HTTP service, export. Nothing here
-imports fairseq.
+"""Translation with a trained model: search, int8 engine, translator, HTTP service, export.
 
-`search` asks `Steps` of a model which words may follow; `Engine` implements them in int8, on a
-`DecodingModel`, which `decoding_model` makes of a trained module and `model_file` keeps in a file.
+`search` asks `Steps` of a model which words may follow. `Engine` implements `Steps` in int8, on a
+`DecodingModel`: `decoding_model` makes it from a trained module, `model_file` keeps it in a file.
+Nothing here imports fairseq.
 """
 
 from lsq.serving.decoding_model import DecodingModel

@@ -1,5 +1,4 @@
-"""The architecture of a decoding model: enough to name its tensors, with their shapes, and to
-compute with them."""
+"""Architecture of a decoding model: it determines the tensors, their shapes and the programs."""
 
 import json
 from dataclasses import asdict, dataclass, fields
@@ -12,13 +11,13 @@ from lsq.layers.embedding import POSITIONS
 OF_OTHERS = """
     kv_heads head_width softmax_scale window rotary qk_norm relative_bias head_bias in_out
 """.split()
-"""Fields of LayerConfig for models of others, which cannot be decoded here."""
+"""Fields of LayerConfig for Hugging Face models, which cannot be decoded here."""
 LEFT_OUT = (*OF_OTHERS, "sparsity", "adapters")
-"""Fields that files leave out: also those that say how a model goes on learning."""
+"""Fields that files leave out: OF_OTHERS, and fields that matter for training alone."""
 ADDED = {"gated": False, "bias": True}
-"""Fields that older files of a LayerConfig lack."""
+"""Fields of LayerConfig that older files lack -> their values."""
 MOST = 2**24
-"""Words or positions of a stack, at most, and LAYERS: a file asks for no more memory and time."""
+"""Most words or positions of a stack, and most LAYERS: a file cannot ask for endless memory."""
 LAYERS = 2**10
 
 
@@ -27,7 +26,7 @@ class StackArchitecture:
     """An encoder or a decoder: embedding, layers, final norm; ValueError if a value is out of its
     range, or the layers are not in int8."""
 
-    config: LayerConfig  # of each layer; dropout does not count
+    config: LayerConfig  # of each layer; dropouts are ignored
     layers: int
     words: int
     max_positions: int
@@ -35,7 +34,7 @@ class StackArchitecture:
     positions: str
     """"sinusoidal" or "learned"."""
     embedding_scale: float
-    """Factor of the rows of words."""
+    """Factor of the word embeddings."""
     embedding_norm: bool
     """Whether a LayerNorm follows the sum of words and positions."""
     final_norm: bool
@@ -62,8 +61,8 @@ class StackArchitecture:
 
 
 def check_codes(quant: QuantConfig) -> None:
-    """Raise ValueError for a model that is not kept as codes: it is in floats, or has several
-    formats, or formats without fast products."""
+    """Raise ValueError for a model that cannot be kept as codes: it is in float, has several
+    formats, or has formats without fast products."""
     if quant.coded and not quant.formats_differ:
         return
     formats = (
@@ -79,7 +78,7 @@ def check_codes(quant: QuantConfig) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """A translation model, or a language model: the same without an encoder."""
+    """Architecture of a translation model, or of a language model, which has no encoder."""
 
     encoder: StackArchitecture | None
     decoder: StackArchitecture
@@ -88,10 +87,10 @@ class Architecture:
     tied_projection: bool
     """Whether the projection onto the vocabulary was trained as the decoder's table of words."""
     padding: int
-    """The word that fills sentences up; positions count from behind its number."""
+    """The word that fills sentences up. The first word of a sentence has position padding + 1."""
     bos: int
     eos: int
-    """The end of a sentence, which decoding begins with."""
+    """The end of a sentence; decoding begins with it."""
     unk: int
 
     @property
@@ -101,7 +100,7 @@ class Architecture:
         return {side: stack for side, stack in both.items() if stack is not None}
 
     def to_json(self) -> str:
-        """Return text that `from_json` reads."""
+        """Return JSON for `from_json`, without LEFT_OUT."""
 
         def written(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             return {name: value for name, value in pairs if name not in LEFT_OUT}
@@ -110,7 +109,7 @@ class Architecture:
 
     @staticmethod
     def from_json(text: str) -> "Architecture":
-        """Return the architecture that was written; ValueError if the text is no architecture."""
+        """Return the architecture in a JSON text; ValueError if the text is no architecture."""
         try:
             value = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -120,11 +119,11 @@ class Architecture:
 
 CLASSES = {"config": LayerConfig, "quant": QuantConfig}
 CLASSES |= dict.fromkeys(("encoder", "decoder"), StackArchitecture)
-"""Classes of the fields that are dataclasses."""
+"""Field that is a dataclass -> its class."""
 
 
 def _read(cls: type, value: Any, where: str) -> Any:
-    """Make an instance of a dataclass from parsed JSON, with every field, each of its type."""
+    """Make a dataclass from parsed JSON, which must have every field in its type, or ValueError."""
     if not isinstance(value, dict):
         raise ValueError(f"{where} is {value!r:.80}; it must be an object")
     value = (ADDED if cls is LayerConfig else {}) | value

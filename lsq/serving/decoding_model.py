@@ -1,8 +1,8 @@
 """A model for decoding: its architecture and its tensors by name, rounded weights as codes alone.
 
-Names are those of a state dict, `decoder.layers.0.self_attn.qkv_bias`; a rounded weight W stands as
-W.codes int8, as its format stores them, and W.scale float32 for each row: the integers that the
-modules compute with.
+Names are as in a state dict: `decoder.layers.0.self_attn.qkv_bias`. A rounded weight W is stored as
+W.codes int8, packed as in its format, and W.scale float32, one for each row. They are the same
+numbers that the modules compute with.
 """
 
 from collections.abc import Iterator, Mapping
@@ -33,12 +33,12 @@ EMBEDDING = "embed_tokens"
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DecodingModel:
-    """All that decoding needs of a trained model; ValueError if a tensor is missing, unknown, or
-    has another shape or dtype."""
+    """Architecture and tensors of a trained model for decoding; ValueError if a tensor is missing,
+    unknown, or has another shape or dtype."""
 
     architecture: Architecture
     tensors: Mapping[str, Tensor]
-    """On the CPU, contiguous; their memory may be a mapped file."""
+    """Contiguous tensors on the CPU; their memory may be a mapped file."""
 
     def __post_init__(self) -> None:
         wanted = tensors_of(self.architecture)
@@ -63,13 +63,13 @@ class DecodingModel:
         return self.tensors[f"{holder}.{EMBEDDING}.weight"]
 
     def codes(self, name: str, columns: int) -> Tensor:
-        """Return the codes of a rounded weight as products read them, int8 [N, columns]."""
+        """Return the codes of a rounded weight, unpacked for products, int8 [N, columns]."""
         form = self.architecture.decoder.config.quant.weights
         return form.unpack(self.tensors[name + ".codes"], columns)
 
 
 def tensors_of(architecture: Architecture) -> dict[str, Spec]:
-    """Return (shape, dtype) of each tensor of such a model by name, in the order of computing."""
+    """Return name -> (shape, dtype) of each tensor of a model, in the order of computing."""
     specs: dict[str, Spec] = {}
     for side, stack in architecture.stacks.items():
         for prefix, program in _programs(architecture, side, stack):
@@ -114,7 +114,7 @@ def _programs(
 
 
 def _specs(program: Program) -> Iterator[tuple[str, Spec]]:
-    """Yield what is kept of a program's parameters: codes and scales of weights, and the others."""
+    """Yield (name, shape and dtype) of parameters without clips; weights have codes and scale."""
     for virtual in program.parameters:
         name, kind = virtual.name, virtual.declared.kind
         if kind is Kind.WEIGHT:
@@ -134,8 +134,9 @@ def model_of(module: nn.Module) -> DecodingModel:
             LSQTransformerModel and LSQTransformerLanguageModel have them.
 
     Raises:
-        ValueError: it is in training or float mode, its clips were never measured, its layers are
-            in different formats, or its final norm is of another kind than those of its layers.
+        ValueError: it is in training or float mode; its clips were never measured; its layers are
+            in different formats; its dictionaries differ in the padding; or its final norm is of
+            another kind than the norms of its layers.
     """
     encoder, decoder = getattr(module, "encoder", None), module.decoder
     for each in module.modules():
@@ -167,7 +168,7 @@ def model_of(module: nn.Module) -> DecodingModel:
 
 
 def _check_alike(module: nn.Module) -> None:
-    """Refuse layers in different formats, which patterns of names may choose."""
+    """Raise ValueError for layers in different formats, which patterns may have chosen."""
     modules = ((p, each) for p, each in module.named_modules() if isinstance(each, ProgramModule))
     rounding = {path: each.quant for path, each in modules if each.quant.quantized}
     for field in FAST_FORMATS:
@@ -230,7 +231,7 @@ def _tensors(side: str, stack: nn.Module) -> dict[str, Tensor]:
 def round_weight(
     values: Tensor, clip: Tensor, form: WeightFormat, target: Backend, rows: int | None = None
 ) -> Weight:
-    """Round floats [N, K] under clips, as modules do; with `rows` codes of at least N."""
+    """Round floats [N, K] under clips, as modules do, into codes and scales of `rows` rows or N."""
     rows = rows or len(values)
     weight = Weight(
         format=form,

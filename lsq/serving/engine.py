@@ -1,9 +1,9 @@
-"""Decoding in int8: prepared steps on fixed addresses, a whole step of all layers in one call.
+"""Decoding in int8 by prepared steps: one call runs all layers, on tensors at fixed addresses.
 
-Weights are laid out once where products read them, packed on the CPU. Keys and values are kept as
-codes and never moved: each row of a step has a list of the positions of its own in the cache, and
-to extend another row copies that list. The encoder's keys and values are made once for each
-sentence. R rows, V words, H hidden.
+Weights are laid out once as products read them; on the CPU they are packed. Keys and values are
+kept as codes and never move. Each row of a step has a list of the positions of its own words in the
+cache; a row that extends another row copies that list. The encoder's keys and values are made once
+for each sentence. R rows, V words, H hidden.
 """
 
 import math
@@ -40,14 +40,14 @@ T = TypeVar("T")
 
 
 class Recent(Generic[T]):
-    """A cache of the `most` keys that were used last."""
+    """Cache of the `most` keys that were used last."""
 
     def __init__(self, most: int):
         self._most = most
         self._kept: OrderedDict[Hashable, T] = OrderedDict()
 
     def of(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Return the value of `key`, made now unless it is kept."""
+        """Return the value of `key`, from the cache or else from `make`."""
         if key not in self._kept:
             self._kept[key] = make()
             if len(self._kept) > self._most:
@@ -60,7 +60,7 @@ class Recent(Generic[T]):
 
 
 class Blocks:
-    """Memory for what lives no longer than one run of a program, shared by all programs. Sizes are
+    """Memory for tensors that live within one run of a program; all programs share it. Sizes are
     powers of two, so that few blocks serve programs of any size."""
 
     def __init__(self, backend: Backend):
@@ -112,7 +112,7 @@ class Preparation:
 
     def weight(self, name: str, inner: int, *, plain: bool = False) -> Weight | PackedWeight:
         """Return a weight with `inner` inputs as products read it: packed on the CPU, elsewhere on
-        the device as it is stored, or with `plain` as codes."""
+        the device in its stored form, or with `plain` unpacked."""
         if name not in self._weights:
             stored, scale = (self._model.tensors[name + part] for part in (".codes", ".scale"))
             form, device = self._format, self._backend.device
@@ -130,7 +130,7 @@ class Preparation:
         return self._weights[name]
 
     def sparse_weight(self, name: str, inner: int) -> SparseWeight | None:
-        """Return a weight for kernels that read few rows if it is sparse and they take its size."""
+        """Return a weight for sparse kernels of few rows; None if they cannot take it."""
         if name not in self._sparse:
             codes, weight = self._model.codes(name, inner), None
             if is_sparse(codes) and len(codes) % OUTPUTS == 0:
@@ -146,15 +146,14 @@ class Preparation:
         inputs: Mapping[str, Tensor],
         results: Mapping[VirtualTensor, Tensor] | None = None,
     ) -> tuple[list[Call], dict[VirtualTensor, Tensor]]:
-        """Return (the operations of a program on real tensors, for a backend to prepare; all its
-        tensors).
+        """Bind a program to tensors; return (calls for a backend to prepare, all its tensors).
 
         Temporary tensors and outputs lie in `blocks`; the next program that runs overwrites them.
 
         Args:
             program: without a backward pass.
-            inputs: by name, those that are no tensors of the model.
-            results: tensors for the outputs that must stay.
+            inputs: inputs by name that are not tensors of the model.
+            results: tensors for outputs that must stay.
         """
         tensors: dict[VirtualTensor, Tensor] = dict(results or {})
         of_weights = {tensor for weight in program.weights.values() for tensor in weight.written}
@@ -209,15 +208,15 @@ class Preparation:
 
 
 def roomy(count: int) -> int:
-    """Return the smallest power of two that is at least `count`: what grows does so rarely."""
+    """Return the smallest power of two that is at least `count`, so that tensors grow rarely."""
     return 1 << (count - 1).bit_length()
 
 
 class Engine:
-    """Decodes with a DecodingModel; implements lsq.serving.Steps, for one thread at a time.
+    """Decodes in int8 with a DecodingModel; implements lsq.serving.Steps, for one thread at a time.
 
-    Sources, words and parents may lie on the CPU, wherever the engine runs, and candidates lie
-    where words do. Values of words and parents on a GPU are not checked: that would wait for it.
+    Sources, words and parents may lie on the CPU, wherever the engine runs. Candidates lie on the
+    device of the words. Words and parents on a GPU are not checked, since that would wait for it.
 
     Without a backend it runs on the CPU. ValueError: the C++ library is missing, or a GPU's kernels
     cannot take the model's widths.
@@ -237,11 +236,11 @@ class Engine:
         self._programs, self._encoders, self._runs = Recent(64), Recent(24), Recent(24)
         self._tensors: dict[str, Tensor] = {}
         self._sentences = self._rows = self._steps = 0
-        # steps; used positions of the caches; rows of the last step
+        # steps taken, used positions of the caches, rows of the last step
         self._taken = self._used = self._open = 0
 
     def __reduce__(self):
-        """Refuse: to send a tensor to a process moves its memory, to which prepared steps point."""
+        """Refuse: a tensor sent to a process moves, and prepared steps point to its old memory."""
         raise TypeError(
             "a decoding engine is neither copied nor pickled; make one of its model where it is"
             " needed"
@@ -249,8 +248,8 @@ class Engine:
 
     @torch.no_grad()
     def begin(self, sources: Sequence[Tensor], *, rows: int, steps: int) -> None:
-        """See Steps; ValueError if there is no sentence, one is empty or too long or has a word
-        outside the vocabulary, or there are more steps than positions."""
+        """Begin a batch, see Steps; ValueError if there is no sentence, if a sentence is empty, too
+        long or has a word outside the vocabulary, or if there are more steps than positions."""
         if not sources or rows < 1 or not 1 <= steps <= self.longest:
             raise ValueError(
                 f"given {len(sources)} sentences, {rows} rows and {steps} steps; there must be at"
@@ -273,8 +272,8 @@ class Engine:
     def step(
         self, words: Tensor, parents: Tensor, *, top: int, wanted: Tensor | None = None
     ) -> Candidates:
-        """See Steps; ValueError if there are more rows or steps than `begin` was given, or a word,
-        a parent or `top` is out of its range."""
+        """Take a step, see Steps; ValueError if there are more rows or steps than `begin` was
+        given, or if a word, a parent or `top` is out of its range."""
         if not 1 <= top <= self.words:
             raise ValueError(f"top is {top}; it must be from 1 to {self.words}")
         if wanted is not None:
@@ -292,7 +291,7 @@ class Engine:
 
     @torch.no_grad()
     def _run(self, words: Tensor, parents: Tensor, top: int, wanted: Tensor | None) -> NextWords:
-        """Take a step and return its last operation; `top` 0: with all log-probabilities."""
+        """Take a step and return its last operation, with all log-probabilities if `top` is 0."""
         rows, taken = len(words), self._taken
         if not 1 <= rows <= self._rows or len(parents) != rows:
             raise ValueError(
@@ -316,7 +315,7 @@ class Engine:
         return end
 
     def _fill_inputs(self, words: Tensor, parents: Tensor, size: int) -> None:
-        """Make lists and inputs of the next step from the parents'; surplus rows are padding."""
+        """Fill the next step's lists and inputs from the parents' lists; other rows are padding."""
         rows, taken, tensors = len(words), self._taken, self._tensors
         padding = self.model.architecture.padding
         lists, sentence = tensors["lists"], tensors["sentence"]
@@ -335,7 +334,7 @@ class Engine:
 
     @torch.inference_mode(False)  # kept tensors are written to in both modes
     def _prepare(self, rows: int, top: int, asked: int):
-        """Prepare a step of so many rows: (what runs it, its last operation)."""
+        """Prepare a step of `rows` rows; return (function that runs it, its last operation)."""
         architecture, take = self.model.architecture, self._preparation.blocks.take
         program = self._programs.of(rows, lambda: step_program(architecture, rows, self.backend))
         names = ("tokens", "positions", "owned", "sentence")
@@ -393,7 +392,7 @@ class Engine:
 
     @torch.inference_mode(False)
     def _prepare_encoder(self, size: PackedSequences):
-        """Prepare the encoding of a batch of that size: (what runs it, its inputs by name)."""
+        """Prepare the encoder for batches of a size; return (function that runs it, its inputs)."""
         architecture, allocate = self.model.architecture, self.backend.allocate
         program = self._programs.of(size, lambda: encoder_program(architecture, size, self.backend))
         inputs = {name: allocate((size.rows,), torch.int64) for name in ("tokens", "positions")}
@@ -408,15 +407,15 @@ class Engine:
 
     @torch.inference_mode(False)
     def _reserve(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return the tensor of that name; if it has to grow, all that was prepared is forgotten."""
+        """Return the named tensor, of at least this shape; if it grows, drop prepared steps."""
         kept = self._tensors.get(name)
         if kept is None or any(have < want for have, want in zip(kept.shape, shape, strict=True)):
             before = kept.shape if kept is not None else (0,) * len(shape)
             sizes = [max(have, want) for have, want in zip(before, shape, strict=True)]
-            # first: Ctrl-C may end this between any two lines, and those write into what is freed
+            # first: after a Ctrl-C between two lines prepared steps would write into freed memory
             self._runs.clear()
             self._encoders.clear()
-            # on the CPU, pages take no memory before they are touched
+            # on the CPU, pages take no memory before they are written to
             self._tensors[name] = kept = self.backend.allocate(sizes, dtype)
         return kept
 
@@ -427,7 +426,7 @@ class Engine:
     def _check(name: str, values: Tensor, limit: int) -> None:
         if values.dtype != torch.int64:
             raise ValueError(f"{name} are {values.dtype}; they must be int64")
-        if values.device.type != "cpu":  # to look at them would wait
+        if values.device.type != "cpu":  # a look at them would wait for the GPU
             return
         least, most = (int(value) for value in values.aminmax())
         if least < 0 or most >= limit:
@@ -437,8 +436,8 @@ class Engine:
 
 
 def filled(rows: int) -> int:
-    """Round up to one of few numbers: a power of two up to 32, then a multiple of 32, then four
-    numbers between two powers of two."""
+    """Round up to few sizes: powers of two up to 32, multiples of 32 up to 256, then four sizes
+    between two powers of two."""
     if rows <= 32:
         return 1 << (rows - 1).bit_length()
     step = max(32, 1 << (rows - 1).bit_length() - 3)

@@ -1,10 +1,9 @@
-"""Export to a folder that CTranslate2 loads (OpenNMT/CTranslate2, version 4.8), with the codes and
-scales of the weights as they were learned.
+"""Export to a folder for CTranslate2 (OpenNMT/CTranslate2, version 4.8).
 
-CTranslate2 rounds activations by each row's largest value, where lsq has one clip for the rows of
-most tensors, and wants the tables of words in int8: those, floats in lsq, are rounded here as its
-own converters do. So scores differ a little; the pages have measured how much. V words, N outputs,
-K inputs, H hidden.
+The codes and scales of weights stay as trained. CTranslate2 rounds activations by the largest value
+of each row; lsq has one clip for all rows of most tensors. CTranslate2 also wants tables of words
+in int8: lsq's floats are rounded here as its own converters do. So scores differ a little;
+docs/serving.md has measurements. V words, N outputs, K inputs, H hidden.
 """
 
 from collections.abc import Sequence
@@ -25,7 +24,7 @@ MODEL, SUBWORDS = "model.bin", "sentencepiece.model"
 """Files in the folder."""
 LARGEST = numpy.float32(127.0)
 EPSILON = 1e-5
-"""CTranslate2's, of LayerNorm."""
+"""Epsilon of CTranslate2's LayerNorm."""
 
 
 def write(
@@ -39,13 +38,14 @@ def write(
     """Write model.bin, config.json and the vocabularies, all or nothing; replaces a folder.
 
     Args:
-        source: the words by number, special ones as fairseq names them; None for a language model.
-        target: the words that are generated.
-        subwords: sentencepiece's model, which is written beside them.
+        source: source words by number, special words as in fairseq; None for a language model.
+        target: target words by number.
+        subwords: content of sentencepiece's model, which is written beside them.
 
     Raises:
-        MissingPackage, ValueError: CTranslate2 is not installed, or cannot compute this model.
-        OSError: it cannot be written.
+        MissingPackage: CTranslate2 is not installed.
+        ValueError: CTranslate2 cannot compute this model.
+        OSError: the folder cannot be written.
     """
     spec = specification(model, source, target)
 
@@ -58,7 +58,7 @@ def write(
 
 
 def is_model_folder(folder: Path) -> bool:
-    """Whether a folder holds a model of CTranslate2."""
+    """Return whether a folder holds a model of CTranslate2."""
     return (folder / MODEL).is_file()
 
 
@@ -170,7 +170,7 @@ class _Stack:
         spec.bias = self.tensor(name + "_bias")
 
     def weight(self, spec: Any, name: str, inputs: int, rows: int | None = None) -> None:
-        """Set the first `rows` of a rounded weight. CTranslate2 divides codes by its scales."""
+        """Set the first `rows` rows of a rounded weight. CTranslate2 divides codes by scales."""
         spec.weight = self.model.codes(f"{self.side}.{name}", inputs)[:rows].numpy()
         spec.weight_scale = 1 / self.tensor(name + ".scale")[:rows]
 
@@ -178,7 +178,7 @@ class _Stack:
         spec.gamma, spec.beta = self.tensor(name + ".weight"), self.tensor(name + ".bias")
 
     def positions(self) -> numpy.ndarray:
-        """Return float32 [max_positions, H]; the first word of a sentence has the first row."""
+        """Return float32 [max_positions, H], positions from the first word of a sentence on."""
         first = self.model.architecture.padding + 1
         if self.stack.positions == "learned":
             return self.tensor(f"{EMBEDDING}.position_weight")[first:]
@@ -192,8 +192,8 @@ class _Stack:
 
 
 def rounded_rows(table: numpy.ndarray) -> tuple[numpy.ndarray, numpy.ndarray]:
-    """Round float32 [V, H] as CTranslate2 does: (codes int8 [V, H], scales float32 [V], by which
-    the largest becomes 127)."""
+    """Round float32 [V, H] as CTranslate2 does; return (codes int8 [V, H], scales float32 [V]). The
+    largest magnitude of a row times its scale is 127."""
     largest = numpy.abs(table).max(axis=1)
     scale = LARGEST / numpy.where(largest == 0, LARGEST, largest)
     return numpy.rint(table * scale[:, None]).astype(numpy.int8), scale

@@ -1,8 +1,8 @@
 """Rounding of a trained model's 8-bit weights to 4 bits, by least squared error.
 
-The values that are rounded are those of the training, codes times scales; activations keep their
-clips, and nothing is trained again. The clip of each row is searched; groups of 32 inputs have
-multipliers under it (Int4 of lsq/quant/formats.py). P outputs, K inputs.
+The trained values, codes times scales, are rounded. Activations keep their clips, and nothing is
+trained again. The clip of each row is searched; groups of 32 inputs have multipliers under it (Int4
+of lsq/quant/formats.py). P outputs, K inputs.
 """
 
 import math
@@ -17,15 +17,15 @@ from lsq.run.backends import backend
 from lsq.serving.decoding_model import DecodingModel, round_weight
 
 INT4 = {"weight_format": "int4", "weight_granularity": "channel", "clips": "auto"}
-"""Fields of QuantConfig for such weights."""
+"""Fields of QuantConfig for weights in int4."""
 CODES, SCALE = ".codes", ".scale"
 TRIED = tuple(1 - 0.04 * step for step in range(10))
-"""Clips that are tried for a row, as parts of its largest value."""
+"""Clips that are tried for a row, as parts of its largest magnitude."""
 
 
 @torch.no_grad()
 def with_int4(model: DecodingModel) -> DecodingModel:
-    """Round the weights of a model to int4; a model that was trained with int4 is returned."""
+    """Return the model with its weights rounded to int4; a model in int4 is returned as it is."""
     if isinstance(model.architecture.decoder.config.quant.weights, Int4):
         return model
     stacks = {
@@ -44,11 +44,11 @@ def with_int4(model: DecodingModel) -> DecodingModel:
 
 
 def least_squares(values: Tensor, form: WeightFormat) -> tuple[Tensor, Tensor]:
-    """Round floats [P, K] under the clip of each row, of those TRIED, with the least squared error.
+    """Round floats [P, K], each row under the clip among TRIED with the least squared error.
 
     Returns:
         (stored codes int8 [P, stored columns], scale float32 [P], NaN for a row with a NaN or an
-        infinity)
+            infinity)
     """
     largest = values.abs().amax(dim=1)
     usable = largest.isfinite()
@@ -60,7 +60,7 @@ def least_squares(values: Tensor, form: WeightFormat) -> tuple[Tensor, Tensor]:
     for part in TRIED:
         weight = round_weight(values, part * largest, form, backend("cpu"))
         error = form.unpack(weight.codes, values.shape[1]) * weight.scale[:, None] - values
-        error = (error / largest[:, None]).square().sum(dim=1)  # squares alone may be infinite
+        error = (error / largest[:, None]).square().sum(dim=1)  # large squares overflow
         better = error < least
         stored = torch.where(better[:, None], weight.codes, stored)
         scale, least = torch.where(better, weight.scale, scale), torch.minimum(error, least)

@@ -1,10 +1,10 @@
 """lsq's own file of a decoding model: one safetensors file, checked when it is read.
 
-Its tensors are those of a DecodingModel. Codes W.codes int8 [N, K] that are 2:4 sparse stand as the
-values that are kept and their indices, in 5/8 of the bytes: W.codes.values int8 [N, K / 2] and
-W.codes.indices uint8 [N, ceil(K / 8)]; see lsq.models.sparsity.pack. Architecture, vocabularies and
-sentencepiece's model are in the metadata, a text for each name. Checksums are CRC-32: of each
-tensor, and of all metadata.
+It has the tensors of a DecodingModel. Codes W.codes int8 [N, K] that are 2:4 sparse are stored in
+5/8 of the bytes, as the kept values and their indices: W.codes.values int8 [N, K / 2] and
+W.codes.indices uint8 [N, ceil(K / 8)]; see lsq.models.sparsity.pack. The metadata have a text for
+each of architecture, vocabularies and sentencepiece's model. Checksums are CRC-32: of each tensor,
+and of all metadata.
 """
 
 import base64
@@ -29,30 +29,30 @@ from lsq.serving.search_options import SearchOptions
 
 KIND = "lsq model "
 FORMAT, SPARSE_FORMAT = FORMATS = (KIND + "1", KIND + "2")
-"""Without and with sparse codes, which an older lsq does not know."""
+"""Format without sparse codes, and format with them, which an older lsq does not know."""
 CHECKSUM = "checksum"
 """Name of the checksum of the metadata, in the metadata."""
 CODES, VALUES, INDICES = ".codes", ".codes.values", ".codes.indices"
 FORMAT_NAME, CHECKSUMS = "format", "tensors"
 GONE = ("diverse_beam_groups", "diverse_beam_strength")
-"""Options of the search that older files name."""
+"""Options of the search in older files, which are ignored."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ExportedModel:
-    """A model and what it takes to translate text with it; ValueError if the vocabularies do not
-    fit the model, or a value is out of its range."""
+    """A model with its vocabularies, subwords and search options; ValueError if the vocabularies do
+    not fit the model, or a value is out of its range."""
 
     model: DecodingModel
     source: tuple[str, ...] | None
-    """The words by number; None: it is a language model."""
+    """Source words by number; None for a language model."""
     target: tuple[str, ...]
     subwords: bytes | None = None
-    """sentencepiece's model; None: texts are words with spaces between them."""
+    """Content of sentencepiece's model; None: texts are words with spaces between them."""
     trained_length: int | None = None
-    """Words of the longest sentence of the training without its end, if that is known."""
+    """Words of the longest training sentence without its end, if known."""
     search: SearchOptions = SearchOptions()
-    """How the training itself translated, as far as that is known."""
+    """Options of the training's own translation, as far as known."""
 
     def __post_init__(self) -> None:
         stacks = self.model.architecture.stacks
@@ -73,13 +73,13 @@ class ExportedModel:
 
 
 def is_model_file(path: Path) -> bool:
-    """Whether a file begins as safetensors do, and so is none of PyTorch's."""
+    """Return whether a file begins as a file of safetensors does, and not as PyTorch's."""
     with path.open("rb") as file:
         return file.read(9)[8:] == b"{"
 
 
 def is_exported(path: Path) -> bool:
-    """Whether something is a file of `write`, of any version; its tensors are not read."""
+    """Return whether a path is a file of `write`, of any version; its tensors are not read."""
     try:
         with safe_open(path, framework="pt") as file:
             return (file.metadata() or {}).get(FORMAT_NAME, "").startswith(KIND)
@@ -115,8 +115,8 @@ def write(path: Path, exported: ExportedModel) -> None:
 
 
 def read(path: Path) -> ExportedModel:
-    """Read a model. Codes that are not sparse are mapped: the file must not be written into until
-    they have been copied, as the engine does. `write` replaces a file by another.
+    """Read a model. Dense codes stay mapped to the file: it must not be modified before they have
+    been copied, as the engine does. `write` makes a new file in its place.
 
     Raises:
         FileNotFoundError, IsADirectoryError: there is no such file.
@@ -194,7 +194,7 @@ def _read(metadata: Mapping[str, str], name: str, kind: Any) -> Any:
 
 
 def split_sparse(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Replace sparse codes, of a format that is not packed, by their values and indices."""
+    """Replace sparse codes by their values and indices, in formats that are not packed."""
     result = {}
     for name, tensor in tensors.items():
         if name.endswith(CODES) and is_sparse(tensor):
@@ -206,7 +206,7 @@ def split_sparse(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def join_sparse(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Undo `split_sparse`; ValueError if one of a pair is missing, or they do not fit."""
+    """Undo `split_sparse`; ValueError if values or indices are missing, or do not fit."""
     ends = (VALUES, INDICES)
     result = {name: tensor for name, tensor in tensors.items() if not name.endswith(ends)}
     names = {name.removesuffix(end) for end in ends for name in tensors if name.endswith(end)}

@@ -1,8 +1,8 @@
-"""The search: follows the most probable hypotheses of many sentences at once, or drawn ones.
+"""Beam search and sampling, for many sentences at once.
 
 It finds what fairseq's generator finds on the same model, scores included. S open sentences, B rows
 of each (one at the first step, then `beam`), R = S * B rows, V words of the vocabulary, C words
-that may follow a row, N continuations that are chosen of a sentence, T words of a row so far.
+that may follow a row, N chosen continuations of a sentence, T words of a row so far.
 """
 
 import math
@@ -21,7 +21,7 @@ FORBIDDEN = -math.inf
 NO_WORD = -1
 """Fills rows that have fewer banned words than others."""
 BANNED_TOGETHER = 8
-"""Extra words for banned ones are asked for in multiples of this: few different numbers of them."""
+"""Words in place of banned ones are asked for in multiples of this: models prepare few steps."""
 
 
 @torch.no_grad()
@@ -44,8 +44,8 @@ def search(
             on length include them.
         symbols: special words of the vocabulary.
         generator: source of random numbers for sampling; None: a new one, with `options.seed`.
-        before_step: called before each step; an exception of it ends the search, and `steps` can
-            be used for another.
+        before_step: called before each step. If it raises an error, the search ends, and `steps`
+            can begin another one.
 
     Raises:
         ValueError: no hypothesis can be as long as the options want, prefixes do not fit, or no
@@ -86,9 +86,9 @@ def length_limit(steps: Steps, sources: Sequence[Tensor], options: SearchOptions
 
 
 def most_words(options: SearchOptions, longest: int, positions: int) -> int:
-    """Return how many words a hypothesis may have before its end, if the longest source of the
-    batch has `longest` words and the model so many positions."""
-    # no float holds every whole number
+    """Return the most words of a hypothesis before its end, if the longest source of the batch has
+    `longest` words and the model has `positions` positions."""
+    # the smaller first: floats do not hold every whole number
     wanted = options.max_len_a * longest + min(options.max_len_b, positions)
     return int(min(wanted, positions - 1))
 
@@ -122,11 +122,11 @@ def forced_words(
 
 
 class _Continuations:
-    """Asks a model for as many words as the options can need, and applies the options to them.
+    """Words that may follow each row, under the options of a search.
 
-    The most probable words are enough: if up to f words of a row are forbidden or made less
-    probable, its best n are among the n + f best that the model gives. `needed` is n; None: all
-    words. Forced words, int64 [S, P] with padding behind them, are asked for by name.
+    The most probable words are enough: if the options forbid or penalise up to f words of a row,
+    its best n words are among the n + f best of the model. `needed` is n; None: all words. Forced
+    words, int64 [S, P] with padding behind them, are asked for by name.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class _Continuations:
         """
         step, self.step = self.step, self.step + 1
         last, end = history[:, -1], self.symbols.end
-        if step == self.limit:  # the end alone may follow the longest hypotheses
+        if step == self.limit:  # only the end may follow the longest hypotheses
             if self.needed is None:
                 words, values = self._all(last, parents)
                 return words, values.masked_fill(words != end, FORBIDDEN)
@@ -165,7 +165,7 @@ class _Continuations:
         forced, banned, fixed = None, history[:, :0], [self.symbols.padding]
         if self.forced is not None and step < self.forced.shape[1]:
             forced = self.forced[sentences, step]
-        # forced words may be the end; fairseq waits for the prefixes of all sentences instead
+        # a forced end counts even so; fairseq begins to forbid the end behind the longest prefix
         if step < self.options.min_len:
             fixed.append(end)
         if self.options.no_repeat_ngram_size:
@@ -177,7 +177,7 @@ class _Continuations:
         return (words, values) if forced is None else self._force(words, values, forced, wanted)
 
     def forced_to_end(self, sentences: Tensor) -> Tensor | None:
-        """bool [S]: whether the prefixes of sentences int64 [S] end at the next step; None: no."""
+        """Return bool [S], whether the prefixes of sentences end at the next step; None: no."""
         if self.forced is None or self.step >= min(self.limit, self.forced.shape[1]):
             return None
         return self.forced[sentences, self.step] == self.symbols.end
@@ -191,16 +191,16 @@ class _Continuations:
     def _ask(
         self, last: Tensor, parents: Tensor, forced: Tensor | None, banned: int
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return (words, log-probabilities, those of `forced` words [R, 1]) before the options
-        count; up to `banned` words will be banned."""
+        """Return the model's (words, log-probabilities, log-probabilities of `forced` [R, 1]).
+        There are enough words for `banned` of them to be banned."""
         wanted = None if forced is None else forced[:, None]
         if self.needed is None:
             words, values = self._all(last, parents)
             return words, values, None if wanted is None else values.gather(1, wanted)
         if wanted is not None:
             wanted = torch.where(wanted == self.symbols.padding, self.symbols.end, wanted)
-        # 3: padding, end and unknown word, forbidden or not, since a model may prepare a step for
-        # each number
+        # 3 for padding, end and unknown word, even if they are allowed: a model may prepare a step
+        # for each number
         top = self.needed + 3 + -(-banned // BANNED_TOGETHER) * BANNED_TOGETHER
         given = self.steps.step(last, parents, top=min(self.steps.words, top), wanted=wanted)
         return given.words, given.log_probabilities, given.wanted
@@ -214,7 +214,7 @@ class _Continuations:
     def _force(
         self, words: Tensor, values: Tensor, forced: Tensor, wanted: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Allow a row's forced word alone, if it has one. No option forbids it."""
+        """Allow only the forced word of a row that has one; no option forbids it."""
         word = forced[:, None]
         free = word == self.symbols.padding
         value = self._penalise_unknown(word, wanted).masked_fill(free, FORBIDDEN)
@@ -245,21 +245,21 @@ def repeating(history: Tensor, size: int) -> Tensor:
 
 
 class Chosen(NamedTuple):
-    """Continuations of S sentences."""
+    """Chosen continuations of S sentences."""
 
     scores: Tensor
     """float32 [S, N], sums of log-probabilities from the start on."""
     words: Tensor
     """int64 [S, N]."""
     rows: Tensor
-    """int64 [S, N], the row of its sentence that each extends, 0 to B - 1."""
+    """int64 [S, N], the row of the sentence that a continuation extends, 0 to B - 1."""
 
 
 def best(
     words: Tensor, log_probabilities: Tensor, totals: Tensor | None, count: int, vocabulary: int
 ) -> Chosen:
     """Choose the `count` continuations with the highest scores, best first; never the whole
-    vocabulary, since padding is no word.
+    vocabulary, since padding is not chosen.
 
     Args:
         words: int64 [S, B, C].
@@ -283,12 +283,15 @@ def drawn(
     limit: float,
     generator: torch.Generator,
 ) -> Chosen:
-    """Draw `count` continuations, as many of each row: from its `top` most probable words (Fan et
-    al. 2018) or, if that is None, from the most probable ones up to a sum of `limit` (Holtzman et
-    al. 2020), -1: from all; see `best`."""
+    """Draw `count` continuations, equally many of each row; further arguments as in `best`.
+
+    Args:
+        top: draw from so many most probable words (Fan et al. 2018); None: see `limit`.
+        limit: draw from the most probable words up to this sum (Holtzman et al. 2020); -1: all.
+    """
     sentences, rows, _ = words.shape
     words, probabilities = _limited(words, log_probabilities, top, limit)
-    # any column, with probability 0, where a row is all zeros or NaN
+    # a row of zeros or NaN draws any column, with probability 0
     possible = probabilities.sum(2, keepdim=True) > 0
     weights = torch.where(possible, probabilities, 1.0).view(sentences * rows, -1)
     columns = torch.multinomial(weights, count // rows, replacement=True, generator=generator).view(
@@ -305,10 +308,10 @@ def drawn(
 def _limited(
     words: Tensor, log_probabilities: Tensor, top: int | None, limit: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the words to draw from, [S, B, C'], and their probabilities, of a sum of up to 1."""
+    """Return the words to draw from, [S, B, C'], and their probabilities, of a sum up to 1."""
     if top is not None:
         highest, columns = log_probabilities.topk(min(top, words.shape[2]), dim=2)
-        # the end alone is one word; as many random numbers are drawn at every step
+        # padded if only the end may follow: every step draws as many random numbers
         padding = (0, top - highest.shape[2])
         words = functional.pad(words.gather(2, columns), padding)
         return words, functional.pad(highest.exp(), padding)
@@ -325,8 +328,8 @@ def _limited(
 class _Search:
     """The state of a search.
 
-    When sampling, no row may be left to replace that of a hypothesis that has ended: it keeps its
-    row, marked as ignored, until its sentence is finished, as in fairseq.
+    In sampling there may be no further row to take the place of a hypothesis that has ended. It
+    then keeps its row, marked as ignored, until its sentence is finished, as in fairseq.
     """
 
     def __init__(
@@ -344,7 +347,7 @@ class _Search:
         self.sentences = torch.arange(count, device=device)
         # int64 [S * B, T + 1], with the start
         self.history = torch.full((count, 1), symbols.start, device=device)
-        # [S * B, T], sums from the start on
+        # [S * B, T], sums of log-probabilities from the start on
         self.totals = torch.zeros(count, 0, dtype=torch.float32, device=device)
         # bool [S, B], rows of hypotheses that have ended, or None
         self.ignored: Tensor | None = None
@@ -374,7 +377,7 @@ class _Search:
         firsts = torch.arange(0, len(self.history), rows, device=words.device)
         origins = chosen.rows + firsts[:, None]
         ends = chosen.words == self.end
-        # most steps of a few sentences
+        # a shortcut for steps without an end, which most are for few sentences
         if step < self.limit and self.ignored is None and not ends.any():
             self._extend(*(each[:, : self.beam] for each in (origins, chosen.words, chosen.scores)))
             return
@@ -396,14 +399,14 @@ class _Search:
         return best(words, values, totals, 2 * self.beam, self.continuations.steps.words)
 
     def _repeat_first_row(self, sentences: Tensor, rows: int) -> None:
-        """Make all rows of sentences bool [S] the first: all are their prefix and end now."""
+        """Copy the first row of `sentences`, bool [S], to their others: all end as the prefix."""
         order = torch.arange(len(self.history), device=sentences.device).view(-1, rows)
         order = torch.where(sentences[:, None], order[:, :1], order).view(-1)
         self.history, self.totals = self.history[order], self.totals[order]
         self.parents = self.parents[order]
 
     def _keep(self, scores: Tensor, origins: Tensor, ended: Tensor) -> None:
-        """Keep the hypotheses that end: int64 [E, 2], sentence and continuation."""
+        """Keep the hypotheses that end: `ended` int64 [E, 2], sentence and continuation."""
         sentence, column = ended.unbind(1)
         scores, rows = scores[sentence, column], origins[sentence, column]
         words = functional.pad(self.history[rows, 1:], (0, 1), value=self.end)
@@ -437,7 +440,7 @@ class _Search:
         self._extend(*(each.gather(1, first) for each in (origins, words, scores)))
 
     def _extend(self, origins: Tensor, words: Tensor, scores: Tensor) -> None:
-        """Make the next step's rows of rows of this one, their next words and scores, [S, beam]."""
+        """Extend rows `origins` by `words`, with new sums `scores`; all are [S, beam]."""
         self.parents = origins.reshape(-1)
         self.history = torch.cat([self.history[self.parents], words.reshape(-1, 1)], 1)
         self.totals = torch.cat([self.totals[self.parents], scores.reshape(-1, 1)], 1)

@@ -16,17 +16,15 @@ LEAST = {
 }
 FINITE = ("length_penalty", "max_len_a", "unk_penalty")
 LARGEST_PENALTY = 10
-"""Magnitude: lengths to a higher power overflow float32."""
+"""Largest magnitude of length_penalty: lengths to a higher power overflow float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SearchOptions:
-    """Options of a search, named as those of fairseq-generate.
+    """Options of a search; ValueError if a value is out of its range, or two do not go together.
 
-    Lengths count the end of the sentence as a word.
-
-    Raises:
-        ValueError: a value is out of its range, or two do not go together.
+    Most have fairseq-generate's names. Scores count the end of a sentence as a word; limits on
+    length do not.
     """
 
     beam: int = 5
@@ -55,8 +53,7 @@ class SearchOptions:
     sampling_topk: int = -1
     """Draw from so many most probable words alone; -1: from all."""
     sampling_topp: float = -1.0
-    """Draw from the fewest words whose probabilities reach this sum (Holtzman et al. 2020); -1:
-    from all."""
+    """Draw from the fewest words with this sum of probabilities (Holtzman et al. 2020); -1: all."""
     seed: int = 1
     """Seed of what is drawn at random."""
 
@@ -116,5 +113,5 @@ class SearchOptions:
 
     @property
     def all_words(self) -> bool:
-        """Whether a search needs the probabilities of all words, not of the highest alone."""
+        """Whether a search needs the probabilities of all words, not only the highest."""
         return self.sampling and self.sampling_topk == -1 or self.temperature != 1

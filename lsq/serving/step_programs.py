@@ -1,7 +1,7 @@
-"""Programs of decoding: the encoder as a whole, and one step of the decoder with all layers.
+"""Programs of decoding: the whole encoder, and one step of the decoder with all layers.
 
-They are made of the blocks of the modules, under the names of DecodingModel, so that their integers
-are the same. M rows of packed sentences, R rows of a step, H hidden.
+They use the modules' blocks and the names of DecodingModel, so that they compute the same integers.
+M rows of packed sentences, R rows of a step, H hidden.
 """
 
 from collections.abc import Callable, Mapping
@@ -32,8 +32,8 @@ def builder_of(name: str, architecture: Architecture, backend: Backend) -> Layer
 def encoder_program(
     architecture: Architecture, sentences: PackedSequences, backend: Backend
 ) -> Program:
-    """tokens, positions int64 [M], cu_seqlens int32 [B + 1] -> for each decoder layer keys and
-    values int8 [M, 2H], and their scale."""
+    """Build the encoder: tokens, positions int64 [M], cu_seqlens int32 [B + 1] -> for each decoder
+    layer keys and values int8 [M, 2H], and their scale."""
     b, stack = builder_of("encoder", architecture, backend), architecture.encoder
     x = embedded(b, architecture, "encoder", sentences.rows)
     cu_seqlens = sentences.cu_seqlens(b, "cu_seqlens")
@@ -56,13 +56,13 @@ def encoder_program(
 
 
 def step_program(architecture: Architecture, rows: int, backend: Backend) -> Program:
-    """tokens, positions int64 [R] -> codes int8 [R, H] for the projection onto the vocabulary, and
-    their scale.
+    """Build a step: tokens, positions int64 [R] -> codes int8 [R, H] for the projection onto the
+    vocabulary, and their scale.
 
-    Further inputs are those of CachedAttention: `cache.<layer>` for every layer, and `lists`,
-    `lengths`, `owned` for these caches; of a translation also `encoder_out.<layer>` and
-    `encoder_scale.<layer>`, and `encoder_lists`, `encoder_lengths`, `sentence` for them. Their
-    first dimensions, declared as 1 here, may be any.
+    Further inputs belong to CachedAttention. For every layer: `cache.<layer>`, with `lists`,
+    `lengths`, `owned` for all layers. In translation also `encoder_out.<layer>` and
+    `encoder_scale.<layer>`, with `encoder_lists`, `encoder_lengths`, `sentence`. Sizes of caches,
+    lists and lengths, declared as 1 here, may be any.
     """
     b, stack = builder_of("decoder_step", architecture, backend), architecture.decoder
     config, hidden = stack.config, stack.config.hidden
@@ -162,8 +162,8 @@ def layers(
 ) -> tuple[Residual, VirtualTensor, str]:
     """Add all layers of a stack; return (the residual of the last block, its update, its norm).
 
-    `attentions`: by its name, each adds an attention of a layer, given its index and input. Between
-    two layers one operation adds, normalises and rounds, as between two blocks of a layer.
+    Between two layers one operation adds, normalises and rounds, as between two blocks of a layer.
+    `attentions`: name -> function that adds a layer's attention, given the layer's index and input.
     """
     config, residual, update, own = stack.config, None, None, ""
 

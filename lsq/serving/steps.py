@@ -1,4 +1,4 @@
-"""What a search asks of a model, what it returns, and steps of models with fairseq's interface.
+"""The interface of a model for a search, the results of a search, and steps of fairseq's models.
 
 R open hypotheses ("rows"), T words of a row so far, V words of the vocabulary.
 """
@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, kw_only=True)
 class Symbols:
-    """Numbers of special words; the defaults are those of fairseq's dictionaries."""
+    """Numbers of special words; the defaults are as in fairseq's dictionaries."""
 
     start: int = 2
-    """Precedes the first word of every hypothesis; in fairseq's translation this is the end."""
+    """The word before every hypothesis; in fairseq's translation this is the end."""
     padding: int = 1
-    """Never chosen."""
+    """The word that is never chosen."""
     end: int = 2
     unknown: int = 3
 
@@ -31,8 +31,8 @@ class Hypothesis:
     words: Tensor
     """int64 [T], the end of the sentence included."""
     score: float
-    """Sum of the words' log-probabilities; if scores are normalised, over T to the power of the
-    length penalty."""
+    """Sum of the words' log-probabilities; if scores are normalised, divided by T to the power of
+    the length penalty."""
     word_scores: Tensor
     """float32 [T], the log-probability of each word."""
 
@@ -85,8 +85,8 @@ class Steps(Protocol):
 
 
 class FairseqSteps:
-    """Decodes with encoder-decoder or language models of fairseq; several are averaged. Slow: for
-    models that the engine cannot decode, and its reference.
+    """Decodes with encoder-decoder or language models of fairseq; several models are averaged. It
+    is slow: it serves models that the engine cannot decode, and as the engine's reference.
 
     Args:
         models: in eval mode, with one target dictionary.
@@ -140,8 +140,8 @@ class FairseqSteps:
         sentences = self.sentences[parents]
         orders = [parents]
         if len(sentences) == len(self.sentences) and not sentences.equal(self.sentences):
-            # if the number of rows stays, fairseq takes their sentences for the same and does not
-            # move the encoder's output
+            # if the number of rows stays, fairseq assumes the same sentences and does not move the
+            # encoder output: reorder with one row more, and back
             orders = [
                 torch.cat([parents, parents[:1]]),
                 torch.arange(len(parents), device=parents.device),

@@ -1,4 +1,4 @@
-"""Text to the words that a model knows, and back; and where text that is too long is cut.
+"""Conversion of text to a model's words and back, and cuts of text that is too long.
 
 S words of a source, T words of a target.
 """
@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 SPACE = "\u2581"
 """sentencepiece's sign for a space (Kudo and Richardson 2018)."""
 SENTENCE_END = re.compile(r"(?<![.!?…])[.!?…]+[\"'”’»)\]]*\s+|[。！？]+[”’」』）]*\s*")
-"""A full stop or the like with the quotes and brackets that it closes, before a space except in
-scripts without spaces; a row of full stops is looked at once, or a million would take hours."""
+"""End of a sentence: full stops or the like, closing quotes and brackets, and a space except in
+scripts without spaces. It matches only from the first full stop of a row, else a million take
+hours."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,12 +49,12 @@ class Words:
         return frozenset((self.beginning, self.end, self.unknown, *blank))
 
     def says_nothing(self, words: Iterable[int]) -> bool:
-        """Whether no word of a sentence is known and has a visible character."""
+        """Return whether a sentence has no known word with a visible character."""
         return all(word in self._silent for word in words)
 
 
 class Subwords:
-    """Converts text to words of two vocabularies and back, by sentencepiece's model; without one,
+    """Converts text to words of two vocabularies and back, by sentencepiece's model. Without it,
     texts are words with spaces between them."""
 
     def __init__(self, source: Words, target: Words, processor: "SentencePieceProcessor | None"):
@@ -61,7 +62,7 @@ class Subwords:
 
     @cached_property
     def _words_of_pieces(self) -> dict[int, list[int]]:
-        """The word of each of sentencepiece's pieces, by the id of the vocabulary."""
+        """id() of a vocabulary -> its word for each of sentencepiece's pieces."""
         pieces = [self.processor.id_to_piece(piece) for piece in range(len(self.processor))]
         return {
             id(words): [words.numbers.get(piece, words.unknown) for piece in pieces]
@@ -111,8 +112,8 @@ def processor_of(model: Path | bytes) -> "SentencePieceProcessor":
 
 
 def sentences(line: str) -> list[str]:
-    """Split a line into sentences without the spaces around them. Abbreviations count as ends of
-    sentences: this is for lines that are too long as they are."""
+    """Split a line into sentences without the spaces around them. Abbreviations count as ends, too:
+    only lines that are too long are split."""
     starts = [0, *(end.end() for end in SENTENCE_END.finditer(line))]
     parts = (
         line[start:end].strip() for start, end in zip(starts, [*starts[1:], len(line)], strict=True)
@@ -123,8 +124,8 @@ def sentences(line: str) -> list[str]:
 def pieces(
     words: Sequence[int], longest: int, begins: Callable[[int], bool]
 ) -> Iterator[Sequence[int]]:
-    """Cut a sentence into pieces of similar length, of at most `longest` subwords; before subwords
-    that begin a word of the text, if there are any."""
+    """Yield pieces of a sentence, of similar length and at most `longest` subwords. Cuts are before
+    subwords that begin a word of the text, as `begins` says, if there are any."""
     start = 0
     while (left := len(words) - start) > longest:
         end = start + math.ceil(left / math.ceil(left / longest))

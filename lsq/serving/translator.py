@@ -24,22 +24,22 @@ from lsq.text.corpus import has_text
 logger = logging.getLogger(__name__)
 
 DEVICES = {"cpu": "cpu", "cuda": "cuda", "emulator": "emulated"}
-"""Devices -> backends."""
+"""Device -> its backend."""
 BATCH_TOKENS = 2048
 SHORT = 256
-"""Hypotheses count as so many words at least: many short ones together gain nothing."""
+"""Fewest words that a hypothesis counts as: many short ones together gain nothing."""
 HYPOTHESIS_WORDS, PROBABILITIES = 64, 8192
 SENTENCES = 10_000
-"""A line with more sentences, as one of full stops, is cut without regard to them."""
+"""A line with more sentences, such as a row of full stops, is cut without regard to them."""
 LONG_LINES = {
     "cut": "are cut and translated in parts",
     "skip": "are left empty",
     "copy": "are copied as they are",
     "refuse": "are refused",
 }
-"""Treatments of lines that are too long for the model -> what a message says of such lines."""
+"""Treatment of lines that are too long for the model -> words about them in a message."""
 SHOWN = 60
-"""Characters of a line in a message, at most."""
+"""Most characters of a line in a message."""
 
 
 def backend_of(device: str) -> Backend:
@@ -56,16 +56,16 @@ def backend_of(device: str) -> Backend:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TranslationModel:
-    """A model that is ready to translate, and `stamp_of` its file when it was read."""
+    """A model that is ready to translate; `stamp` is `stamp_of` its file when it was read."""
 
     file: Path
     stamp: tuple
     steps: Steps
     subwords: Subwords
     longest_source: int
-    """Words of a sentence, its end included, at most."""
+    """Most words of a source, its end included."""
     options: SearchOptions
-    """How the training itself translated, as far as that is known."""
+    """Options of the training's own translation, as far as known."""
 
     @property
     def symbols(self) -> Symbols:
@@ -73,7 +73,7 @@ class TranslationModel:
         return Symbols(start=words.end, padding=words.padding, end=words.end, unknown=words.unknown)
 
     def changed(self) -> bool:
-        """Whether the file was replaced, written to or removed since it was read."""
+        """Return whether the file was replaced, written to or removed since it was read."""
         try:
             return stamp_of(self.file) != self.stamp
         except OSError:
@@ -81,19 +81,19 @@ class TranslationModel:
 
 
 def longest_source(positions: int, trained_length: int | None) -> int:
-    """Return how many words a source may have: no more than in training, if that is known."""
+    """Return the most words of a source with its end: as in training if known, or all that fit."""
     return min(positions, (trained_length or positions) + 1)
 
 
 def stamp_of(file: Path) -> tuple:
-    """Return what changes when a file is replaced or written to; OSError if it is gone."""
+    """Return values that change if a file is replaced or written to; OSError if it is gone."""
     status = file.stat()
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def read_exported(path: Path, device: Backend | None = None) -> TranslationModel:
-    """Read a file of `lsq export`, to compute on a backend; None: on the CPU. FileNotFoundError or
-    ValueError: it is missing, damaged, a language model, or another file."""
+    """Read a file of `lsq export` for a backend; None: the CPU. FileNotFoundError or ValueError: it
+    is missing, damaged, a language model, or another file."""
     stamp = stamp_of(path)
     exported = model_file.read(path)
     architecture = exported.model.architecture
@@ -106,7 +106,7 @@ def read_exported(path: Path, device: Backend | None = None) -> TranslationModel
         Words(symbols=symbols, **special) for symbols in (exported.source, exported.target)
     )
     steps = Engine(exported.model, device)
-    # copies all weights: the file may change from now on
+    # a first step copies all weights: the file may change from now on
     steps.begin([torch.tensor([end])], rows=1, steps=1)
     steps.step(torch.tensor([end]), torch.tensor([0]), top=1)
     return TranslationModel(
@@ -125,8 +125,8 @@ class Translation:
 
     text: str
     score: float
-    """Of its hypothesis; of a line that was cut, the mean of its parts' scores, weighted by their
-    words, or their sum if scores are not normalised."""
+    """Score of its hypothesis. A line that was cut has the mean of its parts' scores, weighted by
+    their words, or their sum if scores are not normalised."""
     too_long: bool = False
     """Whether the line was too long for the model, and so cut, skipped or copied."""
 
@@ -157,15 +157,14 @@ class Source:
     parts: list[Part]
     too_long: bool = False
     instead: str = ""
-    """Its translation if it has no parts."""
+    """Translation of a line without parts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchLimit:
-    """How much is translated together: sources of at most `tokens` words, with padding;
-    hypotheses, at the largest length that the options allow, of HYPOTHESIS_WORDS times as many; and
-    PROBABILITIES times as many words that may follow them. A hypothesis has at most `positions`
-    words."""
+    """Limit of a batch: at most `tokens` words of sources, with padding; HYPOTHESIS_WORDS times as
+    many words of hypotheses, at the largest length that the options allow; and PROBABILITIES times
+    as many words that may follow them. A hypothesis has at most `positions` words."""
 
     tokens: int
     options: SearchOptions
@@ -173,7 +172,7 @@ class BatchLimit:
     positions: int
 
     def holds(self, sentences: int, longest: int) -> bool:
-        """Whether so many sentences, the longest of so many words, are within the limit."""
+        """Return whether `sentences` sources of at most `longest` words are within the limit."""
         options, rows = self.options, sentences * self.options.beam
         steps = max(SHORT, most_words(options, longest, self.positions) + 1)
         candidates = max(options.sampling_topk, 2 * options.beam)
@@ -187,7 +186,7 @@ class BatchLimit:
 
 
 def batches(lengths: Sequence[int], limit: BatchLimit) -> Iterator[list[int]]:
-    """Yield numbers of sentences, the longest first, each batch within the limit or of one."""
+    """Yield batches of indices, the longest first, within the limit or of one sentence."""
     batch: list[int] = []
     for sentence in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
         if batch and not limit.holds(len(batch) + 1, lengths[batch[0]]):
@@ -199,26 +198,27 @@ def batches(lengths: Sequence[int], limit: BatchLimit) -> Iterator[list[int]]:
 
 
 def check_settings(batch_tokens: int, long_lines: str) -> None:
-    """Check what `Translator` takes beside a model; ValueError if a value is not allowed."""
+    """Raise ValueError if batch_tokens is below 1 or long_lines is unknown."""
     if batch_tokens < 1:
         raise ValueError(f"batch_tokens is {batch_tokens}; it must be at least 1")
     require_choice("long_lines", long_lines, LONG_LINES)
 
 
 class TextTranslator:
-    """Translates text with a model, in any thread. `lsq.Translator` is one that reads its model.
+    """Translates text with a model, in any thread. `lsq.Translator` is a subclass that loads its
+    model.
 
     Args:
         model: the model, its vocabularies and limits.
-        batch_tokens: words of a batch's sources, with padding; hypotheses are limited in
-            proportion; a batch has one sentence at least.
-        long_lines: treatment of lines that are too long for the model. "cut": they are translated
-            in parts, cut at the ends of their sentences, and if a sentence is too long, between its
-            words; "skip": their translations are empty; "copy": they are their translations;
-            "refuse": RefusedLine is raised.
+        batch_tokens: most words of a batch's sources, with padding. Hypotheses are limited in
+            proportion. A batch has at least one sentence.
+        long_lines: treatment of lines that are too long for the model. "cut": they are cut at the
+            ends of sentences, or between words if a sentence is too long, and translated in parts;
+            "skip": their translations are empty; "copy": they are copied; "refuse": RefusedLine is
+            raised.
 
     Raises:
-        ValueError: batch_tokens is below 1, or there is no such value of long_lines.
+        ValueError: batch_tokens is below 1, or long_lines is unknown.
     """
 
     def __init__(
@@ -237,7 +237,7 @@ class TextTranslator:
 
     @property
     def options(self) -> SearchOptions:
-        """Default options: those with which the training itself translated."""
+        """Default options: those of the training's own translation."""
         return self.model.options
 
     def translate(
@@ -256,13 +256,13 @@ class TextTranslator:
             progress: called with the number of lines, or parts of lines, whenever some are done.
 
         Returns:
-            For each line its translations, the best first, at most `options.nbest`; one alone,
-            without words, of an empty line, which has no visible character or none that the model
-            knows; and one of a line that is skipped or copied.
+            For each line its translations, the best first, at most `options.nbest`. An empty line,
+                without a visible character that the model knows, has one translation without words.
+                A line that is skipped or copied has one.
 
         Raises:
-            RefusedLine: a line or a prefix holds what is no text, a prefix is too long, or a line
-                is, with long_lines="refuse".
+            RefusedLine: a line or a prefix has characters that are no text, a prefix is too long,
+                or, with long_lines="refuse", a line is too long.
             ValueError: lines or prefixes are no list of strings, or their numbers differ.
         """
         options = options or self.options
@@ -288,12 +288,12 @@ class TextTranslator:
         return self.joined(sources, [hypotheses[number] for number in range(len(parts))], options)
 
     def limit(self, options: SearchOptions) -> BatchLimit:
-        """Return how much is translated together."""
+        """Return the limit of what is translated together."""
         sizes = {"vocabulary": self.model.steps.words, "positions": self.model.steps.longest}
         return BatchLimit(tokens=self.batch_tokens, options=options, **sizes)
 
     def source(self, number: int, line: str, prefix: str = "") -> Source:
-        """Prepare line `number`; RefusedLine if it is too long, or holds what is no text."""
+        """Prepare line `number`; RefusedLine if it is too long, or has what is no text."""
         for text in (line, prefix):
             if "\0" in text:
                 raise RefusedLine(number, "a NUL character is no text; remove it")
@@ -370,9 +370,14 @@ class TextTranslator:
         options: SearchOptions,
         before_step: Callable[[], object] | None = None,
     ) -> list[list[Hypothesis]]:
-        """Find the hypotheses of each part, in one batch; an exception of `before_step` ends it.
-        RefusedLine, ValueError or RuntimeError: a prefix is too long, the options allow no
-        hypothesis, or this process was forked off the one that loaded the model."""
+        """Find the hypotheses of all parts, in one batch; an error of `before_step` ends the
+        search.
+
+        Raises:
+            RefusedLine: a prefix is too long.
+            ValueError: the options allow no hypothesis.
+            RuntimeError: this process was forked off the process that loaded the model.
+        """
         if os.getpid() != self._process and torch.get_num_threads() > 1:
             raise RuntimeError(
                 "this process was forked off the one that loaded the model, whose threads are not"

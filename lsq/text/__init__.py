@@ -1,1 +1,1 @@
-"""Corpora, vocabularies and scores of text, for the commands; nothing here knows of run folders."""
+"""Corpora, vocabularies and scores of text, for the commands; nothing here knows run folders."""

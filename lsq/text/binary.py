@@ -25,7 +25,7 @@ CHUNK = 10_000
 def binarize(
     corpus: Corpus, vocabulary: SentencePieceProcessor, folder: Path, split: str, max_length: int
 ) -> tuple[list[int], dict[int, int]]:
-    """Write a split as fairseq's data set; return rows kept, and those too long -> pieces."""
+    """Write a split as fairseq's data set; return (kept rows, row too long -> its pieces)."""
     dictionary, index = dictionary_of(vocabulary)
     prefixes = [str(folder / f"{split}.src-tgt.{side}") for side in SIDES]
     paths = map(indexed_dataset.data_file_path, prefixes)
@@ -62,7 +62,7 @@ def binarize_splits(
     max_length: int,
     say: Callable[[str], None],
 ) -> None:
-    """Write FILES into `folder` from the splits in `text`; ValueError if lines are too long."""
+    """Write FILES from the splits in `text`; ValueError for long test lines or an empty split."""
     dictionary, _ = dictionary_of(vocabulary)
     for side in SIDES:
         dictionary.save(str(folder / f"dict.{side}.txt"))

@@ -22,11 +22,11 @@ ONE_A_LINE = "it must hold one sentence a line"
 UNSEEN = frozenset(("Cc", "Cf", "Cs", "Zl", "Zp", "Zs"))
 """Categories of Unicode with invisible characters: spaces, controls, marks such as U+200B."""
 BLANKS = frozenset("\u034f\u115f\u1160\u2800\u3164\uffa0").union(map(chr, range(0xFE00, 0xFE10)))
-"""Blanks of other categories: fillers, joiners and selectors of variants."""
+"""Invisible characters of other categories: fillers, joiners and variation selectors."""
 
 
 def has_text(line: str) -> bool:
-    """Say whether a line has a visible character; one without is an empty line."""
+    """Return whether a line has a visible character; a line without one is empty."""
     return any(unicodedata.category(one) not in UNSEEN and one not in BLANKS for one in line)
 
 
@@ -45,7 +45,7 @@ class Corpus:
     source: list[str]
     target: list[str]
     lines: list[int]
-    """Counted from 1, in the user's files."""
+    """Line numbers in the user's files, from 1."""
 
     def __len__(self) -> int:
         return len(self.source)
@@ -70,7 +70,7 @@ class Corpus:
 
 
 def check_file(path: Path) -> None:
-    """Raise FileNotFoundError or ValueError unless a file is there, and not empty."""
+    """Raise FileNotFoundError or ValueError unless a file exists and is not empty."""
     if not path.exists():
         raise FileNotFoundError(f"there is no file {path}")
     if not path.is_file():
@@ -101,7 +101,7 @@ def read_lines(path: Path, say: Callable[[str], None]) -> list[str]:
 
 
 def read_pairs(source: Path, target: Path, say: Callable[[str], None]) -> Corpus:
-    """Read two files of as many lines each; raises as `read_lines` does."""
+    """Read two files with the same number of lines, or ValueError; also raises as `read_lines`."""
     sources, targets = read_lines(source, say), read_lines(target, say)
     if len(sources) != len(targets):
         raise ValueError(
@@ -117,7 +117,7 @@ def without_empty(corpus: Corpus) -> Corpus:
 
 
 def hold_out(corpus: Corpus, count: int, seed: int) -> tuple[Corpus, Corpus]:
-    """Split off `count` pairs at random: (those that share no source with them, these)."""
+    """Draw `count` pairs at random; return (pairs that share no source with them, drawn pairs)."""
     different = list(dict.fromkeys(corpus.source))
     if len(different) < count + 2:
         raise ValueError(

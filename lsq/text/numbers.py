@@ -1,4 +1,4 @@
-"""The text of the built-in task: numbers by their English and German names (num2words)."""
+"""Text of the built-in task: English and German names of numbers (num2words)."""
 
 import random
 from pathlib import Path
@@ -11,13 +11,13 @@ from lsq.text.corpus import Corpus
 DIGITS = 6
 VALID_PAIRS = 200
 FEWEST_HELD_OUT = 3
-"""Digits; all shorter numbers are to be learned."""
+"""Fewest digits of numbers that are held out; shorter numbers are all for training."""
 
 
 def sample_numbers(
     count: int, generator: random.Random, excluded: set[int] = frozenset(), fewest_digits: int = 1
 ) -> list[int]:
-    """Draw different numbers, about equally many with each number of digits; or ValueError."""
+    """Draw different numbers, about equally many of each length; ValueError for too many."""
     available = 10**DIGITS - len(excluded)
     if count > available // 2:
         raise ValueError(f"{count} numbers are wanted, but at most {available // 2} can be drawn")
@@ -37,7 +37,7 @@ def name_numbers(numbers: list[int], description: str) -> Corpus:
 
 
 def write_numbers(folder: Path, train_pairs: int, test_pairs: int, seed: int) -> None:
-    """Write train, valid and test; no number is in two of them."""
+    """Write train, valid and test, which share no number."""
     generator = random.Random(seed)
     held_out = sample_numbers(VALID_PAIRS + test_pairs, generator, fewest_digits=FEWEST_HELD_OUT)
     splits = {

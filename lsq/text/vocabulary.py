@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 MODEL, PIECES = "sentencepiece.model", "sentencepiece.vocab"
 FEWEST, MOST = 5, 2**24
-"""Subwords that can be asked for: the first four are special."""
+"""Fewest and most subwords of a vocabulary; the first four are special."""
 LEAST_COVERAGE = 0.98
 PROBLEMS = {
     r"value <= (\d+)": "--vocabulary-size {} is too large for this text; use at most {}",
@@ -27,11 +27,11 @@ PROBLEMS = {
     "all_chars_count": "the text has no characters to learn from, only white space; check that it"
     " is the right file",
 }
-"""Patterns of sentencepiece's messages -> what to say."""
+"""Pattern of sentencepiece's message -> message to the user."""
 
 
 def learn_vocabulary(corpus: Corpus, folder: Path, size: int, coverage: float) -> None:
-    """Learn a byte-pair encoding of both sides, and write it; ValueError if it cannot be."""
+    """Learn a byte-pair encoding of both sides and write it; ValueError if that is impossible."""
     if not FEWEST <= size <= MOST:
         raise ValueError(f"--vocabulary-size is {size}; it must be from {FEWEST} to {MOST}")
     if not LEAST_COVERAGE <= coverage <= 1:
@@ -69,7 +69,7 @@ def load_vocabulary(folder: Path) -> "SentencePieceProcessor":
 
 
 def dictionary_of(vocabulary: "SentencePieceProcessor") -> "tuple[Dictionary, numpy.ndarray]":
-    """Make fairseq's dictionary of the pieces, padded, and its index of each, int32 [pieces]."""
+    """Return fairseq's padded dictionary of the pieces, and each piece's index, int32 [pieces]."""
     from fairseq.data import Dictionary  # takes seconds
 
     dictionary = Dictionary()

@@ -40,6 +40,6 @@ Trainer.get_train_iterator = batches.train_iterator
 Trainer.reset_dummy_batch = batches.keep_dummy_batch
 Trainer.clip_grad_norm = training.clip_grad_norm
 Trainer.train_step = training.train_step
-# this PyTorch refuses its hooks on modules that return a dict
+# this PyTorch refuses NanDetector's hooks on modules that return a dict
 fairseq.trainer.NanDetector = contextlib.nullcontext
 fairseq.models.distributed_fairseq_model.DistributedDataParallel = CPUSafeDataParallel

@@ -1,7 +1,7 @@
-"""Batches: sentences that fit into none, and where an epoch goes on.
+"""Batches: sentences that fit into no batch, and where an epoch goes on.
 
-fairseq makes batches in the first epoch of this process, from the seed and the number of that
-epoch. A training that goes on in epoch 3 would have others than one that began in epoch 1.
+fairseq makes batches in the first epoch of a process, from the seed and the number of that epoch.
+So a training that resumes in epoch 3 would have other batches than one that began in epoch 1.
 """
 
 import logging
@@ -29,7 +29,7 @@ _fairseq_load_optimizer = FairseqOptimizer.load_state_dict
 
 def batch_by_size(indices, num_tokens_fn, num_tokens_vec=None, max_tokens=None, **options):
     """Replace data_utils.batch_by_size, which groups the sentences `indices` into batches;
-    ValueError if there are none, or one of them alone is beyond `max_tokens`."""
+    ValueError if there are none, or if one is longer than `max_tokens`."""
     if len(indices) == 0:
         raise ValueError(
             "no sentence is left to make batches of; all are longer than --max-tokens or the model"
@@ -50,9 +50,9 @@ def batch_by_size(indices, num_tokens_fn, num_tokens_vec=None, max_tokens=None, 
 
 
 def train_iterator(trainer: Trainer, epoch: int, **options: object) -> EpochBatchIterator:
-    """Replace Trainer.get_train_iterator: batches that all epochs share are those of epoch 1. Those
-    made anew for every epoch (of data in several folders, or with --update-epoch-batch-itr) are
-    those of `epoch`."""
+    """Replace Trainer.get_train_iterator. Batches that all epochs share are made as in epoch 1.
+    Batches that are made for each epoch (of data in several folders, or with
+    --update-epoch-batch-itr) are made as in `epoch`."""
     if options.get("disable_iterator_cache") or trainer.cfg.dataset.update_epoch_batch_itr:
         return _fairseq_train_iterator(trainer, epoch, **options)
     iterator = _fairseq_train_iterator(trainer, 1, **options)
@@ -63,14 +63,14 @@ def train_iterator(trainer: Trainer, epoch: int, **options: object) -> EpochBatc
 
 
 def keep_dummy_batch(trainer: Trainer, batch: object) -> None:
-    """Replace Trainer.reset_dummy_batch, for processes without a batch left: the training's first
-    one stays, since clips may be measured on it; fairseq's may be of the validation."""
+    """Replace Trainer.reset_dummy_batch: processes without a batch use the first training batch,
+    since clips may be measured on it; fairseq's dummy may be a validation batch."""
     if trainer._dummy_batch is None:
         trainer._dummy_batch = batch
 
 
 def iterator_state(iterator: EpochBatchIterator) -> dict:
-    """Replace EpochBatchIterator.state_dict; also keeps numbers of batches and of processes."""
+    """Replace EpochBatchIterator.state_dict; it also keeps the numbers of batches and processes."""
     batches = {} if callable(iterator.batch_sampler) else {"batches": len(iterator.frozen_batches)}
     return {**_fairseq_iterator_state(iterator), "num_shards": iterator.num_shards, **batches}
 
@@ -78,8 +78,8 @@ def iterator_state(iterator: EpochBatchIterator) -> dict:
 def load_optimizer_state(
     optimizer: FairseqOptimizer, state: dict, overrides: dict | None = None
 ) -> None:
-    """Replace FairseqOptimizer.load_state_dict, which knows moments by the order of parameters
-    alone; ValueError if there are other parameters now, or in another order."""
+    """Replace FairseqOptimizer.load_state_dict, which assigns moments by the order of parameters
+    alone; ValueError if the parameters have another number or other shapes."""
     own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     kept = [state["state"].get(number, {}) for number in numbers]
@@ -100,8 +100,8 @@ def load_optimizer_state(
 def load_iterator_state(iterator: EpochBatchIterator, state: dict) -> None:
     """Replace EpochBatchIterator.load_state_dict, which counts the batches of one process.
 
-    With another number of processes no batch is skipped here, and fewer are repeated than there are
-    processes. With batches of another size, the same share of the epoch is done.
+    If the number of processes has changed, no batch is skipped, and fewer batches are repeated than
+    there are processes. If the number of batches has changed, the same share of the epoch is done.
     """
     shards = state.get("num_shards", iterator.num_shards)
     done = state.get("iterations_in_epoch", 0) * shards
@@ -141,8 +141,8 @@ def iterator_for_epoch(
     fix_batches_to_gpus: bool = False,
     offset: int = 0,
 ) -> Iterator | None:
-    """Replace EpochBatchIterator._get_iterator_for_epoch: a data loader that fairseq keeps for
-    further epochs shuffles as the first one did, so that --curriculum would never end."""
+    """Replace EpochBatchIterator._get_iterator_for_epoch: fairseq keeps a data loader, which would
+    shuffle in all epochs as in the first one, so that --curriculum would never end."""
     if iterator.dataloader is not None:
         iterator.epoch_batch_sampler.shuffle = shuffle
         iterator.epoch_batch_sampler.fix_batches_to_gpus = fix_batches_to_gpus
@@ -151,7 +151,7 @@ def iterator_for_epoch(
 
 class GroupedIterator(iterators.CountingIterator):
     """Replace fairseq's GroupedIterator: batches in groups of --update-freq. From a position that
-    is no multiple of `chunk_size` fairseq counts one group too few, and would begin the epoch
+    is no multiple of `chunk_size`, fairseq counts one group too few and would begin the epoch
     again."""
 
     def __init__(

@@ -1,5 +1,5 @@
-"""Checkpoints on the disk: whole files alone are read, all of a new file or all of the old stays,
-and one training at a time writes into a folder (--save-dir)."""
+"""Checkpoints on the disk: only undamaged files are read, a file is replaced whole or not at all,
+and only one training at a time writes into a folder (--save-dir)."""
 
 import argparse
 import atexit
@@ -33,25 +33,25 @@ logger = logging.getLogger(__name__)
 _fairseq_load_training = Trainer.load_checkpoint
 _fairseq_load = checkpoint_utils.load_checkpoint_to_cpu
 ADAMS = {"adam": "FairseqAdam", "lsq_adam": "LSQAdam"}
-"""Names of optimizers -> their classes, as checkpoints name them; their states are the same."""
+"""Optimizer -> its class, as checkpoints name it; their states are interchangeable."""
 CRASH = "crash.pt"
-"""fairseq writes it before a training ends by an error."""
+"""File that fairseq writes before a training ends by an error."""
 
 
 NO_CHECKSUMS = "it has no checksums"
 
 
 class CheckpointNotWritten(OSError):
-    """A checkpoint could not be written; whatever stood under its name before is untouched."""
+    """A checkpoint could not be written; an older file of its name is untouched."""
 
 
 def damage(path: str | Path) -> str | None:
-    """Check a file of torch.save by the CRC-32 of each record, which PyTorch writes and never
+    """Check the CRC-32 of each record in a file of torch.save, which PyTorch writes and never
     reads: half a second for a gigabyte.
 
     Returns:
-        None if they all fit; NO_CHECKSUMS for what is no zip file, as before PyTorch 1.6; else what
-        is wrong.
+        None if they all fit; NO_CHECKSUMS if it is no zip file, as before PyTorch 1.6; else what is
+            wrong.
     """
     with open(path, "rb") as file:
         start = file.read(4)
@@ -67,21 +67,21 @@ def damage(path: str | Path) -> str | None:
                 bad = archive.testzip()
         except zipfile.BadZipFile:
             return "its end is missing or its table of contents is unreadable"
-        except Exception as error:  # zipfile trusts the fields of its headers
+        except Exception as error:  # zipfile does not check its headers
             text = str(error)[:200] or type(error).__name__
             return f"its table of contents is unreadable: {text}"
     return None if bad is None else f"the checksum of its record {bad!r} does not fit"
 
 
 def _plain(record: zipfile.ZipInfo) -> bool:
-    """Whether a record is neither packed nor a folder; PyTorch would read nothing at all of one."""
+    """Return whether a record is neither packed nor a folder; PyTorch misreads others."""
     stored = record.compress_type == zipfile.ZIP_STORED and record.file_size == record.compress_size
     return stored and not record.external_attr & 0x10
 
 
 def newest_sound(path: str | Path) -> Path | None:
-    """Find the other sound checkpoint in the folder of `path` of the most updates, the last written
-    one. Files that do not say their updates come after all others."""
+    """Find the undamaged checkpoint of the most updates beside `path`, the last written one of
+    equals, or None. Files that do not say their updates come after all others."""
     others = [
         file
         for file in Path(path).absolute().parent.glob("checkpoint*.pt")
@@ -99,13 +99,13 @@ def newest_sound(path: str | Path) -> Path | None:
 
 
 def updates_in(path: str | Path) -> int:
-    """Read the updates of a sound checkpoint; any Exception if it is none of fairseq's."""
+    """Read the updates of a sound checkpoint; raises any Exception if it is not fairseq's."""
     state = torch.load(path, map_location="cpu", mmap=True)
     return int(state["optimizer_history"][-1]["num_updates"])
 
 
 def beside(path: str | Path) -> str:
-    """End a message about a file that cannot be used by what can be, if anything."""
+    """Return the end of a message about an unusable file: the checkpoint to use instead, if any."""
     other = newest_sound(path)
     if other is None:
         return ""
@@ -118,7 +118,7 @@ def beside(path: str | Path) -> str:
 def not_finite(state: object, name: str = "") -> str | None:
     """Name the first tensor in nested mappings and sequences that holds NaN or infinity."""
     for full_name, tensor in tensors(state, name):
-        # a sum shows both; it may also overflow, so that it is no proof
+        # a sum shows both; but it may also overflow, so count them
         if tensor.is_floating_point() and not tensor.sum().isfinite():
             count = tensor.numel() - int(torch.isfinite(tensor).sum())
             if count:
@@ -142,8 +142,8 @@ def tensors(state: object, name: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def require_file(path: str | Path) -> None:
-    """Refuse what fairseq would take for no checkpoint at all: a folder, nothing, a link to
-    nothing, or a name that is not UTF-8."""
+    """Raise an error for a file that fairseq would take for a missing checkpoint: a folder,
+    nothing, a link to nothing, or a name that is not UTF-8."""
     check_name(path)
     if os.path.isdir(path):
         raise IsADirectoryError(f"{path} is a folder; give one of the checkpoints in it")
@@ -152,7 +152,7 @@ def require_file(path: str | Path) -> None:
 
 
 def register_types() -> None:
-    """Let torch.load take the types in checkpoints and in what processes send to each other."""
+    """Let torch.load accept the types in checkpoints and in messages between processes."""
     of_numpy = [numpy.ndarray, numpy.dtype, multiarray._reconstruct, multiarray.scalar]
     dtypes = ("bool", "int32", "int64", "float32", "float64")
     of_numpy += [type(numpy.dtype(name)) for name in dtypes]
@@ -180,9 +180,13 @@ def replaced(module: object, **attributes: object) -> Iterator[None]:
 def load_checkpoint(
     path: str, arg_overrides: dict | None = None, load_on_all_ranks: bool = False
 ) -> dict:
-    """Replace load_checkpoint_to_cpu, which reads no checksums; FileNotFoundError,
-    IsADirectoryError or ValueError if the file is missing, damaged, no checkpoint of fairseq's, or
-    holds unsafe types, or NaN or infinity in a tensor of the model or the optimizer."""
+    """Replace load_checkpoint_to_cpu, which reads no checksums.
+
+    Raises:
+        FileNotFoundError, IsADirectoryError: there is no such file.
+        ValueError: it is damaged, no checkpoint of fairseq's, or holds unsafe types, or a tensor of
+            the model or the optimizer has NaN or infinity.
+    """
     require_file(path)
     fault = damage(path)
     if fault not in (None, NO_CHECKSUMS):
@@ -190,7 +194,7 @@ def load_checkpoint(
     try:
         state = _fairseq_load(path, arg_overrides, load_on_all_ranks)
         tensors = {"": state["model"], "last_optimizer_state": state.get("last_optimizer_state")}
-    except Exception as error:  # whatever is in the file decides what fails
+    except Exception as error:  # a damaged file can raise anything
         raise ValueError(
             f"{path} is not a checkpoint of fairseq's ({loading_fault(error)}){beside(path)}"
         ) from error
@@ -207,15 +211,14 @@ def load_checkpoint(
 
 
 def updates_of(path: str | os.PathLike) -> int:
-    """Read after how many updates a checkpoint was written; its tensors stay on the disk.
-    FileNotFoundError, IsADirectoryError or ValueError if it is missing, damaged, or no checkpoint
-    of fairseq's."""
+    """Return the number of updates of a checkpoint, without reading its tensors. FileNotFoundError,
+    IsADirectoryError or ValueError: it is missing, damaged, or not fairseq's."""
     require_file(path)
     fault = damage(path)
     try:
         if fault is None:
             return updates_in(path)
-    except Exception as error:  # whatever is in the file decides what fails
+    except Exception as error:  # a damaged file can raise anything
         fault = loading_fault(error)
     raise ValueError(f"{path} is damaged or no checkpoint of fairseq's: {fault}{beside(path)}")
 
@@ -223,11 +226,11 @@ def updates_of(path: str | os.PathLike) -> int:
 def load_training(
     trainer: Trainer, filename: str, *arguments: object, **options: object
 ) -> dict | None:
-    """Replace Trainer.load_checkpoint, which begins anew where a file that was asked for is
-    missing; raises as `load_checkpoint`.
+    """Replace Trainer.load_checkpoint, which begins anew if a requested file is missing; raises as
+    `load_checkpoint`.
 
-    A task that has `check_resumed` is shown what it kept in the checkpoint, unless that is only
-    finetuned from. A training goes on with one Adam from a checkpoint of another.
+    A task that has `check_resumed` gets its state in the checkpoint, unless that is only finetuned
+    from. adam and lsq_adam can go on from each other's checkpoints.
     """
     asked_for = trainer.cfg.checkpoint.restore_file != LAST
     if asked_for or os.path.lexists(filename):
@@ -250,8 +253,8 @@ def load_training(
 
 
 def save_checkpoint(content: object, filename: str, async_write: bool = False) -> None:
-    """Replace torch_persistent_save: CheckpointNotWritten if the file system refuses, e.g. because
-    it is full; FloatingPointError if the model holds NaN or infinity, but for crash.pt."""
+    """Replace torch_persistent_save. CheckpointNotWritten: the file system refuses, e.g. because it
+    is full. FloatingPointError: the model holds NaN or infinity, and the file is not crash.pt."""
     if isinstance(content, dict) and os.path.basename(filename) != CRASH:
         if fault := not_finite(content.get("model")):
             raise FloatingPointError(
@@ -285,20 +288,20 @@ def _write_whole(filename: str, make: Callable[[BinaryIO], object]) -> None:
         ) from error
 
 
-# fairseq claims a folder by a function of a module and never releases it
+# global, because fairseq claims a folder by a function and never releases it
 _held = contextlib.ExitStack()
 
 
 def claim_folder(folder: str) -> None:
-    """Replace verify_checkpoint_directory, which the first process calls before a training: the
-    folder is its own until `release_folder`. Busy names the process that writes there already;
-    OSError: it cannot be written."""
+    """Replace verify_checkpoint_directory, which the first process calls before a training. It
+    locks the folder until `release_folder`. Busy names the process that writes there already;
+    OSError: the folder cannot be written."""
     release_folder()
     _held.enter_context(locked_folder(Path(folder), "choose another --save-dir"))
 
 
 def release_folder() -> None:
-    """Let others write into the folder of `claim_folder`."""
+    """Unlock the folder of `claim_folder`."""
     _held.close()
 
 

@@ -1,4 +1,4 @@
-"""A training step: data parallel on CPUs, and which tensor was the first that is not finite."""
+"""Training steps: data parallel on CPUs, and errors that name the tensor that is not finite."""
 
 import torch
 from fairseq.trainer import Trainer
@@ -12,7 +12,7 @@ _fairseq_clip_grad_norm = Trainer.clip_grad_norm
 
 
 class CPUSafeDataParallel(DistributedDataParallel):
-    """DistributedDataParallel that ignores the device that fairseq names for modules on CPUs."""
+    """DistributedDataParallel that ignores fairseq's device for modules on CPUs."""
 
     def __init__(self, module: torch.nn.Module, device_ids=None, output_device=None, **options):
         if all(parameter.device.type == "cpu" for parameter in module.parameters()):
@@ -21,12 +21,12 @@ class CPUSafeDataParallel(DistributedDataParallel):
 
 
 class Diverged(FloatingPointError):
-    """A parameter or a gradient holds NaN or infinity; the message has its name."""
+    """A parameter or a gradient holds NaN or infinity; the message names it."""
 
 
 def clip_grad_norm(trainer: Trainer, *arguments: object) -> Tensor:
     """Replace Trainer.clip_grad_norm; Diverged if the norm is not finite because a parameter is
-    not, as long as parameters are those of this update."""
+    not. The parameters are still those of this update."""
     norm = _fairseq_clip_grad_norm(trainer, *arguments)
     if not torch.isfinite(norm).all():
         _require_finite(trainer, dict(trainer.get_model().named_parameters()))
@@ -34,7 +34,7 @@ def clip_grad_norm(trainer: Trainer, *arguments: object) -> Tensor:
 
 
 def train_step(trainer: Trainer, samples: list, raise_oom: bool = False) -> dict | None:
-    """Replace Trainer.train_step, whose error names no tensor that is not finite."""
+    """Replace Trainer.train_step, whose errors do not name the tensor that is not finite."""
     try:
         return _fairseq_train_step(trainer, samples, raise_oom)
     except Diverged:
@@ -42,7 +42,7 @@ def train_step(trainer: Trainer, samples: list, raise_oom: bool = False) -> dict
     except (FloatingPointError, ValueError) as error:  # a ValueError: a quantiser has met NaN
         parameters = dict(trainer.get_model().named_parameters())
         gradients = {f"the gradient of {name}": one.grad for name, one in parameters.items()}
-        # gradients are those of the second try that fairseq makes
+        # gradients are of fairseq's second try
         _require_finite(trainer, parameters | gradients, error)
         raise
 

@@ -1,4 +1,4 @@
-"""Translation of requests that wait together, in one thread, and what a service counts."""
+"""Translation of waiting requests in batches, in one thread, and a service's counters."""
 
 import asyncio
 import contextlib
@@ -44,7 +44,7 @@ class QueueFull(Exception):
 
 
 class Job:
-    """A request: its parts, the numbers of those that wait, and hypotheses of those done."""
+    """A request: its parts, indices of those that wait, and hypotheses of finished parts."""
 
     def __init__(self, options: SearchOptions, parts: list[Part]):
         self.options, self.parts = options, parts
@@ -55,11 +55,11 @@ class Job:
 
 
 Batch = list[tuple[Job, int]]
-"""Parts of jobs by their numbers; all of one SearchOptions."""
+"""(job, number of a part); all jobs have the same SearchOptions."""
 
 
 class Batcher:
-    """Translates requests in batches; `queue` sentences of all requests may wait."""
+    """Translates requests in batches; at most `queue` sentences of all requests may wait."""
 
     def __init__(self, translator: TextTranslator, queue: int, metrics: Metrics):
         self.translator, self.queue, self.metrics = translator, queue, metrics
@@ -90,8 +90,8 @@ class Batcher:
     ) -> list[list[Translation]]:
         """Translate lines as `TextTranslator.translate` does; QueueFull if too many sentences wait.
 
-        If it is cancelled, its waiting parts are dropped, and the batch in progress is interrupted
-        unless it has sentences of others.
+        If it is cancelled, its waiting parts are dropped. The batch in progress is interrupted
+        unless it has sentences of other requests.
         """
         sources = await asyncio.to_thread(self._sources, lines, prefixes)
         parts = [part for source in sources for part in source.parts]
@@ -111,7 +111,7 @@ class Batcher:
         return self.translator.joined(sources, results, options)
 
     def _sources(self, lines: list[str], prefixes: list[str]) -> list[Source]:
-        """Prepare all lines, but no more once they have more parts than the queue takes."""
+        """Prepare all lines; QueueFull as soon as they have more parts than the queue takes."""
         sources, parts = [], 0
         for number, (line, prefix) in enumerate(zip(lines, prefixes, strict=True)):
             sources.append(self.translator.source(number, line, prefix))
@@ -129,7 +129,7 @@ class Batcher:
                 self._arrived.clear()
 
     def _next(self) -> Batch:
-        """Take parts of the request whose turn it is and of those with the same options in turn."""
+        """Take parts of the first request and, in turn, of all requests with the same options."""
         if not self._jobs:
             return []
         options, batch, longest = self._jobs[0].options, [], 0
@@ -150,7 +150,7 @@ class Batcher:
         return batch
 
     async def _translate(self, batch: Batch) -> None:
-        """Translate a batch; if it fails, each of its requests alone."""
+        """Translate a batch; if that fails, translate each of its requests alone."""
         batch = [(job, number) for job, number in batch if not job.left]
         jobs = dict.fromkeys(job for job, _ in batch)
         if not batch:

@@ -1,5 +1,4 @@
-"""Requests, JSON such as {"text": ["one line", "another"], "beam": 4, "nbest": 2}, and what a
-service allows them."""
+"""Requests in JSON, {"text": ["one line", "another"], "beam": 4, "nbest": 2}, and their limits."""
 
 import json
 from dataclasses import dataclass, fields, replace
@@ -18,7 +17,7 @@ class Limits:
     """Limits of a service; ValueError if one is not above 0."""
 
     queue: int = 4096
-    """Sentences that wait at the same time, of all requests."""
+    """Most sentences of all requests that wait at the same time."""
     beam: int = 16
     """The largest beam that a request may ask for."""
     words: int = 512
@@ -29,7 +28,7 @@ class Limits:
             require_positive(field.name, getattr(self, field.name))
 
     def check(self, options: SearchOptions, longest_source: int) -> None:
-        """Raise ValueError for options that allow more, if sources have up to so many words."""
+        """Raise ValueError if options exceed the limits for sources of `longest_source` words."""
         if options.beam > self.beam:
             raise ValueError(f"beam is {options.beam}; this service takes {self.beam} at most")
         most = self.words - options.max_len_a * longest_source
@@ -42,8 +41,8 @@ class Limits:
 
 
 def parse(body: bytes, defaults: SearchOptions) -> tuple[list[str], list[str], SearchOptions]:
-    """Read a request: (lines, prefixes, options), with `defaults` for options that it does not
-    name; ValueError names what is wrong."""
+    """Return (lines, prefixes, options) of a request; `defaults` are the options that it does not
+    name. ValueError says what is wrong."""
     try:
         given = json.loads(body)
     except (ValueError, RecursionError) as error:

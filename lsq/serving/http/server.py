@@ -11,21 +11,22 @@ import uvicorn
 from starlette.applications import Starlette
 
 CONNECTIONS = 512
-"""Clients at the same time; others get an error."""
+"""Most clients at the same time; further ones get an error."""
 BACKLOG = 256
-"""Connections that the system holds until they are accepted, all in one go."""
+"""Most connections that the system holds until the server accepts them."""
 SHUTDOWN_SECONDS = 30.0
-"""For answers to what has arrived when the service ends."""
+"""Time to answer what has arrived when the service ends."""
 
 
 class Server(uvicorn.Server):
-    """Ends on SIGINT and SIGTERM when what has arrived is answered, and at once on a second one."""
+    """Ends on SIGINT or SIGTERM once what has arrived is answered, and at once on a second one."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """End the server on signals, which uvicorn would raise again after its clean end."""
+        """End the server on signals; uvicorn would raise them again after its clean end."""
         loop, numbers = asyncio.get_running_loop(), (signal.SIGINT, signal.SIGTERM)
-        if threading.current_thread() is not threading.main_thread():  # others get no signals
+        # other threads get no signals
+        if threading.current_thread() is not threading.main_thread():
             numbers = ()
         for number in numbers:
             loop.add_signal_handler(number, self.stop)
@@ -36,7 +37,7 @@ class Server(uvicorn.Server):
                 loop.remove_signal_handler(number)
 
     def stop(self) -> None:
-        """Answer what has arrived and end; called again, cancel requests, which answers them."""
+        """Answer what has arrived, then end; a second call cancels requests, which answers them."""
         if self.should_exit:
             for task in list(self.server_state.tasks):
                 task.get_loop().call_soon_threadsafe(task.cancel)
@@ -53,7 +54,7 @@ def server_of(application: Starlette) -> Server:
         backlog=BACKLOG,
         log_config=None,
         log_level="error",
-        access_log=False,  # of what clients do wrong, there may be no end
+        access_log=False,  # clients could fill it without end
         limit_concurrency=CONNECTIONS,
         timeout_graceful_shutdown=SHUTDOWN_SECONDS,
     )
@@ -61,12 +62,11 @@ def server_of(application: Starlette) -> Server:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Listen at an address, port 0: any that is free. Clients that connect before the server runs
-    wait for it.
+    """Listen at an address (port 0: any free port); clients that come early wait for the server.
 
     Raises:
         ValueError: the host is empty or no address.
-        OSError: it is in use, or not of this machine.
+        OSError: the address is in use, or not of this machine.
     """
     if not host:
         raise ValueError(

@@ -32,7 +32,7 @@ GONE = 499
 """Status, in the metrics alone, of a request whose client went away."""
 REQUEST_BYTES = 2**20
 RECEIVE_SECONDS, TRANSLATE_SECONDS = 10.0, 60.0
-"""For a body to arrive, and for a request to be answered then."""
+"""Time for a body to arrive, and then for its request to be answered."""
 RETRY = {"Retry-After": "1"}
 CLOSE = {"Connection": "close"}
 Result = TypeVar("Result")
@@ -43,8 +43,7 @@ class Gone(Exception):
 
 
 class Service:
-    """The routes and their state; ValueError if `limits` refuse `options`, and so every request
-    that has no others."""
+    """The routes and their state; ValueError if `limits` refuse `options`, the defaults."""
 
     def __init__(self, translator: TextTranslator, options: SearchOptions, limits: Limits):
         try:
@@ -78,7 +77,7 @@ class Service:
     async def health(self, request: Request) -> Response:
         model = self.translator.model
         changed = await asyncio.to_thread(model.changed)
-        name = str(model.file).encode(errors="backslashreplace").decode()  # which need not be text
+        name = str(model.file).encode(errors="backslashreplace").decode()  # paths need not be UTF-8
         return JSONResponse({"status": "ok", "model": name, "model_changed": changed})
 
     async def show_metrics(self, request: Request) -> Response:
@@ -95,7 +94,7 @@ class Service:
         except HTTPException as refused:
             status = refused.status_code
             raise
-        except asyncio.CancelledError:  # of the server, at its end
+        except asyncio.CancelledError:  # the server ends
             status = 503
             raise HTTPException(
                 status, "the service has ended before this was translated", CLOSE
@@ -136,7 +135,7 @@ class Service:
 
 
 async def _body(request: Request) -> bytes:
-    """Read a request's body; one that is too large is read to its end, so its client listens."""
+    """Read a request's body, to its end even if too large, so that the client gets an answer."""
     body, size = bytearray(), 0
     try:
         async with asyncio.timeout(RECEIVE_SECONDS):
@@ -155,7 +154,7 @@ async def _body(request: Request) -> bytes:
 
 
 async def _unless_gone(request: Request, work: Awaitable[Result]) -> Result:
-    """Await `work`; cancel it when the client goes (Gone), or after some time (TimeoutError)."""
+    """Await `work`; cancel it if the client goes (Gone) or it takes too long (TimeoutError)."""
     working, going = asyncio.ensure_future(work), asyncio.ensure_future(_gone(request))
     try:
         done, _ = await asyncio.wait(
