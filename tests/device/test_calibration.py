@@ -15,7 +15,7 @@ from tests.layers.shapes import HIDDEN, config_of
 
 LAYERS = {"encoder": TransformerEncoderLayer, "decoder": TransformerDecoderLayer}
 MOST = (
-    {"encoder": (17, 23), "decoder": (18, 41)},
+    {"encoder": (17, 23), "decoder": (19, 41)},
     {"encoder": (49, 23), "decoder": (77, 41)},
     {"encoder": (40, 27), "decoder": (58, 48)},
 )
