@@ -15,7 +15,7 @@ from tests.layers.shapes import HIDDEN, config_of
 
 LAYERS = {"encoder": TransformerEncoderLayer, "decoder": TransformerDecoderLayer}
 MOST = (
-    {"encoder": (17, 23), "decoder": (19, 41)},
+    {"encoder": (17, 23), "decoder": (18, 41)},
     {"encoder": (49, 23), "decoder": (77, 41)},
     {"encoder": (40, 27), "decoder": (58, 48)},
 )
@@ -43,6 +43,7 @@ def step(layer, *given: torch.Tensor) -> tuple[Record, int]:
 def test_a_step_that_calibrates_waits_once_at_most(name):
     layer = LAYERS[name](config_of(backward="int8", calibration_passes=2)).to(PLACE)
     given = inputs(layer, PLACE)
+    step(copy.deepcopy(layer), *given)  # a process zeroes its words for tickets once, in any step
     found = [step(layer, *given) for _ in range(3)]
     for (record, lists), most, waits in zip(found, MOST, (1, 0, 1), strict=True):
         launches, most_lists = most[name]
