@@ -18,8 +18,6 @@ LARGEST_DIMENSION = 2**31 - 1
 EXACT_TOKENS = 512
 """Up to this number of tokens each number has an entry, above it each multiple of TOKEN_STEP."""
 TOKEN_STEP = 32
-ADDRESS_MULTIPLE = 16
-"""Alignment of operands on a GPU, in bytes."""
 
 LAYOUTS = ("nt", "nn", "tt", "tn")
 """First letter: a is stored as [M, K] ("n") or [K, M] ("t"); second: b as [K, N] ("n") or [N, K]

@@ -40,7 +40,8 @@ class Backend:
     either_border: bool = False
     """Whether a product reads and writes float32 and bfloat16 alike, whatever `activations` is."""
     seconds: dict[str, float] | None = None
-    """Seconds that operations took, by name; lsq.run.executor.profile collects them."""
+    """Seconds that operations took on any backend, by name: lsq.run.executor.profile sets it here,
+    on the class."""
 
     def __deepcopy__(self, memo):
         return self  # a copy of a module runs where the module does

@@ -20,7 +20,6 @@ from lsq.program.backend import Backend
 from lsq.program.operation import Operation
 from lsq.program.program import Program
 from lsq.program.tensor import VirtualTensor
-from lsq.run.backends import for_device
 from lsq.run.frames import Frame, FreshFrame, Values, claim
 from lsq.run.shards import copies
 
@@ -29,15 +28,14 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def profile(backend: Backend | None = None) -> Iterator[dict[str, float]]:
-    """Measure the seconds that each operation runs on a backend (default: the CPU's), once it is
-    prepared. Yields a dict, operation name -> seconds."""
-    backend = backend or for_device(torch.device("cpu"))
-    previous, backend.seconds = backend.seconds, defaultdict(float)
+def profile() -> Iterator[dict[str, float]]:
+    """Measure the seconds that each operation runs, on any backend, once it is prepared. Yields a
+    dict, operation name -> seconds."""
+    previous, Backend.seconds = Backend.seconds, defaultdict(float)
     try:
-        yield backend.seconds
+        yield Backend.seconds
     finally:
-        backend.seconds = previous
+        Backend.seconds = previous
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,8 +1,9 @@
+import pytest
 import torch
 from torch import distributed
 
 from lsq.dist.agreement import any_process, gather_text, least_of_all, require_same
-from tests.dist.processes import run
+from tests.dist.processes import ProcessFailed, run
 
 CPU = torch.device("cpu")
 
@@ -51,3 +52,12 @@ def test_the_least_of_all_processes():
     assert run(least, 3) == [[0.0, -2.0, torch.inf]] * 3
     values = torch.tensor([1.0, 2.0])
     assert torch.equal(least_of_all(values), values)
+
+
+def raises(rank: int) -> None:
+    raise RuntimeError("on purpose")
+
+
+def test_the_harness_sees_failures():
+    with pytest.raises(ProcessFailed, match="on purpose"):
+        run(raises, 1)

@@ -51,6 +51,24 @@ def test_a_write_is_ordered_behind_writes_and_reads(work, pair, done, message):
         work.fill(x, second)
 
 
+def test_an_event_orders_what_came_before_it_alone(work, pair):
+    (x, y), (first, second) = pair, work.streams()
+    event = Event(work.driver).record(first)
+    work.fill(x, first)
+    second.wait(event)
+    with fails("nothing orders the two"):
+        work.copy(x, y, second)
+
+
+def test_the_null_stream_and_blocking_streams_alone_wait_for_each_other(work, pair):
+    (x, y), (blocking,), (free,) = pair, work.streams(1, blocking=True), work.streams(1)
+    work.fill(x, blocking)
+    work.copy(x, y)
+    work.fill(x, blocking)
+    with fails("on stream 0; nothing orders|on stream 0, which"):
+        work.fill(y, free)
+
+
 @pytest.mark.parametrize("wait", ["stream", "event", "device"])
 def test_what_the_host_has_waited_for_is_over(work, pair, wait):
     (x, y), (first, second) = pair, work.streams()

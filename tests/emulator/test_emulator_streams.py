@@ -1,6 +1,7 @@
 """Contexts, streams and events of the emulated driver; captures hold what a real one's would."""
 
 import ctypes
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -40,6 +41,14 @@ def test_a_stream_or_a_function_of_another_context_is_refused(work):
         with refused(400, "the event does not belong to the context of stream 0 of device 1"):
             event.record(None)
         Stream(work.driver).wait(event)  # which an event may order, though
+
+
+def test_a_missing_context_is_named(work):
+    x, stream = work.memory(), Stream(work.driver)
+    with ThreadPoolExecutor(1) as pool:
+        for call in (work.memory, lambda: work.fill(x), stream.synchronize):
+            with refused(201, "no context is current in this thread"):
+                pool.submit(call).result()
 
 
 def test_a_capture_runs_when_it_is_launched_with_the_addresses_and_numbers_of_its_time(work):

@@ -210,6 +210,18 @@ def test_memory_that_nothing_uses_any_more_is_taken_again():
     assert pool.tensor((1 << 22,), torch.uint8) is not None
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_pool_serves_every_grad_mode_and_keeps_what_autograd_has_saved(mode):
+    pool = Pool(1 << 20)
+    with mode():
+        address = pool.tensor((64,), torch.float32).fill_(1).data_ptr()
+    x = pool.tensor((64,), torch.float32).fill_(3).requires_grad_()
+    y = x.square().sum()
+    assert x.data_ptr() == address != pool.tensor((64,), torch.float32).fill_(0).data_ptr()
+    y.backward()
+    assert (x.grad == 6).all()
+
+
 def test_threads_never_share_memory():
     pool, failures = Pool(1 << 26), []
 

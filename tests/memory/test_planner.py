@@ -10,6 +10,7 @@ from hypothesis import given, settings
 
 from lsq.memory import planner
 from lsq.memory.buffers import (
+    SHOWN,
     Buffer,
     Plan,
     busiest_loads,
@@ -87,6 +88,13 @@ def test_every_fault_is_named(change, fault):
     check(BUFFERS, made)
     with pytest.raises(ValueError, match=fault):
         check(BUFFERS, change(made))
+
+
+def test_messages_stay_short():
+    buffers = buffers_of(*[(1, 0, 0)] * 20)
+    made = plan(buffers)
+    with pytest.raises(ValueError, match=rf"\(and {19 - SHOWN} more\)"):
+        check(buffers, replace(made, offsets=dict.fromkeys(made.offsets, 0)))
 
 
 def test_a_changed_buffer_is_a_fault():

@@ -104,6 +104,19 @@ def test_algorithms_are_for_some_dtypes_and_shapes(library):
         shorter.check(split)
 
 
+def test_sums_rounded_to_the_output_are_refused(library):
+    """No such algorithm is proposed; a file may hold one."""
+    product = library.product(**FLOATS)
+    data = bytearray(by_split(product, 2))
+    data[16] = 4  # the scheme in the emulated library's Algorithm, whose first 40 bytes are hashed
+    value = 2166136261
+    for byte in data[:40]:
+        value = (value ^ byte) * 16777619 % 2**32
+    data[40:44] = value.to_bytes(4, "little")
+    with pytest.raises(ProductError, match="reduction scheme 4 rounds parts of the sum"):
+        product.choose(bytes(data))
+
+
 def test_nothing_runs_before_an_algorithm_is_chosen(library):
     product = library.product(**INTEGERS)
     before = emulated().calls("Matmul")

@@ -124,7 +124,7 @@ def test_the_reference_is_the_definition(activation, dropout, given):
         assert (error.abs() <= 0.5001 / SLOPE_UNIT).all()
 
 
-@pytest.mark.parametrize("rows", [0, *ROWS, BLOCK_ROWS + 1, 2 * BLOCK_ROWS + 6])
+@pytest.mark.parametrize("rows", [0, *ROWS, BLOCK_ROWS, BLOCK_ROWS + 1, 2 * BLOCK_ROWS + 6])
 @pytest.mark.parametrize("outputs, bits", [(32, 8), (272, 3)])
 def test_codes_are_exact(rows, outputs, bits, same_codes):
     found = same_codes(rounded_project(rows, outputs, bits=bits)).rounded

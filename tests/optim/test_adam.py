@@ -267,6 +267,18 @@ def test_moments_on_another_device_are_refused():
         optimizer.step()
 
 
+def test_another_parameter_on_the_same_memory_is_stepped_and_counted():
+    (parameter,) = with_gradients([4])
+    optimizer = Adam([parameter])
+    optimizer.step()
+    other = torch.nn.Parameter(parameter.data)
+    other.grad, version = parameter.grad, other._version
+    optimizer.param_groups[0]["params"] = [other]
+    optimizer.state[other] = optimizer.state.pop(parameter)
+    optimizer.step()
+    assert other._version > version and optimizer.state[other]["step"] == 2
+
+
 def test_sparse_gradients_are_refused():
     embedding = torch.nn.Embedding(5, 3, sparse=True)
     optimizer = Adam(embedding.parameters())

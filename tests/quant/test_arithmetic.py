@@ -36,6 +36,12 @@ def codes_of(values, clip: float, bits: int = 8) -> list[int]:
     return quantize(torch.tensor(values), torch.tensor([clip]), bits).codes.tolist()
 
 
+def test_widths():
+    assert [maximum_code(bits) for bits in ALL_BITS] == [1, 3, 7, 15, 31, 63, 127]
+    for given, scale in ((torch.float64,) * 2, (torch.bfloat16, torch.float32)):
+        assert scale_of(torch.ones(1, dtype=given)).dtype == scale
+
+
 @pytest.mark.parametrize("bits", (1, 9, 0, -8, 8.0, "8", None))
 def test_maximum_code_refuses_other_widths(bits):
     with refused("from 2 to 8"):
@@ -64,10 +70,11 @@ def test_clip_is_the_last_value_inside(bits, clip):
     maximum = maximum_code(bits)
     clip = torch.tensor([clip])
     beyond = torch.nextafter(clip, torch.tensor(INFINITY))
-    x = torch.cat([-clip, clip, -beyond, beyond, 2 * clip, -2 * clip])
+    infinity = torch.tensor([INFINITY])
+    x = torch.cat([-clip, clip, -beyond, beyond, -2 * clip, 2 * clip, -infinity, infinity])
     codes, scale, clipped = quantize(x, clip, bits)
-    assert codes.tolist() == [-maximum, maximum, -maximum, maximum, maximum, -maximum]
-    assert clipped.tolist() == [False, False, True, True, True, True]
+    assert codes.tolist() == 4 * [-maximum, maximum]
+    assert clipped.tolist() == 2 * [False] + 6 * [True]
     assert torch.equal(scale, clip / maximum)
 
 

@@ -92,6 +92,18 @@ def test_mse_on_one_magnitude_finds_it(bits):
     torch.testing.assert_close(fake_quantize(x, calibrate(x, "mse", bits), bits), x)
 
 
+def test_mse_ignores_how_many_zeros_there_are():
+    x = torch.randn(2_000, generator=generator())
+    clips = [calibrate(one, "mse", 4) for one in (torch.cat([x, torch.zeros(50_000)]), x)]
+    torch.testing.assert_close(*clips, rtol=1e-2, atol=0)
+
+
+@pytest.mark.parametrize("factor", (2.0**-30, 2.0**100))
+def test_mse_scales_with_its_input(factor):
+    x = torch.randn(3, 341, generator=generator())
+    assert torch.equal(octav_clip(x * factor, 8, True), octav_clip(x, 8, True) * factor)
+
+
 @pytest.mark.parametrize("bits", (2, 5, 8))
 def test_mse_near_a_clip_of_before_is_as_good_as_brute_force(bits):
     """Within 0.2 %: 100,000 values leave little to luck."""

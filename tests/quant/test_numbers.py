@@ -10,6 +10,7 @@ from lsq.quant import numbers, quantize, tables
 from lsq.quant.calibration import _octav_fixed_point
 from lsq.quant.numbers import (
     METHODS,
+    NUMBERS,
     PRESETS,
     SCALES,
     Encoded,
@@ -122,6 +123,8 @@ def test_what_holds_for_every_format(name):
     torch.testing.assert_close(decoded(name, once, clips), once, rtol=1e-6, atol=0)
     zeros = x.index_fill(0, torch.tensor([2]), 0.0)
     assert (decoded(name, zeros)[2] == 0).all() or 0.0 not in form.number.values
+    view = torch.randn(9, 3, 17).transpose(0, 2)
+    assert torch.equal(decoded(name, view), decoded(name, view.contiguous()))
     for shape in ((0, 5), (4, 0), (0,), (7,), ()):
         assert decoded(name, torch.ones(shape)).shape == shape
 
@@ -331,6 +334,14 @@ def test_blocks_are_searched_as_if_each_were_alone(monkeypatch):
         monkeypatch.setattr(numbers, "TOGETHER", 1)
         assert torch.equal(form.encode(x, "mse").codes, expected.codes)
         monkeypatch.undo()
+
+
+def test_names_of_numbers_and_grains():
+    assert all(
+        make().name == name for name, make in NUMBERS.items() if not name.startswith("lloyd")
+    )
+    found = [grain(name) for name in ("tensor", "row", "channel", "group16", "block4x16")]
+    assert found == [Grain(None, None), Grain(1, None), Grain(None, 1), Grain(1, 16), Grain(4, 16)]
 
 
 def test_names_of_one_format():

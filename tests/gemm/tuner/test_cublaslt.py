@@ -196,3 +196,5 @@ def test_any_wrong_sum_is_found(change):
             wrong = sums.clone()
             wrong[row, column] = (int(wrong[row, column]) + change + 2**31) % 2**32 - 2**31
             assert checked.first_wrong_row(wrong) == row
+    for exchanged, row in ((sums.flip(1), 0), (sums.flip(0), 0), (sums[[*range(8), 7]], 8)):
+        assert checked.first_wrong_row(exchanged) == row

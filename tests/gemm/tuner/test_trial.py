@@ -88,6 +88,8 @@ def test_slow_candidates_are_dropped_early():
     assert found.configuration == way(1)
     final = SETTINGS.final_rounds
     assert trial.measured == {0: 1 + 5 + final, 1: 1 + 5 + final, 2: 3, 3: 2, 4: 1}
+    found, _ = outcome({0: 9.0, 1: 1.0, 2: 1.01})  # but not the default
+    assert (found.configuration, found.default) == (way(1), 9.0)
 
 
 def test_the_screening_leaves_so_many_finalists():
