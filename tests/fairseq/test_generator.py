@@ -111,6 +111,8 @@ def test_what_the_search_does_not_take_is_refused(build, batch):
         options_of(Namespace(temperature=0))
     with pytest.raises(ValueError, match="they need sampling"):
         options_of(Namespace(sampling_topk=3))
+    with pytest.raises(ValueError, match="unk_penalty is None; it must be of type float"):
+        evaluation_of_task(Namespace(eval_bleu=True, eval_bleu_args='{"unkpen": null}'))
     task, model = build()
     extra = {"lm_model": None, "lm_weight": 0.5}  # a weight without a model
     found = task.build_generator([model], Namespace(), extra_gen_cls_kwargs=extra)
