@@ -119,12 +119,13 @@ def test_fields_of_version_0_1_that_would_be_lost(given, message):
     [
         (LayerConfig, "key_heads", 1, "kv_heads"),
         (LayerConfig, "score_factor", 0.5, "softmax_scale"),
+        (LayerConfig, "head_norm", 1e-6, "qk_norm"),
         (LayerConfig, "by_inputs", True, "in_out"),
         (Rotary, "places", 7, "positions"),
     ],
 )
 def test_names_of_version_0_1(config, before, value, now):
-    others = LAYER if config is LayerConfig else {}
+    others = LAYER | {"rotary": Rotary(positions=7)} if config is LayerConfig else {}
     with pytest.warns(FutureWarning, match=f"{before} is {now} now"):
         assert config(**others, **{before: value}) == config(**others, **{now: value})
     with pytest.raises(ValueError, match=f"{before} and {now} are given.*give {now} alone"):

@@ -57,11 +57,9 @@ def find(path: Path, data: Path | None = None, subwords: Path | None = None) -> 
                 " folder of its dictionaries (dict.*.txt), too: --data"
             )
         return Source(checkpoint=path, data=data or Path(), subwords=subwords)
-    if data is not None or subwords is not None:
-        raise ValueError(
-            f"{path} is a folder, which has its data in it; leave --data and --sentencepiece-model"
-            " out"
-        )
+    given = {"--data": data, "--sentencepiece-model": subwords}
+    if options := " and ".join(option for option, value in given.items() if value is not None):
+        raise ValueError(f"{path} is a folder, which has its data in it; leave {options} out")
     inner = [] if (path / "model" / BEST).exists() else sorted(path.glob(f"*/model/{BEST}"))
     if len(inner) > 1:
         names = ", ".join(str(found.parent.parent) for found in inner)

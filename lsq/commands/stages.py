@@ -161,9 +161,9 @@ def _of_this_version(before: dict, now: dict) -> dict:
     )
     left = {name: value for name, value in before.items() if name in now or name not in constant}
     if inits & before.keys() and not inits & now.keys():
-        first = {left.pop(name, None) or QuantConfig.clip_init for name in inits}
-        if len(first) == 1 and first != {QuantConfig.clip_init}:
-            left.setdefault("--lsq-clip-init", *first)
+        first, *others = [left.pop(name, None) or QuantConfig.clip_init for name in inits]
+        if first != QuantConfig.clip_init and all(other == first for other in others):
+            left.setdefault("--lsq-clip-init", first)
     return left
 
 

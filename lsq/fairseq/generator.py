@@ -58,11 +58,17 @@ def obstacle_of_options(args: Any) -> str | None:
         value = getattr(args, name, None)
         if value not in (None, False, -1):
             return f"--{name.replace('_', '-')} {value}"
-    if getattr(args, "unkpen", 0) < 0:
+    if _rewards_unknown(args):
         return f"--unkpen {args.unkpen}"
     if getattr(args, "sampling_topk", -1) > 0 and getattr(args, "sampling_topp", -1.0) > 0:
         return "--sampling-topk and --sampling-topp together"
     return None
+
+
+def _rewards_unknown(args: Any) -> bool:
+    """Return whether --unkpen is negative; `options_of` refuses what is no number."""
+    penalty = getattr(args, "unkpen", 0)
+    return isinstance(penalty, int | float) and penalty < 0
 
 
 def options_of(args: Any) -> SearchOptions:
@@ -72,7 +78,8 @@ def options_of(args: Any) -> SearchOptions:
     for name in ("sampling_topk", "sampling_topp"):
         if given.get(name, -1) <= 0:
             given[name] = -1
-    given["unk_penalty"] = max(given.get("unk_penalty", 0), 0)  # see obstacle_of_options
+    if _rewards_unknown(args):  # see obstacle_of_options
+        del given["unk_penalty"]
     beam = given.setdefault("beam", SearchOptions.beam)
     return SearchOptions(
         **given, nbest=beam, normalize_scores=not getattr(args, "unnormalized", False)

@@ -35,7 +35,7 @@ CHECKSUM = "checksum"
 CODES, VALUES, INDICES = ".codes", ".codes.values", ".codes.indices"
 FORMAT_NAME, CHECKSUMS = "format", "tensors"
 GONE = ("diverse_beam_groups", "diverse_beam_strength")
-"""Options of the search in older files, which are ignored."""
+"""Options of the search in older files, which are ignored, as a negative unk_penalty is."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -166,6 +166,9 @@ def _model(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> Export
     if "search" in rest:
         search = _read(rest, "search", dict)
     search = {name: value for name, value in search.items() if name not in GONE}
+    penalty = search.get("unk_penalty")
+    if isinstance(penalty, int | float) and penalty < 0:
+        del search["unk_penalty"]
     try:
         options = SearchOptions(**search)
     except TypeError as error:

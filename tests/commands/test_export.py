@@ -203,7 +203,7 @@ def test_models_that_are_refused(export_refused, output, tmp_path, target):
     for model, message, *options in (
         (tmp_path / "none", "is not there"),
         (tmp_path, "is no finished run of lsq train-text"),
-        (output, "leave --data and --sentencepiece-model out", *data),
+        (output, "has its data in it; leave --data out", *data),
         (damaged, "damaged.pt is damaged", *data),
         (output / "int8" / CHECKPOINT, "has no dictionaries", "--data", tmp_path),
         (exported, of_file),

@@ -117,6 +117,7 @@ def test_differences_name_both_values(tmp_path):
         ({"--lsq-calibration-passes": "100"}, {}, []),
         ({"--lsq-calibration-passes": "100"}, {"--lsq-calibration-passes": "100"}, []),
         ({"--lsq-weight-init": "absmax"}, {}, []),
+        ({"--lsq-weight-init": ["damaged"]}, {}, []),
         ({"--lsq-weight-init": "mse", "--lsq-activation-init": "mse"}, {}, []),
         (
             {"--lsq-weight-init": "absmax", "--lsq-activation-init": "absmax"},

@@ -7,10 +7,12 @@ from argparse import Namespace
 
 import pytest
 import torch
+from fairseq.dataclass.configs import GenerationConfig
 from fairseq.sequence_generator import SequenceGenerator
 from fairseq.sequence_scorer import SequenceScorer
 from fairseq.tasks import FairseqTask
 
+from lsq.fairseq import generator
 from lsq.fairseq.device import use
 from lsq.fairseq.generator import LSQGenerator, engine_backend, evaluation_of_task, options_of
 from lsq.run.backends import backend
@@ -109,6 +111,8 @@ def test_what_the_search_does_not_take_is_refused(build, batch):
         options_of(Namespace(temperature=0))
     with pytest.raises(ValueError, match="they need sampling"):
         options_of(Namespace(sampling_topk=3))
+    with pytest.raises(ValueError, match="unk_penalty is None; it must be of type float"):
+        evaluation_of_task(Namespace(eval_bleu=True, eval_bleu_args='{"unkpen": null}'))
     task, model = build()
     extra = {"lm_model": None, "lm_weight": 0.5}  # a weight without a model
     found = task.build_generator([model], Namespace(), extra_gen_cls_kwargs=extra)
@@ -168,3 +172,16 @@ def test_empty_lines_have_one_hypothesis_without_words(build, batch, kind):
     assert words_of(after) == expected
     (empty,) = after[1]
     assert empty.keys() == before[0][0].keys() and empty["positional_scores"].tolist() == [0.0]
+
+
+def test_every_option_of_generation_is_known():
+    """One that a newer fairseq has is looked at before it is passed over."""
+    ignored = """
+        nbest unnormalized no_early_stop no_beamable_mm replace_unk sacrebleu prefix_size print_step
+        lm_path lm_weight retain_iter_history retain_dropout retain_dropout_modules decoding_format
+        no_seed_provided eos_token beam_mt max_len_a_mt max_len_b_mt lenpen_mt iter_decode_max_iter
+        iter_decode_eos_penalty iter_decode_force_max_iter iter_decode_with_beam
+        iter_decode_with_external_reranker diverse_beam_strength
+    """
+    names = {name for name in GenerationConfig.__dataclass_fields__ if not name.startswith("_")}
+    assert names <= {*generator.FIELDS.values(), *generator.OTHERS, *ignored.split()}

@@ -36,6 +36,10 @@ def measure_a_part(layer):
     layer.calibrate_weights()
 
 
+def replace_a_weight(layer):
+    layer.feed_forward.fc1_weight = torch.nn.Parameter(-layer.feed_forward.fc1_weight.detach())
+
+
 def replace_data_at_the_same_place(layer):
     memory = layer.feed_forward.fc1_weight.detach().numpy()
     memory *= -2
@@ -47,6 +51,7 @@ CHANGES = [
     optimize,
     load_a_part,
     measure_a_part,
+    replace_a_weight,
     replace_data_at_the_same_place,
     lambda layer: layer.feed_forward.fc2_weight_clip.detach().mul_(4),
     lambda layer: layer.train().feed_forward.fc1_weight.data.neg_(),

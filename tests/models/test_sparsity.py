@@ -121,17 +121,19 @@ def test_all_weights_of_an_encoder_layer(mode):
     torch.manual_seed(1)
     sparse = TransformerEncoderLayer(config_of(mode=mode, calibration_passes=0))
     dense, found = pruned(sparse), sparsify(sparse)
-    assert list(found.weights) == [
-        "self_attn.qkv_weight",
-        "self_attn.out_weight",
-        "feed_forward.fc1_weight",
-        "feed_forward.fc2_weight",
-    ]
+    names = ["self_attn.qkv_weight", "self_attn.out_weight"]
+    names += ["feed_forward.fc1_weight", "feed_forward.fc2_weight"]
+    assert list(found.weights) == names
     x = torch.randn(5, 3, HIDDEN)
     assert torch.equal(sparse(x), dense(x))
     found.finish()
     assert torch.equal(sparse(x), dense(x))
     assert sparse.state_dict().keys() == dense.state_dict().keys()
+    by_output = sparsify(dense, Pruning(measure="output"), run=lambda: dense(x))
+    squares = by_output.state_dict()["squares"]
+    widths = {name: sparse.get_parameter(name).shape[1:] for name in names}
+    assert {name: one.shape for name, one in squares.items()} == widths
+    assert all((one > 0).any() for one in squares.values())
 
 
 def test_by_output():

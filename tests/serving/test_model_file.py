@@ -212,6 +212,7 @@ def test_what_does_not_fit_is_named(path, sparse, change, reason):
         ({"trained_length": "30"}, SearchOptions(max_len_b=30)),
         ({"trained_length": "null"}, SearchOptions()),
         ({"search": '{"beam": 2, "diverse_beam_groups": -1}'}, SearchOptions(beam=2)),
+        ({"search": '{"beam": 2, "unk_penalty": -1.5}'}, SearchOptions(beam=2)),
     ],
 )
 def test_options_of_the_search_in_earlier_files(path, given, expected):

@@ -1,5 +1,9 @@
+import json
 import re
+import shutil
+import subprocess
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -32,6 +36,33 @@ def test_lines_that_are_too_long(serve, echo):
     status, found = served.translate(["w1", long])
     message = "line 2: it has 40 subwords, and the model takes 19 at most"
     assert status == 400 and found["error"].startswith(message)
+
+
+BROWSER = """
+    const made = {}, document = { getElementById: id => made[id] ??= {
+        value: "", textContent: "", addEventListener(kind, act) { this[kind] = act },
+    } };
+    const headers = { get: () => "application/json" };
+    const answers = ['{"translations": [{"text": "rot"}]}', '{"error": "too long"}'];
+    const text = async () => answers.shift();
+    const fetch = async () => ({ ok: answers.length > 1, headers, text });
+"""
+SUBMIT = """
+    (async () => {
+        for (let turn = 0; turn < 2; turn++) {
+            await made.form.submit({ preventDefault() {} });
+            console.log(JSON.stringify([made.translation.textContent, made.state.textContent]));
+        }
+    })();
+"""
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node, which runs the page's script")
+def test_the_page_shows_an_error_in_the_place_of_an_earlier_translation():
+    page = (Path(service.__file__).parent / "page.html").read_text(encoding="utf-8")
+    script = page.partition("<script>")[2].partition("</script>")[0]
+    done = subprocess.check_output(["node", "-e", BROWSER + script + SUBMIT], text=True)
+    assert [json.loads(line) for line in done.splitlines()] == [["rot", ""], ["", "too long"]]
 
 
 def test_page_health_and_metrics(serve, echo):
