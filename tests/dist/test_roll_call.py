@@ -157,6 +157,7 @@ def _anew(rank: int, folder: str) -> tuple[bool, int]:
     first = roll_call._current
     roll_call.register()
     assert roll_call._current is first
+    distributed.barrier()  # the other process may still be making its connections
     distributed.destroy_process_group()
     distributed.init_process_group(
         "gloo", init_method=f"file://{folder}/anew", rank=1 - rank, world_size=2
