@@ -66,7 +66,7 @@ def obstacle_of_options(args: Any) -> str | None:
 
 
 def _rewards_unknown(args: Any) -> bool:
-    """Return whether --unkpen is negative; `options_of` refuses what is no number."""
+    """Return whether --unkpen is below 0; False if it is no number, which `options_of` refuses."""
     penalty = getattr(args, "unkpen", 0)
     return isinstance(penalty, int | float) and penalty < 0
 

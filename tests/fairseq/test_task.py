@@ -137,7 +137,7 @@ def test_training_logs_signals_and_summary(train, tmp_path, caplog, monkeypatch)
     train(
         tmp_path / "save", f"--max-update 3 --log-interval 2 --tensorboard-logdir {tmp_path}/board"
     )
-    gc.collect()  # the task, which is part of a cycle, goes with its summary
+    gc.collect()  # frees the task, part of a reference cycle, which then logs its summary
     assert caplog.text.count("Quantised tensors at update 2") == 1
     events = EventAccumulator(str(tmp_path / "board" / "lsq")).Reload()
     points = events.Scalars("zero_share/encoder.layers.0.self_attn.qkv_weight")

@@ -313,7 +313,7 @@ def test_every_source_has_a_case():
     assert CASES.keys() == {source.name for source in build.KERNELS.glob("*.cu")}
 
 
-@pytest.mark.timeout(400)  # up to a minute on a quiet processor
+@pytest.mark.timeout(400)  # a case takes up to a minute on a quiet machine
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "run, sources", [pytest.param(run, of, id=" ".join(of)) for run, of in SOURCES.items()]
