@@ -14,7 +14,7 @@ import torch
 from lsq.config import QuantConfig
 from lsq.gemm.cuda import choices
 from lsq.ops.fake_quantize import FakeQuantize
-from lsq.ops.grouped_product import STEP, GroupedCodes, common_group
+from lsq.ops.grouped_product import GroupedCodes, common_group
 from lsq.ops.nonlinearity import Activation, Nonlinearity
 from lsq.ops.project import Project
 from lsq.ops.rounding import Add, Round, unpacked
@@ -202,11 +202,9 @@ class LayerBuilder(Builder):
         producer = self.producer(x.floats)
         if not self.multiplies_groups or not isinstance(producer, FakeQuantize):
             return None
-        group = common_group(producer.form, form)
+        group = common_group(producer.form, form, x.floats.shape[1])
         if group is None:
             return None
-        # a longer group would also multiply columns beyond the last input
-        group = min(group, -(-x.floats.shape[1] // STEP) * STEP)
         if producer.coded is None:
             rows, name, grain = x.floats.shape[0], x.floats.name, producer.form.grain
             producer.coded = GroupedCodes(

@@ -210,10 +210,10 @@ def write(weight: Weight, backend: Backend) -> None:
     """Write codes, decoded values or packed groups of a weight."""
     if weight.codes is not None:
         backend.run(_rounding(weight))
-    if weight.decoded is not None:
-        backend.run(decode_weight(weight))
     if weight.grouped is not None:
         pack_weight(weight, backend.run)
+    elif weight.decoded is not None:
+        backend.run(decode_weight(weight))
 
 
 def _rounding(weight: Weight) -> RoundWeight:

@@ -22,6 +22,7 @@ Imports nothing of lsq: setup.py runs this file as well.
 
 import ast
 import re
+import runpy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -205,10 +206,15 @@ def header() -> str:
         "// Written by lsq/native/declarations.py from the classes of the same names in lsq/program"
         " and lsq/ops."
     ]
-    lines += ["#pragma once", "", *OFFSET, "", "namespace lsq {", ""]
+    lines += ["#pragma once", "", *OFFSET, "", "namespace lsq {", "", *_layouts(), ""]
     for one in declarations().values():
         lines += _enumeration(one) if one.base == "IntEnum" else _struct(one)
     return "\n".join([*lines, "}  // namespace lsq", "", "#undef LSQ_OFFSET", ""])
+
+
+def _layouts() -> list[str]:
+    """Return the constants of layouts.py."""
+    return runpy.run_path(str(Path(__file__).with_name("layouts.py")))["constants"]()
 
 
 def _enumeration(one: Declaration) -> list[str]:

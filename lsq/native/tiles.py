@@ -63,12 +63,6 @@ def packed_sparse_bytes(columns: int, inner: int) -> int:
     return pairs * (-(-inner // INNER) * SPARSE_BLOCK + 4 * PAIR)
 
 
-def packed_group_bytes(columns: int, inner: int, group: int) -> int:
-    """Return the bytes of packed codes whose groups have scales: whole pairs of tiles, a sum and a
-    scale for each column of a group, and room to align the start."""
-    return -(-columns // PAIR) * PAIR * -(-inner // group) * (group + 8) + ALIGNMENT
-
-
 class _Codes(ctypes.Structure):
     _fields_ = [
         ("data", ctypes.c_void_p),

@@ -12,18 +12,21 @@ depend on other rows only if blocks have several rows. M rows, N columns.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 
 import torch
 
-from lsq.native import loader
-from lsq.ops.grouped_product import GroupedCodes, aligned, whole_factor
+from lsq.native import tiles
+from lsq.ops.grouped_product import GroupedCodes, whole_factor
 from lsq.ops.nonlinearity import Nonlinearity
+from lsq.ops.packed_weight import PackedWeight
 from lsq.program.declare import Activations, Bits, Floats, Host, In, Key, Out, extent, factor, size
 from lsq.program.operation import Operation
 from lsq.program.values import Weight
 from lsq.quant import GRADIENT, Format, arithmetic, pack_bits, unpack_bits
 from lsq.quant.numbers import FloatScales, Grain, PowerScales, ScaledFormat
+from lsq.quant.stored import field_bytes, stored_type
 from lsq.quant.tables import lookup
 
 STORED = {torch.float32: 0, torch.bfloat16: 1}
@@ -41,6 +44,8 @@ class FakeQuantize(Operation):
     clipped: Out[Bits] | None  # |x| > clip, under one clip; for a backward pass.
     coded: Out[GroupedCodes] | None
     """`out` as int8 codes with a scale for each block of each row; on the CPU only."""
+    ranked: Host[bool] = False
+    """Whether codes are the ranks of values, as uint8; else they are whole values."""
     form: Host[ScaledFormat]
     given: bool = False  # Whether clips give the scales; else scales are measured.
 
@@ -87,8 +92,8 @@ class FakeQuantize(Operation):
 
     @factor
     def whole(self) -> float:
-        """Factor that makes the format's values whole: code = value / scale * whole."""
-        return 0.0 if self.coded is None else float(whole_factor(self.form.number))
+        """Factor that makes the format's values whole: code = value / scale * whole; 0: ranks."""
+        return float(whole_factor(self.form.number)) if self.coded and not self.ranked else 0.0
 
     @factor
     def largest_multiplier(self) -> float:
@@ -120,10 +125,14 @@ class FakeQuantize(Operation):
 
     def _codes(self, levels, scale, missing) -> dict[str, torch.Tensor]:
         """Return codes [M, N] and the scales of the blocks of each row [M, G]."""
-        of_blocks = scale[:, :: self.block_columns] / self.whole
+        of_blocks = scale[:, :: self.block_columns] / (self.whole or 1.0)
         if self.given:
             of_blocks = of_blocks.masked_fill(missing.any(1, keepdim=True), torch.nan)
-        return {"codes": (levels * self.whole).to(torch.int8), "scale": of_blocks}
+        codes = (levels * self.whole).to(torch.int8)
+        if self.ranked:
+            values = torch.tensor(sorted({*filter(math.isfinite, self.form.number.values)}))
+            codes = torch.searchsorted(values, levels).to(torch.uint8).view(torch.int8)
+        return {"codes": codes, "scale": of_blocks}
 
     def _as_stored(self, scales: torch.Tensor) -> torch.Tensor:
         """Return scales [down, across] after storing and reading them."""
@@ -216,16 +225,31 @@ def decode_weight(weight: Weight) -> FakeQuantize:
 
 
 def pack_weight(weight: Weight, run: Callable[[Operation], None]) -> None:
-    """Write weight.grouped from values and clip, on the CPU; `run` runs an operation there."""
-    rows, columns = shape = weight.values_by_rows.shape
-    decoded = torch.empty(shape, dtype=torch.float32)
-    encoding = decode_weight(dataclasses.replace(weight, decoded=decoded))
+    """Write weight.grouped, and weight.decoded if it is there, from values and clip, on the CPU;
+    `run` runs an operation there."""
+    shape, stored = weight.values_by_rows.shape, stored_type(weight.format.number)
+    if weight.decoded is None:
+        decoded = torch.empty(shape, dtype=torch.float32)
+        encoding = decode_weight(dataclasses.replace(weight, decoded=decoded))
+    else:
+        encoding = decode_weight(weight)
     codes = torch.empty(shape, dtype=torch.int8)
-    scale = torch.empty(rows, weight.format.grain.grid(shape)[1], dtype=torch.float32)
+    scale = torch.empty(shape[0], weight.format.grain.grid(shape)[1], dtype=torch.float32)
     encoding.coded = GroupedCodes(codes=codes, scale=scale, group=weight.group)
+    encoding.ranked = True
     run(encoding)
-    if columns:
-        loader.call("lsq_pack_grouped", encoding.coded, rows, aligned(weight.grouped))
+    if codes.numel():
+        ranks = codes.view(torch.uint8)
+        packed_groups(weight).fill(stored.stored(ranks), scale, stored.unit)
+
+
+def packed_groups(weight: Weight) -> PackedWeight:
+    """Return weight.grouped as products read it."""
+    memory, stored = weight.grouped, stored_type(weight.format.number)
+    scales = weight.format.grain.grid(weight.shape)[1]
+    memory = memory[-memory.data_ptr() % tiles.ALIGNMENT :]
+    size = field_bytes(weight.shape, stored, weight.group, scales)
+    return PackedWeight.over(memory[:size], weight.shape, stored, weight.group, scales)
 
 
 def fake_gradient(builder, gradient, form: Format | ScaledFormat | None):

@@ -5,8 +5,8 @@
 
 Inner sums are exact. They are scaled and added in float32 in the order of groups (Dai et al. 2021,
 VS-Quant, arXiv:2102.04503, with float scales; powers of two make it MXINT8 of OCP Microscaling
-Formats 1.0, 2023). Only CPUs have this product: Project multiplies codes of FakeQuantize by packed
-groups of pack_weight. M rows, N columns, K values along the inner dimension, G groups; the last one
+Formats 1.0, 2023). Only CPUs have this product: Project multiplies codes of FakeQuantize by the
+fields of pack_weight. M rows, N columns, K values along the inner dimension, G groups; the last one
 may be smaller.
 """
 
@@ -17,16 +17,14 @@ import math
 
 import torch
 
-from lsq.native import tiles
 from lsq.native.launch import check
 from lsq.program.declare import Codes, Floats, Value, extent
-from lsq.program.operation import Spec
-from lsq.program.values import Weight
 from lsq.quant.numbers import NumberFormat, ScaledFormat
+from lsq.quant.stored import most_summed, stored_type
 
 STEP = 16
 """Group sizes are multiples of this; 32, 64 and 128 are fast."""
-LARGE = 128  # Group size of codes with one scale for each row.
+WHOLE = 64  # Sums of all inputs take whole multiples.
 
 
 class GroupedCodes(Value):
@@ -57,17 +55,17 @@ class GroupedCodes(Value):
         return self.codes.float() * scale
 
 
-def copies_of(rows: int, inner: int, group: int) -> Spec:
-    """Return the CPU's scratch memory for copies of a's rows."""
-    depth = -(-inner // group) * group
-    return (-(-rows // tiles.PAIR) * tiles.PAIR * depth + tiles.ALIGNMENT,), torch.uint8
-
-
-def common_group(a: ScaledFormat, b: ScaledFormat) -> int | None:
-    """Return the group size in which codes of both formats are multiplied, or None."""
-    groups = {one.grain.columns for one in (a, b)} - {None} or {LARGE}
-    whole = all(whole_factor(one.number) for one in (a, b))
-    return min(groups) if whole and len(groups) == 1 and min(groups) % STEP == 0 else None
+def common_group(x: ScaledFormat, weight: ScaledFormat, inner: int) -> int | None:
+    """Return how many of `inner` products are summed as integers, or None: they are not whole."""
+    stored = stored_type(weight.number)
+    if whole_factor(x.number) is None or not stored.whole:
+        return None
+    groups, most = {one.grain.columns for one in (x, weight)} - {None}, most_summed(stored)
+    whole = -(-inner // WHOLE) * WHOLE
+    if not groups:
+        return min(whole, most // WHOLE * WHOLE)
+    group = min(groups)
+    return min(group, whole) if len(groups) == 1 and group % STEP == 0 and group <= most else None
 
 
 @functools.cache
@@ -78,21 +76,3 @@ def whole_factor(number: NumberFormat) -> int | None:
         if all(float(value * factor).is_integer() for value in values):
             return factor if number.largest * factor <= 127 else None
     return None
-
-
-def aligned(memory: torch.Tensor) -> torch.Tensor:
-    """Return the memory from a multiple of ALIGNMENT on."""
-    return memory[-memory.data_ptr() % tiles.ALIGNMENT :]
-
-
-def unpacked_values(weight: Weight) -> torch.Tensor:
-    """Reference: the values float32 [N, K] of weight.grouped."""
-    (rows, columns), group, pair = weight.shape, weight.group, tiles.PAIR
-    pairs, groups = -(-rows // pair), -(-columns // group)
-    blocks = aligned(weight.grouped)[: pairs * groups * pair * (group + 8)].view(pairs, groups, -1)
-    codes = blocks[..., : pair * group].view(torch.int8)
-    codes = codes.reshape(pairs, groups, 2, group // 4, pair // 2, 4)
-    codes = codes.permute(0, 2, 4, 1, 3, 5).reshape(pairs * pair, -1)[:rows, :columns]
-    scale = blocks[..., pair * (group + 4) :].contiguous().view(torch.float32)
-    scale = scale.permute(0, 2, 1).reshape(-1, groups)[:rows]
-    return GroupedCodes(codes=codes, scale=scale, group=group).decode()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from lsq import gemm
 from lsq.native.launch import check
-from lsq.ops.packed_project import PackedWeight
+from lsq.ops.packed_weight import PackedWeight
 from lsq.program.declare import Floats, In, Indices, Out, extent
 from lsq.program.operation import Operation
 from lsq.program.values import Coded, Weight

@@ -12,10 +12,11 @@ from __future__ import annotations
 import torch
 
 from lsq import gemm
-from lsq.native import loader, tiles
+from lsq.native import loader
 from lsq.native.launch import FLOATS
 from lsq.ops.gated import Gated
-from lsq.ops.grouped_product import GroupedCodes, aligned, copies_of, unpacked_values
+from lsq.ops.fake_quantize import packed_groups
+from lsq.ops.grouped_product import GroupedCodes
 from lsq.ops.nonlinearity import Nonlinearity, epilogue
 from lsq.ops.rounding import Round, RoundGradient, unpacked
 from lsq.ops.weight_gradient import append_gradients
@@ -62,7 +63,7 @@ class Project(Operation):
 
     def reference(self):
         if self.groups is not None:
-            y = self.groups.decode() @ unpacked_values(self.weight).t()
+            y = self.groups.decode() @ packed_groups(self.weight).values().t()
         elif self.x.coded is None:
             y = self.x.floats @ self.weight.floats_by_rows.t()
         else:
@@ -71,8 +72,6 @@ class Project(Operation):
         return epilogue(y if self.bias is None else y + self.bias, self.nonlinearity, self.rounded)
 
     def cpu_scratch(self):
-        if self.groups is not None:
-            return [copies_of(*self.groups.codes.shape, self.groups.group)]
         if self.x.coded is None:
             return []
         return [gemm.scratch_for(GEMM, self.rows, *self.weight.codes.shape)]
@@ -82,8 +81,7 @@ class Project(Operation):
             if self.groups is None:
                 torch.mm(self.x.floats, self.weight.floats_by_rows.t(), out=self.out)
             else:
-                packed, number = aligned(self.weight.grouped), tiles.INSTRUCTIONS[tiles.usable()[0]]
-                loader.call("lsq_multiply_groups", self, packed, aligned(*scratch), number)
+                loader.call("lsq_multiply_groups", self, packed_groups(self.weight))
             if self.has_epilogue:
                 loader.call("lsq_end_floats", self)
             return

@@ -15,6 +15,7 @@ from lsq.program.program import Program, lifetimes_of
 from lsq.program.tensor import CLIPS, Kind, Parameter, VirtualTensor
 from lsq.program.values import SEEN, Coded, Dropout, RoundedGradient, Weight
 from lsq.quant import GRADIENT, Grain
+from lsq.quant.stored import field_bytes, stored_type
 
 ProductGradient = tuple[VirtualTensor | None, RoundedGradient | None]
 """(floats, None) or (None, rounded gradient)."""
@@ -152,8 +153,8 @@ class Builder(Recorder):
 
     @property
     def multiplies_groups(self) -> bool:
-        """Whether products read codes with a scale for each group: only while weights stay."""
-        return self._backend.multiplies_groups and not (self.training or self.backward)
+        """Whether products read codes with a scale for each group."""
+        return self._backend.multiplies_groups
 
     def next_subsequence(self) -> int:
         """Return the number of a random stream that no other operation of this program uses."""
@@ -220,10 +221,11 @@ class Builder(Recorder):
         weight = self._weights[name]
         if weight.format is None or self.quant.coded:
             return weight
-        if not group or weight.group not in (0, group):
+        if not group or weight.group not in (0, group) or self.backward:
             weight.decoded = weight.decoded or self.input(name + ".decoded", shape)
-        elif not weight.grouped:
-            size = (tiles.packed_group_bytes(*shape, group),)
+        if group and not weight.grouped:
+            stored, scales = stored_type(weight.format.number), weight.format.grain.grid(shape)[1]
+            size = (field_bytes(shape, stored, group, scales) + tiles.ALIGNMENT,)
             weight.group, weight.grouped = group, self.input(name + ".grouped", size, torch.uint8)
         return weight
 

@@ -157,7 +157,7 @@ class Weight(Value):
     decoded: Floats | None
     """[N, K], in place of codes: values of a format that has no fast product."""
     grouped: Bytes | None
-    """In place of `decoded`, without a backward pass: packed groups (lsq.ops.grouped_product)."""
+    """In place of `decoded` in the forward product: packed fields (lsq.ops.packed_weight)."""
     group: int = 0
     """Group size of `grouped`: number of values along K whose products are summed as integers."""
     in_out: bool = False

@@ -21,7 +21,8 @@ from lsq.models.sparsity import is_sparse, pack
 from lsq.native import tiles
 from lsq.ops.next_words import NextWords
 from lsq.ops.nonlinearity import Activation
-from lsq.ops.packed_project import PackedProject, PackedWeight
+from lsq.ops.packed_project import PackedProject
+from lsq.ops.packed_weight import PackedWeight
 from lsq.ops.project import Project
 from lsq.ops.sparse_project import MOST_ROWS, OUTPUTS, SparseProject, SparseWeight
 from lsq.program.backend import Call

@@ -6,20 +6,19 @@ import pytest
 import torch
 
 from lsq.native import loader, tiles
-from lsq.ops.fake_quantize import FakeQuantize, decode_weight, pack_weight
-from lsq.ops.grouped_product import (
-    GroupedCodes,
-    aligned,
-    common_group,
-    unpacked_values,
-)
+from lsq.ops.fake_quantize import FakeQuantize, pack_weight, packed_groups
+from lsq.ops.grouped_product import GroupedCodes, common_group
 from lsq.ops.nonlinearity import Activation, Nonlinearity
 from lsq.ops.project import Project
 from lsq.program.values import Rows, Weight
-from lsq.quant.numbers import scaled_format
+from lsq.quant.numbers import FLOAT32, Grain, ScaledFormat, scaled_format
+from lsq.quant.stored import Decode, field_bytes, stored_type
 from lsq.run.backends import backend
 from tests.native.levels import LEVELS, library_of
 from tests.ops.compare import assert_close, compare, dropout_of, empty, on_cpu, refused
+
+
+INT8 = scaled_format("int8/row").number
 
 
 def codes_of(rows, inner, group, scale_rows, scale_columns) -> GroupedCodes:
@@ -37,13 +36,23 @@ def product_of(rows, columns, inner, group, *, of_rows=False) -> Project:
 
 
 def packed_product(x: GroupedCodes, codes: GroupedCodes) -> Project:
-    """x times a weight of these codes."""
-    (columns, inner), group = codes.codes.shape, codes.group
-    packed = torch.full((tiles.packed_group_bytes(columns, inner, group),), 85, dtype=torch.uint8)
-    loader.call("lsq_pack_grouped", codes, columns, aligned(packed))
-    weight = Weight(format=None, values=codes.decode(), grouped=packed, group=group)
+    """x times a weight of these codes in int8."""
+    group, columns = codes.group, codes.codes.shape[0]
+    grain = Grain(1, group) if codes.scale.shape[1] > 1 else Grain.ROW
+    form = ScaledFormat(name="int8", number=INT8, grain=grain, scales=FLOAT32)
+    memory = memory_of(form, codes.codes.shape, group)
+    weight = Weight(format=form, values=codes.decode(), grouped=memory, group=group)
+    ranks, stored = (codes.codes.int() + 127).to(torch.uint8), stored_type(INT8)
+    scale = codes.scale.expand(columns, -1).contiguous()
+    packed_groups(weight).fill(ranks, scale, stored.unit)
     out = empty(len(x.codes), columns)
     return Project(x=Rows(floats=x.decode()), weight=weight, groups=x, out=out)
+
+
+def memory_of(form: ScaledFormat, shape: tuple[int, int], group: int) -> torch.Tensor:
+    """Memory of fields, filled with ones and zeros."""
+    size = field_bytes(shape, stored_type(form.number), group, form.grain.grid(shape)[1])
+    return torch.full((size + tiles.ALIGNMENT,), 85, dtype=torch.uint8)
 
 
 def assert_exact(found: Project) -> None:
@@ -78,11 +87,12 @@ def test_scales_that_rows_and_groups_share(shape_x, shape_weight):
 
 
 def test_sums_at_their_ends():
-    """All codes -127 or 127, and -128, which no format gives."""
+    """All codes -127 and 127, and codes of x of -128, which no format gives."""
     for low in (-128, -127):
-        x, codes = (codes_of(rows, 256, 128, rows, 2) for rows in (33, 32))
-        x.codes.fill_(low), codes.codes.fill_(low)
-        assert_exact(compare(packed_product(x, codes)))
+        for high in (-127, 127):
+            x, codes = (codes_of(rows, 256, 128, rows, 2) for rows in (33, 32))
+            x.codes.fill_(low), codes.codes.fill_(high)
+            assert_exact(compare(packed_product(x, codes)))
 
 
 def test_nan_stays_in_its_row_and_column():
@@ -105,14 +115,23 @@ PAIRS = (
     ("int4/group32", "int8/row"),
     ("int6/row", "int8/tensor"),
     ("int4/group48", "int8/group48"),
+    ("int3/group48", "int8/row"),
+    ("nf4/group64", "int8/row"),
+    ("lloyd3-gaussian/row", "int8/tensor"),
+    ("ternary/row", "int8/row"),
 )
 """Formats of weights and of activations."""
+
+
+def group_of(names: tuple[str, str], inner: int) -> int | None:
+    weight, x = map(scaled_format, names)
+    return common_group(x, weight, inner)
 
 
 def weight_of(columns: int, inner: int, name: str, group: int, *, in_out: bool = False) -> Weight:
     """With its decoded values and packed."""
     form, values = scaled_format(name), torch.randn(columns, inner)
-    packed = torch.full((tiles.packed_group_bytes(columns, inner, group),), 85, dtype=torch.uint8)
+    packed = memory_of(form, (columns, inner), group)
     weight = Weight(
         format=form,
         values=values.t().contiguous() if in_out else values,
@@ -122,7 +141,6 @@ def weight_of(columns: int, inner: int, name: str, group: int, *, in_out: bool =
         grouped=packed,
         group=group,
     )
-    backend("cpu").run(decode_weight(weight))
     pack_weight(weight, backend("cpu").run)
     return weight
 
@@ -141,21 +159,26 @@ def encoded(x: torch.Tensor, name: str, group: int) -> FakeQuantize:
 def check_projection(rows, columns, inner, names, *, bias=True, end=None, in_out=False) -> None:
     """Of codes: as the reference, and as decoded values, but for sums of floats."""
     torch.manual_seed(rows)
-    group = common_group(*map(scaled_format, names))
+    group = group_of(names, inner)
     weight = weight_of(columns, inner, names[0], group, in_out=in_out)
     x = encoded(torch.randn(rows, inner), names[1], group)
     given = {"bias": torch.randn(columns) if bias else None, "nonlinearity": end}
     given |= {"x": Rows(floats=x.out), "weight": weight, "out": empty(rows, columns)}
     found = compare(Project(**given, groups=x.coded)).out
-    assert_close(found, compare(Project(**given)).out, None, "decoded")
+    wanted = compare(Project(**given)).out
+    if stored_type(scaled_format(names[0]).number).decode is Decode.WORDS:
+        assert (found - wanted).abs().max() <= 2.0**-14 * wanted.abs().max()
+    else:
+        assert_close(found, wanted, None, "decoded")
 
 
 @pytest.mark.parametrize("names", PAIRS, ids="-".join)
 @pytest.mark.parametrize("columns, inner", [(1, 1), (33, 100), (64, 256), (5, 515)])
 def test_packed_values_are_the_decoded_ones(names, columns, inner):
     torch.manual_seed(inner)
-    weight = weight_of(columns, inner, names[0], common_group(*map(scaled_format, names)))
-    assert torch.equal(unpacked_values(weight), weight.decoded)
+    weight = weight_of(columns, inner, names[0], group_of(names, inner))
+    rounded = 1.01 * 2.0**-16 * weight.clip.max()  # words have 32639 steps
+    assert (packed_groups(weight).values() - weight.decoded).abs().max() <= rounded
 
 
 @pytest.mark.parametrize("names", PAIRS, ids="-".join)
@@ -187,21 +210,24 @@ def test_nan_in_a_weight_poisons_its_output_alone():
     weight = weight_of(40, 64, "int6/row", 128)
     weight.values[3, 2] = torch.nan
     pack_weight(weight, backend("cpu").run)
-    assert torch.equal(unpacked_values(weight).isnan().any(1), torch.arange(40) == 3)
+    assert torch.equal(packed_groups(weight).values().isnan().any(1), torch.arange(40) == 3)
 
 
 @pytest.mark.parametrize(
-    "a, b, group",
+    "weight, x, inner, group",
     [
-        ("mxint8", "mxfp4", 32),
-        ("nvfp4", "int8/tensor", 16),
-        ("int8/row", "int6/row", 128),
-        ("mxint8", "nvfp4", None),
-        ("int8/group24", "int8/group24", None),
-        ("fp8-e4m3/row", "int8/row", None),
-        ("int8/channel", "int8/row", None),
+        ("mxfp4", "mxint8", 100, 32),
+        ("nvfp4", "int8/tensor", 100, 16),
+        ("int6/row", "int8/row", 100, 128),
+        ("int6/row", "int8/row", 100_000, 66_304),
+        ("nf4/row", "int8/row", 1000, 256),
+        ("nf4/group512", "int8/row", 1000, None),
+        ("mxint8", "nvfp4", 100, None),
+        ("int8/group24", "int8/group24", 100, None),
+        ("fp8-e4m3/row", "int8/row", 100, None),
+        ("nf4/row", "nf4/row", 100, None),
+        ("int8/channel", "int8/row", 100, None),
     ],
 )
-def test_formats_that_have_a_product_together(a, b, group):
-    a, b = scaled_format(a), scaled_format(b)
-    assert common_group(a, b) == group == common_group(b, a)
+def test_formats_that_have_a_product_together(weight, x, inner, group):
+    assert common_group(scaled_format(x), scaled_format(weight), inner) == group

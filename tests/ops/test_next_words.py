@@ -8,7 +8,7 @@ from torch.testing import assert_close
 
 from lsq.native import tiles
 from lsq.ops.next_words import NextWords
-from lsq.ops.packed_project import PackedWeight
+from lsq.ops.packed_weight import PackedWeight
 from lsq.program.values import Weight
 from lsq.quant import WEIGHT_FORMATS, Grain
 from tests.ops.compare import empty, on_cpu, on_reference, refused, rounded, weight_format_of

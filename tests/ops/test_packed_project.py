@@ -10,7 +10,8 @@ from lsq import gemm
 from lsq.models.sparsity import choose
 from lsq.native import loader, tiles
 from lsq.ops.nonlinearity import Activation, Nonlinearity
-from lsq.ops.packed_project import PackedProject, PackedWeight
+from lsq.ops.packed_project import PackedProject
+from lsq.ops.packed_weight import PackedWeight
 from lsq.ops.project import Project
 from lsq.program.values import Rows, Weight
 from lsq.quant import Grain

@@ -69,6 +69,12 @@ inline void multiply_unsigned_int8() {
     asm volatile("tdpbusd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUM), "i"(A), "i"(B));
 }
 
+// multiply_int8 by unsigned bytes b.
+template <int SUM, int A, int B>
+inline void multiply_by_unsigned_int8() {
+    asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUM), "i"(A), "i"(B));
+}
+
 // sum [16, 16] float32 += a [16, 32] b [32, 16], bfloat16; b as 16 rows of pairs. Subnormals count
 // as 0.
 template <int SUM, int A, int B>

@@ -113,13 +113,19 @@ LSQ_OPERATION(FakeQuantize, op) {
         float* out = op.out + row * n;
         float* scale_of_codes = op.coded.scale + row * op.coded.scale_columns;
         scales.of_row(row, [&](int64_t first, int64_t columns, float scale) {
+            int8_t* codes = op.coded.codes + row * n + first;
             if (!op.coded.codes)
-                return decoded<false>(levels, clip, scale, columns, x + first, out + first, nullptr,
-                                      0.0f);
-            decoded<true>(levels, clip, scale, columns, x + first, out + first,
-                          op.coded.codes + row * n + first, op.whole);
-            *scale_of_codes++ =
-                poisoned(scale / op.whole, op.given && any_missing(x + first, columns));
+                return decoded<Coding::none>(levels, clip, scale, columns, x + first, out + first,
+                                             nullptr, 0.0f);
+            if (op.whole == 0.0f) {
+                decoded<Coding::ranks>(levels, clip, scale, columns, x + first, out + first, codes,
+                                       0.0f);
+            } else {
+                decoded<Coding::whole>(levels, clip, scale, columns, x + first, out + first, codes,
+                                       op.whole);
+                scale /= op.whole;
+            }
+            *scale_of_codes++ = poisoned(scale, op.given && any_missing(x + first, columns));
         });
         return 0;
     });

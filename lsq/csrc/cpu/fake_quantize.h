@@ -18,21 +18,26 @@ public:
           boundaries_(reinterpret_cast<const float*>(ranks_ + kRanks)),
           values_(boundaries_ + kLevels) {}
 
-    float nearest(float x) const {
+    // The number of values below the nearest one.
+    int32_t rank(float x) const {
         const uint32_t rank = ranks_[bits_of(x) >> 16];
-        return values_[rank + (x > boundaries_[rank])];
+        return rank + (x > boundaries_[rank]);
     }
 
+    float value(int32_t rank) const { return values_[rank]; }
+    float nearest(float x) const { return value(rank(x)); }
+
 #if defined(LSQ_WIDE)
-    __m512 nearest(__m512 x) const {
+    __m512i rank(__m512 x) const {
         const __m512i upper = _mm512_srli_epi32(_mm512_castps_si512(x), 16);
         const __m512i rank =
             _mm512_and_si512(_mm512_i32gather_epi32(upper, ranks_, 1), _mm512_set1_epi32(255));
         const __mmask16 above =
             _mm512_cmp_ps_mask(x, _mm512_i32gather_ps(rank, boundaries_, 4), _CMP_GT_OQ);
-        return _mm512_i32gather_ps(_mm512_mask_add_epi32(rank, above, rank, _mm512_set1_epi32(1)),
-                                   values_, 4);
+        return _mm512_mask_add_epi32(rank, above, rank, _mm512_set1_epi32(1));
     }
+
+    __m512 value(__m512i rank) const { return _mm512_i32gather_ps(rank, values_, 4); }
 #endif
 
 private:
@@ -69,9 +74,11 @@ inline float stored_scale(float scale, int64_t stored) {
     return std::ldexp(1.0f, std::min(std::max(exponent - power, -127), 127));
 }
 
-// x [n] of a block -> values; NaN stays. If CODED, also values / scale * `whole` as codes, any code
-// for NaN.
-template <bool CODED>
+// Codes beside values: none, values / scale * `whole`, or ranks.
+enum class Coding { none, whole, ranks };
+
+// x [n] of a block -> values; NaN stays, and has any code.
+template <Coding CODING>
 void decoded(const Levels& levels, const Clip& clip, float scale, int64_t n, const float* x,
              float* out, int8_t* codes, float whole) {
 #if defined(LSQ_WIDE)
@@ -81,20 +88,25 @@ void decoded(const Levels& levels, const Clip& clip, float scale, int64_t n, con
     each_sixteen(n, [&](int64_t i, __mmask16 there) {
         const __m512 given = _mm512_maskz_loadu_ps(there, x + i);
         const __m512 bounded = _mm512_min_ps(most, _mm512_max_ps(least, given));  // NaN stays NaN
-        const __m512 level = levels.nearest(_mm512_maskz_div_ps(divides, bounded, unit));
+        const __m512i rank = levels.rank(_mm512_maskz_div_ps(divides, bounded, unit));
+        const __m512 level = levels.value(rank);
         const __mmask16 missing = _mm512_cmp_ps_mask(given, given, _CMP_UNORD_Q);
         _mm512_mask_storeu_ps(out + i, there,
                               _mm512_mask_mov_ps(_mm512_mul_ps(level, unit), missing, given));
-        if constexpr (CODED) {
+        if constexpr (CODING == Coding::ranks)
+            _mm_mask_storeu_epi8(codes + i, there, _mm512_cvtepi32_epi8(rank));
+        if constexpr (CODING == Coding::whole) {
             const __m512 code = _mm512_mul_ps(level, _mm512_set1_ps(whole));
             _mm_mask_storeu_epi8(codes + i, there, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(code)));
         }
     });
 #else
     for (int64_t i = 0; i < n; ++i) {
-        const float level = levels.nearest(scale == 0.0f ? 0.0f : clip(x[i]) / scale);
+        const int32_t rank = levels.rank(scale == 0.0f ? 0.0f : clip(x[i]) / scale);
+        const float level = levels.value(rank);
         out[i] = x[i] == x[i] ? level * scale : x[i];
-        if constexpr (CODED) codes[i] = static_cast<int8_t>(level * whole);
+        if constexpr (CODING == Coding::ranks) codes[i] = static_cast<int8_t>(rank);
+        if constexpr (CODING == Coding::whole) codes[i] = static_cast<int8_t>(level * whole);
     }
 #endif
 }

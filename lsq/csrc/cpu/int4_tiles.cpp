@@ -46,7 +46,6 @@ constexpr int64_t kBytes = sizeof(LaneWords);
 constexpr int64_t kFetched = 2 * sizeof(Int4Block);  // bytes that a block is fetched ahead
 
 typedef uint16_t LaneHalves __attribute__((vector_size(4 * kLanes), may_alias));
-typedef int16_t LaneShorts __attribute__((vector_size(4 * kLanes), may_alias));
 typedef uint8_t LaneBytes __attribute__((vector_size(4 * kLanes), may_alias));
 typedef int8_t SmallBytes __attribute__((vector_size(2 * kLanes), may_alias));
 typedef int32_t Four __attribute__((may_alias, aligned(1)));  // codes

@@ -8,7 +8,7 @@
 
 #include "../include/arithmetic.h"
 
-#if defined(__FMA__)
+#if defined(__SSE2__)
 #include <immintrin.h>
 #endif
 
@@ -25,6 +25,7 @@ constexpr int64_t kLanes = 4;
 typedef float Lanes __attribute__((vector_size(4 * kLanes), may_alias));
 typedef int32_t LaneWords __attribute__((vector_size(4 * kLanes), may_alias));
 typedef uint32_t LaneBits __attribute__((vector_size(4 * kLanes), may_alias));
+typedef int16_t LaneShorts __attribute__((vector_size(4 * kLanes), may_alias));
 
 inline Lanes all_lanes(float x) { return x - Lanes{}; }
 
@@ -36,6 +37,20 @@ inline Lanes multiply_add(Lanes a, Lanes b, Lanes c) {
     return _mm256_fmadd_ps(a, b, c);
 #else
     return a * b + c;
+#endif
+}
+
+// Sums of products of two neighbouring half-words.
+inline LaneWords multiply_halves(LaneShorts a, LaneShorts b) {
+#if defined(__AVX512F__)
+    return (LaneWords)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__)
+    return (LaneWords)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#elif defined(__SSE2__)
+    return (LaneWords)_mm_madd_epi16((__m128i)a, (__m128i)b);
+#else
+    const LaneWords first = (LaneWords)a << 16 >> 16, second = (LaneWords)b << 16 >> 16;
+    return first * second + ((LaneWords)a >> 16) * ((LaneWords)b >> 16);
 #endif
 }
 

@@ -1,6 +1,4 @@
 // A product with a packed weight and its epilogue; threads share the weight's outputs.
-#include <omp.h>
-
 #include "nonlinearity.h"
 #include "aligned.h"
 #include "packed.h"
@@ -9,26 +7,28 @@ using namespace lsq;
 
 namespace {
 
-constexpr int64_t kChunk = 256;        // outputs that a thread makes at a time
 constexpr int64_t kStrip = 32;         // rows, whose sums stay in the first cache
 constexpr int64_t kSparseStrip = 256;  // rows for which a sparse weight is expanded
-constexpr int64_t kInt4Strip = 128;    // rows for which a weight of 4 bits is unpacked
+constexpr int64_t kUnpackedStrip = 128;  // rows for which narrow codes are unpacked
 
 class PackedEpilogue {
 public:
     explicit PackedEpilogue(const PackedProject& op)
         : op_(op), y_(kChunk), alpha_(kChunk), flags_(kChunk) {}
 
-    // Takes rows [first, first + rows) of outputs [begin, begin + n), `stride` apart. -> the
-    // largest magnitude
-    Magnitude operator()(int64_t first, int64_t rows, int64_t begin, int64_t n, const int32_t* sums,
-                         int64_t stride) {
+    Magnitude largest() const { return largest_; }
+
+    // Takes rows [first, first + rows) of outputs [begin, begin + n), `stride` apart.
+    void operator()(int64_t first, int64_t rows, int64_t begin, int64_t n, const int32_t* sums,
+                    int64_t stride) {
         const float* bias = op_.bias ? op_.bias + begin : nullptr;
         if (!op_.x.by_row) set_factors(op_.x.scale[0], begin, n);
 #if defined(LSQ_WIDE)
-        if (straight()) return round_sums(first, rows, begin, n, sums, stride, bias);
+        if (straight()) {
+            largest_ = std::max(largest_, round_sums(first, rows, begin, n, sums, stride, bias));
+            return;
+        }
 #endif
-        Magnitude largest = 0;
         for (int64_t row = 0; row < rows; ++row, sums += stride) {
             const int64_t element = (first + row) * op_.weight.columns + begin;
             float* y = op_.out ? op_.out + element : y_.data();
@@ -36,9 +36,8 @@ public:
             scale_sums(sums, n, alpha_.data(), bias, y);
             activate(y, n);
             if (op_.rounded.codes)
-                largest = std::max(largest, round_row(op_.rounded, element, n, y, flags_.data()));
+                largest_ = std::max(largest_, round_row(op_.rounded, element, n, y, flags_.data()));
         }
-        return largest;
     }
 
 private:
@@ -90,35 +89,22 @@ private:
     const PackedProject& op_;
     Aligned<float> y_, alpha_;
     Aligned<uint8_t> flags_;
+    Magnitude largest_ = 0;
 };
 
 }  // namespace
 
 LSQ_OPERATION(PackedProject, op) {
     const TileProduct product = packed_product(op.x, op.weight, op.rows);
-    const int64_t n = op.weight.columns, threads = omp_get_max_threads();
-    const int64_t chunk = std::min(kChunk, rounded_up((n + threads - 1) / threads, kTilePair));
-    const int64_t strip = op.weight.sparse      ? kSparseStrip
-                          : op.weight.bits == 4 ? kInt4Strip
-                                                : kStrip;
+    const int64_t strip = op.weight.sparse                        ? kSparseStrip
+                          : op.weight.step || op.weight.bits == 4 ? kUnpackedStrip
+                                                                  : kStrip;
     Magnitude largest = 0;
-#pragma omp parallel reduction(max : largest)
-    {
-        static thread_local Kept<int32_t> kept;
+    multiply_columns<int32_t>(op.rows, op.weight.columns, strip, [&](const auto& use) {
         PackedEpilogue end(op);
-        with_multiplier(product, op.weight, [&](auto& multiplier) {
-            for (int64_t first = 0; first < op.rows; first += strip) {
-                const int64_t rows = std::min(strip, op.rows - first), stride = chunk + kTileSide;
-                multiplier.take(first, rows);
-                int32_t* sums = kept.at_least(multiplier.height() * stride);
-#pragma omp for schedule(static) nowait
-                for (int64_t begin = 0; begin < n; begin += chunk) {
-                    const int64_t count = std::min(chunk, n - begin);
-                    multiplier.multiply(begin, begin + rounded_up(count, kTilePair), sums, stride);
-                    largest = std::max(largest, end(first, rows, begin, count, sums, stride));
-                }
-            }
-        });
-    }
+        with_multiplier(product, op.weight, [&](auto& multiplier) { use(multiplier, end); });
+#pragma omp critical
+        largest = std::max(largest, end.largest());
+    });
     finish(op.rounded, largest);
 }

@@ -17,25 +17,9 @@ namespace lsq {
 
 namespace {
 
-typedef int16_t LaneShorts __attribute__((vector_size(4 * kLanes), may_alias));
-
 constexpr int64_t kHalf = kTileSide / kLanes;  // vectors of a unit of a tile
 constexpr int64_t kParts = kHalf < 2 ? 1 : 2;  // of these at a time
 constexpr int kPlainRows = 4;                  // whose sums have registers
-
-// Sums of products of two neighbouring half-words.
-LaneWords multiply_halves(LaneShorts a, LaneShorts b) {
-#if defined(__AVX512F__)
-    return (LaneWords)_mm512_madd_epi16((__m512i)a, (__m512i)b);
-#elif defined(__AVX2__)
-    return (LaneWords)_mm256_madd_epi16((__m256i)a, (__m256i)b);
-#elif defined(__SSE2__)
-    return (LaneWords)_mm_madd_epi16((__m128i)a, (__m128i)b);
-#else
-    const LaneWords first = (LaneWords)a << 16 >> 16, second = (LaneWords)b << 16 >> 16;
-    return first * second + ((LaneWords)a >> 16) * ((LaneWords)b >> 16);
-#endif
-}
 
 // Bytes 0 and 2 of each unit of four as half-words, and bytes 1 and 3.
 struct Halves {
