@@ -13,12 +13,13 @@ from lsq.ops.project import Project
 from lsq.program.values import Rows, Weight
 from lsq.quant.numbers import FLOAT32, Grain, ScaledFormat, scaled_format
 from lsq.quant.stored import Decode, field_bytes, stored_type
+from lsq.quant.tables import integer
 from lsq.run.backends import backend
 from tests.native.levels import LEVELS, library_of
 from tests.ops.compare import assert_close, compare, dropout_of, empty, on_cpu, refused
 
 
-INT8 = scaled_format("int8/row").number
+INT8 = integer(8)
 
 
 def codes_of(rows, inner, group, scale_rows, scale_columns) -> GroupedCodes:

@@ -45,6 +45,13 @@ int64_t place_of(const FieldColumns& b, int64_t part) {
     return part / kHalf * b.distance + part % kHalf * kBytes;
 }
 
+// Calls use(rows, row) for rows [row, count): MOST at a time, then half as many, and so on.
+template <int MOST, class Use>
+void for_rows_by(int64_t row, int64_t count, const Use& use) {
+    for (; row + MOST <= count; row += MOST) use(std::integral_constant<int, MOST>{}, row);
+    if constexpr (MOST > 1) for_rows_by<MOST / 2>(row, count, use);
+}
+
 // Takes the sum of a group: products of what is stored, for the outputs of a part.
 struct GroupEnd {
     const FieldRows& a;
@@ -104,14 +111,19 @@ private:
 
 // Unpacking
 
-// The fields of WIDTH bits of a unit, from bit LOW of its codes on.
+// Codes with the fields of WIDTH bits of a unit, which are their bits from LOW on.
 template <int WIDTH, int LOW>
-LaneBits field_of(const uint8_t* vectors, int unit) {
+LaneBits with_field(LaneBits codes, const uint8_t* vectors, int unit) {
     constexpr int kPlaces = 8 / WIDTH;
     const LaneBits bits = bits_at(vectors + unit / kPlaces * kVector);
     const int shift = unit % kPlaces * WIDTH - LOW;
     const LaneBits moved = shift > 0 ? bits >> shift : bits << -shift;
-    return moved & everywhere(((1 << WIDTH) - 1) << LOW);
+    const LaneBits mask = everywhere(((1 << WIDTH) - 1) << LOW) + LaneBits{};
+#if defined(__AVX512F__)
+    return (LaneBits)_mm512_ternarylogic_epi32((__m512i)moved, (__m512i)mask, (__m512i)codes, 0xEA);
+#else
+    return codes | (moved & mask);
+#endif
 }
 
 // The codes of a unit of a span.
@@ -120,11 +132,10 @@ LaneBits codes_of(const uint8_t* span, int unit) {
     if constexpr (BITS == 8) return bits_at(span + unit * kVector);
     constexpr int kUnits = units_of(BITS);
     LaneBits codes = {};
-    if constexpr (BITS & 4) codes |= field_of<4, 0>(span, unit);
-    if constexpr (BITS & 2)
-        codes |= field_of<2, (BITS & 4)>(span + (BITS & 4) * kUnits * kVector / 8, unit);
-    if constexpr (BITS & 1)
-        codes |= field_of<1, (BITS & 6)>(span + (BITS & 6) * kUnits * kVector / 8, unit);
+    const auto behind = [&](int bits) { return span + bits * kUnits * kVector / 8; };
+    if constexpr (BITS & 4) codes = with_field<4, 0>(codes, span, unit);
+    if constexpr (BITS & 2) codes = with_field<2, (BITS & 4)>(codes, behind(BITS & 4), unit);
+    if constexpr (BITS & 1) codes = with_field<1, (BITS & 6)>(codes, behind(BITS & 6), unit);
     return codes;
 }
 
@@ -215,14 +226,9 @@ void multiply_unpacked(const FieldRows& a, const FieldColumns& b, const FieldCod
 template <class Sum, int BITS, int TABLES, int MOST>
 void all_unpacked(const FieldRows& a, const FieldColumns& b, const FieldCode& code, FieldMemory&,
                   void* out, int64_t stride) {
-    int64_t row = 0;
-    for (; row + MOST <= a.count; row += MOST)
-        multiply_unpacked<Sum, BITS, TABLES, MOST>(a, b, code, row, out, stride);
-    if constexpr (MOST > 2) {
-        if (row + 2 <= a.count)
-            multiply_unpacked<Sum, BITS, TABLES, 2>(a, b, code, row, out, stride), row += 2;
-    }
-    if (row < a.count) multiply_unpacked<Sum, BITS, TABLES, 1>(a, b, code, row, out, stride);
+    for_rows_by<MOST>(0, a.count, [&](auto rows, int64_t row) {
+        multiply_unpacked<Sum, BITS, TABLES, rows>(a, b, code, row, out, stride);
+    });
 }
 
 #if defined(__AVX2__)
@@ -325,16 +331,9 @@ void multiply_fields(const FieldRows& a, const FieldColumns& b, const FieldCode&
 template <int BITS>
 void all_fields(const FieldRows& a, const FieldColumns& b, const FieldCode& code, FieldMemory&,
                 void* out, int64_t stride) {
-    constexpr int kMost = rows_of(BITS);
-    int64_t row = 0;
-    for (; row + kMost <= a.count; row += kMost)
-        multiply_fields<BITS, kMost>(a, b, code, row, out, stride);
-    if constexpr (kMost > 2) {
-        if (row + 2 <= a.count) multiply_fields<BITS, 2>(a, b, code, row, out, stride), row += 2;
-    }
-    if constexpr (kMost > 1) {
-        for (; row < a.count; ++row) multiply_fields<BITS, 1>(a, b, code, row, out, stride);
-    }
+    for_rows_by<rows_of(BITS)>(0, a.count, [&](auto rows, int64_t row) {
+        multiply_fields<BITS, rows>(a, b, code, row, out, stride);
+    });
 }
 
 // Many rows by unpacked tiles
@@ -436,21 +435,26 @@ void many_vnni(const FieldRows& a, const FieldColumns& b, const FieldCode& code,
     for (int64_t first = 0; first < b.depth; first += step) {
         const int64_t count = std::min(step, b.depth - first);
         unpack<BITS>(b, table, first, count, tiles, distance);
-        int64_t row = 0;
-        for (; row + kRows <= a.count; row += kRows)
-            multiply_tiles<SCALED, kFactors, kRows>(a, b, code, tiles, distance, first, count, row, out,
-                                            stride);
-        for (; row < a.count; ++row)
-            multiply_tiles<SCALED, kFactors, 1>(a, b, code, tiles, distance, first, count, row, out,
-                                        stride);
+        for_rows_by<kRows>(0, a.count, [&](auto rows, int64_t row) {
+            multiply_tiles<SCALED, kFactors, rows>(a, b, code, tiles, distance, first, count, row,
+                                                   out, stride);
+        });
     }
 }
 
 #endif
 #if defined(LSQ_AMX)
 
-// x has whole tiles of inputs and rows; groups are whole tiles. For the first rows the tiles of
-// the next inputs are unpacked while these are multiplied.
+// x has whole tiles of inputs and rows, and may be read 64 bytes beyond a row. A tile holds as many
+// inputs as divide a group, and zeros. For the first rows the tiles of the next inputs are unpacked
+// while these are multiplied.
+int64_t inputs_of_tile(const FieldColumns& b) {
+    for (int64_t inputs = kTileInner; b.scale && inputs > kTileSide; inputs -= kTileSide) {
+        if (b.group % inputs == 0) return inputs;
+    }
+    return b.scale ? kTileSide : kTileInner;
+}
+
 template <int BITS, int TABLES>
 void many_amx(const FieldRows& a, const FieldColumns& b, const FieldCode& code,
               FieldMemory& memory, void* out, int64_t stride) {
@@ -459,18 +463,21 @@ void many_amx(const FieldRows& a, const FieldColumns& b, const FieldCode& code,
     alignas(64) int32_t found[kFactors][kTilePair][kTilePair];
     const Table<TABLES> table(code.table);
     const GroupEnd end{a, b, code};
-    const int64_t depth = inner_tiles(b.depth),
-                  of_group = b.scale ? b.group / kTileInner : depth;
+    const int64_t inputs = inputs_of_tile(b);
+    const int64_t depth = (b.depth + inputs - 1) / inputs,
+                  of_group = b.scale ? b.group / inputs : depth;
     // Tiles that are read again, and the one that is unpacked meanwhile.
     const int64_t kept = a.count > kTilePair ? depth : kFactors == 2 ? of_group : 1;
     const int64_t ring = std::min(depth, kept + 1);
     uint8_t* blocks = memory.tiles.at_least(ring * kBlock);
     const auto block = [&](int64_t k) { return blocks + k % ring * kBlock; };
     const auto unpack_block = [&](int64_t k) {
-        const int64_t first = k * kTileInner;
-        if (k < depth)
-            unpack<BITS>(b, table, first, std::min(kTileInner, b.depth - first), block(k),
-                         kTileBytes);
+        if (k >= depth) return;
+        const int64_t first = k * inputs, count = std::min(inputs, b.depth - first);
+        unpack<BITS>(b, table, first, count, block(k), kTileBytes);
+        for (int64_t tile = 0; tile < 2 * kFactors && count < kTileInner; ++tile)
+            std::memset(block(k) + tile * kTileBytes + count * kTileSide, 0,
+                        (kTileInner - count) * kTileSide);
     };
     unpack_block(0);
     for (int64_t row = 0; row < a.count; row += kTilePair) {
@@ -479,7 +486,7 @@ void many_amx(const FieldRows& a, const FieldColumns& b, const FieldCode& code,
         for (int64_t k = 0, g = 0; k < depth; ++g) {
             const int64_t past = std::min(k + of_group, depth);
             const auto multiply = [&](auto factor, int64_t at) {
-                const int8_t* upper = a.data + row * a.stride + at * kTileInner;
+                const int8_t* upper = a.data + row * a.stride + at * inputs;
                 const uint8_t* left = block(at) + 2 * factor * kTileBytes;
                 load_tile<4>(upper, a.stride);
                 load_tile<6>(left, kTileInner);
@@ -558,22 +565,25 @@ struct ManyAmx {
 };
 #endif
 
-constexpr int64_t kFewRows = 4;     // that are multiplied in registers
-constexpr int64_t kAmxFewRows = 4;  // where AMX multiplies more
+// Rows that are multiplied in registers, where `amx` multiplies more or where VNNI does.
+int64_t few_rows(const FieldCode& code, bool amx) {
+    const bool several = code.bits & (code.bits - 1);  // fields of a code
+    return amx && several ? 2 : 4;
+}
 
 }  // namespace
 
 FieldChoice field_kernel(const FieldCode& code, [[maybe_unused]] Instructions instructions,
-                         [[maybe_unused]] int64_t rows, [[maybe_unused]] int64_t group) {
+                         [[maybe_unused]] int64_t rows) {
 #if defined(LSQ_AMX)
-    if (instructions == Instructions::amx && rows > kAmxFewRows && group % kTileInner == 0)
+    if (instructions == Instructions::amx && rows > few_rows(code, true))
         return {of_code<ManyAmx>(code), true};
 #endif
 #if defined(__AVX2__)
     constexpr Instructions kVnni =
         kHalf == 1 ? Instructions::avx512_vnni : Instructions::avx_vnni;
     if (instructions != Instructions::plain && usable(kVnni))
-        return {rows <= kFewRows ? of_code<Few>(code) : of_code<Many>(code), false};
+        return {rows <= few_rows(code, false) ? of_code<Few>(code) : of_code<Many>(code), false};
 #endif
     return {of_code<Plain>(code), false};
 }

@@ -47,15 +47,15 @@ FieldMultiplier<Sum>::FieldMultiplier(const PackedWeight& weight, const int8_t* 
 template <class Sum>
 void FieldMultiplier<Sum>::take(int64_t first, int64_t count) {
     const int64_t inner = weight_.inner, groups = columns_.groups;
-    chosen_ = field_kernel(code_, static_cast<Instructions>(weight_.instructions), count,
-                           weight_.group);
+    chosen_ = field_kernel(code_, static_cast<Instructions>(weight_.instructions), count);
     const int64_t depth =
         chosen_.padded ? rounded_up(columns_.depth, kTileInner) : columns_.depth;
     const int64_t height = chosen_.padded ? rounded_up(count, kTileSide) : count;
     const int8_t* from = x_ + first * inner;
     a_ = {from, inner, count, nullptr, scale_ + first * steps_.row, steps_};
-    if (inner != depth || height != count) {
-        int8_t* rows = kept().rows.at_least(height * depth);
+    const bool reads_on = chosen_.padded && weight_.group % kTileInner;
+    if (inner != depth || height != count || reads_on) {
+        int8_t* rows = kept().rows.at_least(height * depth + kTileInner);
         for (int64_t row = 0; row < count; ++row) {
             std::memcpy(rows + row * depth, from + row * inner, inner);
             std::memset(rows + row * depth + inner, 0, depth - inner);

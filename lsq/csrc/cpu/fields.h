@@ -57,14 +57,13 @@ struct FieldMemory {
 using FieldKernel = void (*)(const FieldRows& a, const FieldColumns& b, const FieldCode& code,
                              FieldMemory& memory, void* out, int64_t stride);
 
-// The kernel for so many rows; `group`: inputs that share a scale, 0 for all. `padded`: x must have
-// whole tiles of 64 inputs, and rows in whole tiles of 16.
+// The kernel for so many rows. `padded`: x must have whole tiles of 64 inputs and of 16 rows, and
+// memory behind them if groups are no whole tiles.
 struct FieldChoice {
     FieldKernel kernel;
     bool padded;
 };
-FieldChoice field_kernel(const FieldCode& code, Instructions instructions, int64_t rows,
-                         int64_t group);
+FieldChoice field_kernel(const FieldCode& code, Instructions instructions, int64_t rows);
 
 // Multiplies rows of a product on one thread; see StripMultiplier. Sum: int32_t, or float with the
 // scales of groups of x and of the weight.
