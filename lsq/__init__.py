@@ -9,16 +9,30 @@ if TYPE_CHECKING:
     from lsq.layers.memory import plan_memory
     from lsq.models import convert, freeze, revert
     from lsq.observe.monitor import monitor
+    from lsq.quant.declared import number_format
+    from lsq.quant.tables import NumberFormat
 
-__all__ = ["QuantConfig", "Translator", "convert", "freeze", "monitor", "plan_memory", "revert"]
+__all__ = [
+    "NumberFormat",
+    "QuantConfig",
+    "Translator",
+    "convert",
+    "freeze",
+    "monitor",
+    "number_format",
+    "plan_memory",
+    "revert",
+]
 __version__ = "0.1.0"
 
 _HOMES = {
+    "NumberFormat": "lsq.quant.tables",
     "QuantConfig": "lsq.config",
     "Translator": "lsq.commands.translator",
     "convert": "lsq.models",
     "freeze": "lsq.models",
     "monitor": "lsq.observe.monitor",
+    "number_format": "lsq.quant.declared",
     "plan_memory": "lsq.layers.memory",
     "revert": "lsq.models",
 }

@@ -11,6 +11,7 @@ import numpy
 import pytest
 import torch
 
+from lsq.quant.numbers import BUILT_IN, NUMBER_FORMATS, find_number, scaled_format
 from tests import sampling
 from tests.ops import cuda
 
@@ -136,3 +137,14 @@ def seeds() -> None:
     random.seed(0)
     numpy.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def no_declared_numbers() -> Iterator[None]:
+    """Remove the number formats that a test declares. Programs with them stay in caches, so that
+    tests of layers give each table of values a name of its own."""
+    yield
+    for name in NUMBER_FORMATS.keys() - BUILT_IN:
+        del NUMBER_FORMATS[name]
+    find_number.cache_clear()
+    scaled_format.cache_clear()

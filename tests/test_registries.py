@@ -1,4 +1,4 @@
-"""State that belongs to the whole process, not to a model: at most five objects in lsq/."""
+"""State that belongs to the whole process, not to a model: at most six objects in lsq/."""
 
 import ast
 from pathlib import Path
@@ -7,6 +7,9 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "lsq"
 REGISTRIES = {
+    "quant/numbers.py: NUMBER_FORMATS": (
+        "options and checkpoints name number formats, and have no object that declared them"
+    ),
     "run/parameter_state.py: steps": "optimizers are given parameters, and know no modules",
     "memory/kept.py: _process": "memory belongs to a process, whichever layer asks for it",
     "gemm/cuda.py: files": "tuned files decide for all layers and threads",
@@ -90,7 +93,7 @@ def test_state_of_the_process_is_listed_with_its_reason():
     }
     found = set().union(*(registries(path, source, elsewhere) for path, source in files.items()))
     assert found == set(REGISTRIES)
-    assert len(found) <= 5
+    assert len(found) <= 6
 
 
 @pytest.mark.parametrize(

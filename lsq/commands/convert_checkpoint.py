@@ -1,6 +1,6 @@
 """`lsq convert-checkpoint`: convert a checkpoint to another number format."""
 
-from argparse import SUPPRESS, ArgumentParser, Namespace
+from argparse import SUPPRESS, ArgumentParser
 from pathlib import Path
 
 from lsq import files
@@ -13,6 +13,7 @@ from lsq.commands.options import (
     is_part_of,
     replaces,
 )
+from lsq.commands.user_code import UserCode
 from lsq.config import QuantConfig
 from lsq.config.quantization import RENAMED, of_this_version
 from lsq.files.lock import locked_file
@@ -22,7 +23,7 @@ CHANGEABLE = (*FIELDS, "gradient_format", "clip_init")
 """Fields of QuantConfig that can be changed."""
 
 
-class Options(Namespace):
+class Options(UserCode):
     """Convert a trained checkpoint to another number format, to train on with it or to translate
     with it. Clips of weights are measured anew. Clips of activations stay; where their format
     changes, the next pass measures them. The given checkpoint is not changed."""

@@ -1,6 +1,5 @@
 """A model and its loss on a batch of text, for `lsq formats` and `lsq sensitivity`."""
 
-from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 
 from lsq.commands import run_files
 from lsq.commands.options import Count, File, Folder
+from lsq.commands.user_code import UserCode
 from lsq.text.corpus import read_lines, read_pairs
 
 LONGEST = 256
@@ -33,7 +33,7 @@ class ModelBatch:
     description: str
 
 
-class BatchOptions(Namespace):
+class BatchOptions(UserCode):
     """model and text"""
 
     text: list[File] = []

@@ -53,7 +53,8 @@ def add_options(parser: ArgumentParser, declared: type[Namespace]) -> None:
     """Add an option for every field of a class.
 
     A field's docstring is the help of its option. A field without a default is required. The fields
-    of a base class form a group; the docstring of the base class is its title.
+    of a base class form a group; the docstring of the base class is its title. A field that ends
+    with _ has the option without it: `import_`.
 
     Annotations are `bool` for switches, `X | None`, `list[X]` for one value or more, and
     `Annotated[X, ...]` with a metavar, a tuple of choices, or a function that makes the value.
@@ -74,7 +75,9 @@ def add_options(parser: ArgumentParser, declared: type[Namespace]) -> None:
                 if options["default"] == []:
                     options["action"] = "extend"
             group.add_argument(
-                "--" + name.replace("_", "-"), help=texts[name].replace("%", "%%"), **options
+                "--" + name.rstrip("_").replace("_", "-"),
+                help=texts[name].replace("%", "%%"),
+                **options,
             )
 
 

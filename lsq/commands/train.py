@@ -22,7 +22,15 @@ from omegaconf import DictConfig
 from lsq.commands import launch, limits, logs
 from lsq.commands.interruption import Interrupted, Interruption, name_of
 from lsq.commands.launch import ARCHITECTURE
-from lsq.commands.options import HELP, HelpFormatter, check_writable, is_given, one_line_errors
+from lsq.commands.options import (
+    HELP,
+    HelpFormatter,
+    add_options,
+    check_writable,
+    is_given,
+    one_line_errors,
+)
+from lsq.commands.user_code import UserCode
 from lsq.commands.user_dir import user_dir
 from lsq.dist import roll_call
 from lsq.dist.agreement import any_process
@@ -52,6 +60,7 @@ def parse(
     parser.prog, parser.description = program, description
     parser.usage, parser.formatter_class = f"{program} DATA [options]", HelpFormatter
     one_line_errors(parser)
+    add_options(parser, UserCode)
     wants_help = bool(HELP & set(arguments))
     if wants_help:
         arguments = [argument for argument in arguments if argument not in HELP]
@@ -70,6 +79,7 @@ def parse(
         arguments = ["--user-dir", str(user_dir()), *arguments]
     check_user_dir(peek(arguments, "--user-dir"))
     args = options.parse_args_and_arch(parser, arguments, modify_parser=modify)
+    del vars(args)["import"]  # checkpoints hold what it declared
     # fairseq turns on --tpu with --bf16
     args.tpu = any(argument == "--tpu" for argument in arguments)
     limits.check(args)

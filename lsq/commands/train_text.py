@@ -19,6 +19,7 @@ from lsq.commands.options import File, Folder, Positive, check_writable, command
 from lsq.commands.prepare import Prepared, prepare, say
 from lsq.commands.text_run import FIXED, OF_THIS_COMMAND, RunOptions, named_options
 from lsq.commands.train import CRITERION, TASK
+from lsq.commands.user_code import UserCode
 from lsq.config import MODES
 from lsq.fairseq import architectures
 from lsq.fairseq import options as quantizer_options
@@ -122,7 +123,7 @@ class TrainingOptions(Namespace):
     """no progress bars"""
 
 
-class Options(TextOptions, VocabularyOptions, Sizes, TrainingOptions):
+class Options(TextOptions, VocabularyOptions, Sizes, TrainingOptions, UserCode):
     """Train a translator on your own text: learn a shared vocabulary (sentencepiece), binarise,
     train, translate the test set and score it (BLEU, chrF). Line i of one file is the translation
     of line i of the other. Run the same command again to continue after an interruption; finished

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 
 from lsq.config import QuantConfig
+from lsq.config.quantization import FAST_FORMATS
+from lsq.quant.declared import declare, declared_tables
 from lsq.quant.formats import format_choice
 from lsq.quant.numbers import all_parts
 
@@ -21,6 +23,8 @@ NAME = "format"
 equal state dicts keeps it. Earlier versions stored uint8."""
 OF_CLIPS = "calibrated"
 """An entry that all versions put into state dicts with clips."""
+DECLARED = "numbers"
+"""The key in that entry of the values of numbers that users declare, by name; left out if empty."""
 FIELDS = ("weight_format", "activation_format", "weight_granularity", "bits")
 """Fields of QuantConfig that say what clips mean."""
 EARLIER = {"weight_format": ("int8", "int4"), "activation_format": ("int8",)}
@@ -32,7 +36,8 @@ OUTDATED_COUNTS = ("calibrated", "passes")
 
 
 def save(destination: dict[str, torch.Tensor], prefix: str, quantization: QuantConfig) -> None:
-    text = json.dumps(fields_of(quantization))
+    tables = declared_tables(getattr(quantization, name) for name in FAST_FORMATS)
+    text = json.dumps(fields_of(quantization) | ({DECLARED: tables} if tables else {}))
     destination[prefix + NAME] = torch.tensor(
         list(text.encode()), dtype=torch.float32, device="cpu"
     )
@@ -62,13 +67,18 @@ def stored(entry: torch.Tensor | None, name: str, ours: Mapping[str, Any]) -> di
 
 
 def read(entry: torch.Tensor, name: str) -> dict[str, Any]:
-    """Return the fields in an entry of a state dict; raises ValueError if it is damaged."""
+    """Return the fields in an entry of a state dict, and declare the numbers in it. Raises
+    ValueError: it is damaged, or a number is declared here with other values."""
     try:
-        return DEFAULTS | json.loads(bytes(map(round, entry.tolist())))
+        found = DEFAULTS | json.loads(bytes(map(round, entry.tolist())))
+        tables = dict(found.pop(DECLARED, {}))
     except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(
             f"{name} is no format of clips ({error}); load a sound checkpoint"
         ) from None
+    for number, values in tables.items():
+        declare(number, values, f"the checkpoint ({name})")
+    return found
 
 
 def check(theirs: Mapping[str, Any], ours: Mapping[str, Any], prefix: str = "") -> None:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from lsq.extras import lazily
 
 if TYPE_CHECKING:
-    from lsq.models.clips import average_clips, load_clips, save_clips
+    from lsq.models.clips import average_clips, declare_formats, load_clips, save_clips
     from lsq.models.conversion import convert, float_state_dict, revert
     from lsq.models.frozen import Frozen, freeze
     from lsq.models.selection import Layer, Report
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 _FILES = {
     "LsqCallback": "trainer",
-    **dict.fromkeys(("average_clips", "load_clips", "save_clips"), "clips"),
+    **dict.fromkeys(("average_clips", "declare_formats", "load_clips", "save_clips"), "clips"),
     **dict.fromkeys(("convert", "float_state_dict", "revert"), "conversion"),
     **dict.fromkeys(("Frozen", "freeze"), "frozen"),
     **dict.fromkeys(("Layer", "Report"), "selection"),
@@ -29,6 +29,7 @@ __all__ = [
     "Sparsity",
     "average_clips",
     "convert",
+    "declare_formats",
     "float_state_dict",
     "freeze",
     "load_clips",

@@ -6,6 +6,7 @@ import os
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -60,6 +61,34 @@ def load_clips(model: nn.Module, folder: str | os.PathLike, *, other_format: boo
         load_clip_state(model, load(content), other_format=other_format)
     except (SafetensorError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from error
+
+
+def declare_formats(source: Mapping[str, torch.Tensor] | str | os.PathLike) -> None:
+    """Declare the number formats of users with which a checkpoint was trained, so that a model can
+    be made in them before it loads the checkpoint.
+
+    Args:
+        source: a state dict, its file (of safetensors or torch.save), or a folder with the
+            lsq.safetensors of `save_clips`.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is damaged, or a format of that name is declared here with other values.
+    """
+    state = source if isinstance(source, Mapping) else _read_state(Path(source))
+    for name, value in state.items():
+        if name.rpartition(".")[2] == clip_format.NAME:
+            clip_format.read(value, name)
+
+
+def _read_state(path: Path) -> Mapping[str, torch.Tensor]:
+    path = path / NAME if path.is_dir() else path
+    try:
+        if path.suffix == Path(NAME).suffix:
+            return load(path.read_bytes())
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except (SafetensorError, RuntimeError, EOFError, UnpicklingError) as error:
+        raise ValueError(f"{path} holds no state dict: {files.loading_fault(error)}") from None
 
 
 def _hint(folder: Path) -> str:

@@ -258,7 +258,7 @@ def _least_squares(
     return largest * best(clip * around)
 
 
-NUMBERS: dict[str, Callable[[], NumberFormat]] = {
+NUMBER_FORMATS: dict[str, Callable[[], NumberFormat]] = {
     **{f"int{bits}": partial(integer, bits) for bits in range(2, 9)},
     "fp8-e4m3": fp8_e4m3,
     "fp8-e5m2": fp8_e5m2,
@@ -275,7 +275,8 @@ NUMBERS: dict[str, Callable[[], NumberFormat]] = {
     },
     "ternary": ternary,
 }
-"""Name -> function that makes the number format."""
+"""Name -> function that makes the number format. Users declare more (lsq.quant.declared)."""
+BUILT_IN = frozenset(NUMBER_FORMATS)
 FLOAT32 = FloatScales(torch.float32)
 SCALES: dict[str, FloatScales | PowerScales | ScaledFormat] = {
     "float32": FLOAT32,
@@ -311,7 +312,7 @@ def scaled_format(name: str) -> ScaledFormat:
         raise ValueError(
             f"a number format is called {name!r}; its name is a string, as {next(iter(PRESETS))!r}"
         )
-    if name in NUMBERS:
+    if name in NUMBER_FORMATS:
         raise ValueError(
             f"{name!r} does not say which values share a scale; give {name}/row, {name}/group32 or"
             " such"
@@ -336,7 +337,7 @@ def scaled_format(name: str) -> ScaledFormat:
             f" {', '.join(SCALES)}"
         )
     return ScaledFormat(
-        name=name, number=number_format(parts[0]), grain=grain(parts[1]), scales=SCALES[stored]
+        name=name, number=find_number(parts[0]), grain=grain(parts[1]), scales=SCALES[stored]
     )
 
 
@@ -348,14 +349,16 @@ def all_parts(name: str) -> str:
 
 
 @cache
-def number_format(name: str) -> NumberFormat:
-    """Return the number format `name` of NUMBERS. Raises ValueError: there is none; the message
-    offers the nearest names."""
-    if name not in NUMBERS:
+def find_number(name: str) -> NumberFormat:
+    """Return the number format `name` of NUMBER_FORMATS. Raises ValueError: there is none; the
+    message offers the nearest names."""
+    if name not in NUMBER_FORMATS:
         raise ValueError(
-            f"no number is called {name!r}{_nearest(name, NUMBERS)}; allowed: {', '.join(NUMBERS)}"
+            f"no number is called {name!r}{_nearest(name, NUMBER_FORMATS)}; allowed:"
+            f" {', '.join(NUMBER_FORMATS)}, and those that @lsq.number_format declares"
+            " (on command lines: --import FILE)"
         )
-    return NUMBERS[name]()
+    return NUMBER_FORMATS[name]()
 
 
 def _meant(name: str) -> str:
@@ -365,9 +368,9 @@ def _meant(name: str) -> str:
         grain(grained)
     except ValueError:
         number = ""
-    if number in NUMBERS:
+    if number in NUMBER_FORMATS:
         return f" (did you mean {number}/{grained}?)"
-    return _nearest(name, (*PRESETS, *NUMBERS))
+    return _nearest(name, (*PRESETS, *NUMBER_FORMATS))
 
 
 def _nearest(name: str, allowed: Iterable[str]) -> str:

@@ -155,7 +155,7 @@ def lookup(number: NumberFormat, device: torch.device) -> Tensor:
         if (high - low).max() > 1:
             raise ValueError(
                 f"boundaries between values of {number.name} lie closer than a part in 128: loops"
-                " cannot round to it"
+                " cannot round to it; leave values out that are so close"
             )
         values = torch.tensor(number.values, dtype=torch.float32)[codes.int()]
         table = torch.zeros(RANKS + 8 * LEVELS, dtype=torch.uint8)

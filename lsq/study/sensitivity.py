@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lsq.layers.module import ProgramModule
+from lsq.quant.declared import declared_tables
 from lsq.quant.numbers import METHODS, ScaledFormat, scaled_format
 from lsq.study.costs import Cost, Costs, TensorCosts, read_costs, write_costs
 from lsq.study.products import Look, inputs_replaced
@@ -191,6 +192,7 @@ def sensitivity(
     if not rounding:
         raise ValueError("there are no formats; name one at least")
     samples, keep = batches if samples is None else samples, keep or Keep()
+    numbers = declared_tables(rounding)  # what was measured with other values counts no more
     trial = _Trial(
         model=model, loss=loss, batches=batches, weights=_weights(model, tensors), rounding=rounding
     )
@@ -207,7 +209,7 @@ def sensitivity(
                 " deterministic"
             )
         costs = Costs(
-            about=dict(keep.about),
+            about={**keep.about, **({"numbers": numbers} if numbers else {})},
             weights=_digest(trial.weights),
             clip=clip,
             formats=tuple(rounding),

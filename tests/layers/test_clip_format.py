@@ -1,10 +1,14 @@
 """What clips in a state dict mean, and that a model of another format refuses them."""
 
+import json
+
 import pytest
 import torch
 
 from lsq.config import QuantConfig
 from lsq.layers import FeedForward, QuantizedLinear, TransformerEncoderLayer, clip_format
+from lsq.quant.declared import declare
+from lsq.quant.numbers import BUILT_IN, NUMBER_FORMATS, find_number, scaled_format
 from tests.layers.shapes import config_of
 
 
@@ -122,3 +126,67 @@ def test_a_checkpoint_of_an_older_version_is_measured_again(build, caplog):
         assert not layer.schedule.calibrated and caplog.text.count("of an older version") == 1
     layer.load_state_dict(layer.state_dict() | {"calibrated": torch.tensor(True)})
     assert layer.schedule.calibrated
+
+
+# Numbers that users declare
+
+
+def forgotten(*names: str) -> None:
+    """Undo a declaration, as in a process that never saw it."""
+    for name in names:
+        del NUMBER_FORMATS[name]
+    find_number.cache_clear()
+    scaled_format.cache_clear()
+
+
+def test_a_state_declares_the_numbers_that_it_uses():
+    """Of weights, activations and gradients, in the entry `format`; of nothing else."""
+    for name in ("of_weights", "of_activations", "of_gradients", "unused"):
+        declare(name, (-1, 0, 0.3))
+    state = layer(
+        weight_format="int8,weight=of_weights/row",
+        activation_format="of_activations/tensor",
+        gradient_format="of_gradients/row",
+    ).state_dict()
+    stored = json.loads(bytes(state["format"].int().tolist()))
+    assert stored["numbers"] == dict.fromkeys(
+        ("of_activations", "of_gradients", "of_weights"), [-1, 0, 0.3]
+    )
+    assert "numbers" not in clip_format.read(state["format"], "format")
+    forgotten(*NUMBER_FORMATS.keys() - BUILT_IN)
+    clip_format.read(state["format"], "format")
+    assert NUMBER_FORMATS.keys() - BUILT_IN == stored["numbers"].keys()
+    assert b"numbers" not in bytes(layer().state_dict()["format"].int().tolist())
+
+
+def test_a_number_with_other_values_here_is_refused():
+    declare("differs", (-1, 0, 1))
+    model = layer(weight_format="differs/row")
+    state = torch.nn.Sequential(model).state_dict()
+    forgotten("differs")
+    declare("differs", (-1, 0, 2))
+    with pytest.raises(
+        ValueError,
+        match=r"^differs has 3 values here and 3 in the checkpoint \(0.format\), and value 2 is 2.0"
+        " here and 1.0 there; rename one of the two$",
+    ):
+        torch.nn.Sequential(model).load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "said"),
+    [
+        (3, "format is no format of clips"),
+        ({"x": 3}, "x gives 3; it must give its values"),
+        ({"x": [0, float("nan")]}, "value 1 of x is nan"),
+        ({"x": [[0], 1]}, r"value 0 of x is \[0\]"),
+        ({"nf4": [0, 1]}, "nf4 is a name of lsq's own"),
+        ({"a/b": [0, 1]}, "'a/b' is no name of a number format"),
+    ],
+)
+def test_damaged_numbers_are_named(numbers, said):
+    text = json.dumps({"weight_format": "int8", "numbers": numbers}).encode()
+    state = layer().state_dict() | {"format": torch.tensor(list(text))}
+    with pytest.raises(ValueError, match=f"^{said}"):
+        layer().load_state_dict(state)
+    assert NUMBER_FORMATS.keys() == BUILT_IN

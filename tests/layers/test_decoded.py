@@ -18,7 +18,8 @@ from lsq.layers.linear import ALONE, linear
 from lsq.layers.model_formats import decoded_summary, tensor_names
 from lsq.native import tiles
 from lsq.ops.fake_quantize import FakeQuantize, pack_weight
-from lsq.quant.numbers import scaled_format
+from lsq.quant.declared import declare
+from lsq.quant.numbers import find_number, scaled_format
 from lsq.run.backends import CPU, Backend, backend
 from lsq.run.cuda import CUDA
 from tests.layers.examples import SENTENCES, SOURCE, mode_on
@@ -132,6 +133,36 @@ def test_layers_compute_the_reference_on_cuda(formats, options, activations, lim
     where = CUDA(current_device(), activations=activations)
     found, wanted = (results_of(*tested, one) for one in (where, backend("reference")))
     assert differences(found, wanted) <= limit
+
+
+def trained_projection(number: str, where: Backend) -> list[torch.Tensor]:
+    """Results and gradients of three steps of a projection in formats of that number."""
+    torch.manual_seed(0)
+    formats = {"weight_format": f"{number}/group16/bfloat16", "gradient_format": f"{number}/row"}
+    quant = QuantConfig(**formats, activation_format=f"{number}/tensor")
+    layer = QuantizedLinear(HIDDEN, 64, quant=quant)
+    layer.backend, found = where, []
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    for _ in range(3):
+        y = layer(torch.randn(9, HIDDEN))
+        y.square().mean().backward()
+        found += [y.detach(), *(one.grad.clone() for one in layer.parameters())]
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def test_a_declared_copy_of_a_format_trains_as_that_bit_by_bit():
+    copied = declare("copy_of_fp4", find_number("fp4-e2m1").values)
+    results = [trained_projection(one, backend("cpu")) for one in ("fp4-e2m1", copied.name)]
+    assert all(map(torch.equal, *results)) and any(one.any() for one in results[0])
+
+
+def test_a_declared_format_trains_as_the_reference_on_cuda():
+    declare("seven_of_cuda", (-4, -2, -1, 0, 1, 2, 4))
+    places = (CUDA(current_device()), backend("reference"))
+    results = [trained_projection("seven_of_cuda", one) for one in places]
+    assert differences(*results) <= 5e-2
 
 
 @pytest.mark.parametrize("granularity", ["channel", "tensor"])

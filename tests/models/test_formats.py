@@ -7,10 +7,14 @@ from torch import nn
 import lsq
 from lsq.config import QuantConfig
 from lsq.layers import QuantizedLinear
-from lsq.quant.numbers import scaled_format
+from lsq.models import declare_formats, load_clips, save_clips
+from lsq.optim import Adam
+from lsq.quant.declared import declare
+from lsq.quant.numbers import NUMBER_FORMATS, scaled_format
 from tests.layers.shapes import decibels
+from tests.layers.test_clip_format import forgotten
 from tests.models.models import Conv1D
-from tests.models.zoo import made, right_padded
+from tests.models.zoo import made, right_padded, trained
 
 
 def model() -> nn.ModuleDict:
@@ -176,3 +180,53 @@ def test_other_mixtures_are_those_of_linear_layers(name, text):
     found = [model(**batch).logits[present] for model in (exact, one, other, wide)]
     narrow, separate, eight = (decibels(found[0], logits) for logits in found[1:])
     assert abs(narrow - separate) < 3 and eight - narrow > 0.5
+
+
+# Formats of users
+
+
+def test_a_format_of_a_user_trains_evaluates_and_loads_where_nobody_declared_it(tmp_path):
+    declare("seven_of_llama", (-4, -2, -1, 0, 1, 2, 4))
+    quant = QuantConfig(weight_format="seven_of_llama/group64/bfloat16")
+    model, batch = made("llama"), right_padded((9, 5))
+    assert len(lsq.convert(model, quant).fused) == 2
+    losses = trained(model, batch, Adam(model.parameters(), lr=1e-2), 8)
+    assert losses[-1] < losses[0] - 0.5, losses
+    expected = model.eval()(**batch).logits
+    model.save_pretrained(tmp_path)
+    save_clips(model, tmp_path)
+    torch.save(model.state_dict(), tmp_path / "state.pt")
+    for source in (tmp_path, tmp_path / "lsq.safetensors", str(tmp_path / "state.pt")):
+        forgotten("seven_of_llama")
+        with pytest.raises(ValueError, match="no number is called 'seven_of_llama'"):
+            QuantConfig(weight_format="seven_of_llama/row")
+        declare_formats(source)
+        assert NUMBER_FORMATS["seven_of_llama"]().values == (-4, -2, -1, 0, 1, 2, 4)
+    again = type(model).from_pretrained(tmp_path)
+    lsq.convert(again, quant)
+    load_clips(again, tmp_path)
+    assert torch.equal(again.eval()(**batch).logits, expected)
+
+
+def test_a_state_with_two_tables_under_one_name_is_refused():
+    states = []
+    for values in ((0, 1), (0, 1, 2)):
+        declare("twice", values)
+        found = model()
+        lsq.convert(found, QuantConfig(weight_format="twice/row"))
+        states.append(found.state_dict())
+        forgotten("twice")
+    mixed = states[0] | {name: one for name, one in states[1].items() if name.startswith("out.")}
+    with pytest.raises(
+        ValueError, match=r"twice has 2 values here and 3 in the checkpoint \(out.format\), and val"
+    ):
+        declare_formats(mixed)
+
+
+def test_files_that_declare_nothing_are_refused(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        declare_formats(tmp_path)
+    for name in ("a.safetensors", "a.pt"):
+        (tmp_path / name).write_text("nothing")
+        with pytest.raises(ValueError, match=f"{name} holds no state dict"):
+            declare_formats(tmp_path / name)

@@ -10,7 +10,7 @@ from lsq.quant import numbers, quantize, tables
 from lsq.quant.calibration import _octav_fixed_point
 from lsq.quant.numbers import (
     METHODS,
-    NUMBERS,
+    NUMBER_FORMATS,
     PRESETS,
     SCALES,
     Encoded,
@@ -338,7 +338,7 @@ def test_blocks_are_searched_as_if_each_were_alone(monkeypatch):
 
 def test_names_of_numbers_and_grains():
     assert all(
-        make().name == name for name, make in NUMBERS.items() if not name.startswith("lloyd")
+        make().name == name for name, make in NUMBER_FORMATS.items() if not name.startswith("lloyd")
     )
     found = [grain(name) for name in ("tensor", "row", "channel", "group16", "block4x16")]
     assert found == [Grain(None, None), Grain(1, None), Grain(None, 1), Grain(1, 16), Grain(4, 16)]

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from lsq.quant.numbers import NUMBERS, number_format
+from lsq.quant.numbers import NUMBER_FORMATS, find_number
 from lsq.quant.tables import (
     LEVELS,
     RANKS,
@@ -23,7 +23,7 @@ from lsq.quant.tables import (
 from tests.ops.compare import refused
 
 # those take a second to find
-FORMATS = [name for name in NUMBERS if not name.startswith(("lloyd5", "lloyd6"))]
+FORMATS = [name for name in NUMBER_FORMATS if not name.startswith(("lloyd5", "lloyd6"))]
 
 
 def usable(form: NumberFormat) -> torch.Tensor:
@@ -40,7 +40,7 @@ def samples(form: NumberFormat) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_format_rounds_to_the_nearest(name):
-    form = number_format(name)
+    form = find_number(name)
     x = samples(form)
     found = form.decode(form.encode(x))
     distance = (x.double()[:, None] - usable(form).double()).abs().amin(1)
@@ -60,7 +60,7 @@ def test_every_format_rounds_to_the_nearest(name):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_nan_is_a_code_or_that_of_zero(name):
-    form = number_format(name)
+    form = find_number(name)
     found = form.decode(form.encode(torch.tensor(math.nan)))
     assert (
         found.isnan()
@@ -72,7 +72,7 @@ def test_nan_is_a_code_or_that_of_zero(name):
 @pytest.mark.parametrize("shape", [(), (0, 3), (7,), (3, 5), (2, 9, 4)])
 @pytest.mark.parametrize("name", FORMATS)
 def test_packed_codes_come_back(name, shape):
-    form = number_format(name)
+    form = find_number(name)
     generator = torch.Generator().manual_seed(len(shape))
     codes = torch.randint(len(form.values), shape, generator=generator, dtype=torch.uint8)
     packed = form.pack(codes)
@@ -121,7 +121,7 @@ def test_fp8_is_pytorchs(form, dtype):
     ],
 )
 def test_errors_are_as_large_as_docstrings_say(name, normal, relative, absolute):
-    form = number_format(name)
+    form = find_number(name)
     x = torch.cat(
         [torch.logspace(-8, 0, 20_001) * form.largest, torch.linspace(-normal, normal, 20_001)]
     )
@@ -134,7 +134,7 @@ def test_errors_are_as_large_as_docstrings_say(name, normal, relative, absolute)
 
 
 def test_fp4_has_the_values_of_the_standard():
-    assert number_format("fp4-e2m1").values[:8] == (0, 0.5, 1, 1.5, 2, 3, 4, 6)
+    assert find_number("fp4-e2m1").values[:8] == (0, 0.5, 1, 1.5, 2, 3, 4, 6)
 
 
 @pytest.mark.parametrize("whole, fraction, published", [(4, 3, 0.044), (5, 2, 0.087)])
@@ -183,7 +183,7 @@ def test_what_is_refused():
     with refused("bits is 9; it must be"):
         integer(9)
     with refused("codes of ternary are from 0 to 2, not from 1 to 3"):
-        number_format("ternary").decode(torch.tensor([1, 3]))
+        find_number("ternary").decode(torch.tensor([1, 3]))
     with refused("none has 3 codes for 1 finite values"):
         NumberFormat(name="none", values=(1.0, 1.0, math.nan))
 
@@ -196,10 +196,10 @@ def nearest(number: NumberFormat, x: torch.Tensor) -> torch.Tensor:
     return values[rank + (x > boundaries[rank]).long()]
 
 
-@pytest.mark.parametrize("name", NUMBERS)
-def test_every_number_format_is_found(name):
+@pytest.mark.parametrize("name", NUMBER_FORMATS)
+def test_every_find_number_is_found(name):
     """Random bits, all boundaries' neighbours, zeros, subnormal floats and infinities."""
-    number = number_format(name)
+    number = find_number(name)
     bits = torch.randint(
         -(2**31), 2**31 - 1, (20000,), generator=torch.Generator().manual_seed(0), dtype=torch.int32
     )

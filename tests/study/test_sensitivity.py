@@ -5,9 +5,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from lsq.quant.declared import declare
 from lsq.quant.numbers import scaled_format
 from lsq.study import Keep, read_costs, sensitivity
 from lsq.study.costs import TensorCosts
+from tests.layers.test_clip_format import forgotten
 from tests.study.models import (
     Layers,
     Quadratic,
@@ -233,3 +235,21 @@ def test_what_cannot_be_measured_is_refused():
         model.back.weight[0, 0] = torch.nan
     with pytest.raises(ValueError, match="back.weight holds infinities or NaN"):
         sensitivity(model, word_loss, word_batches())
+
+
+def test_a_file_is_of_the_values_that_a_user_declared(tmp_path):
+    """Not of others under the same name."""
+    keep, samples = Keep(path=tmp_path / "costs.json"), quadratic_samples(0.0)
+
+    def measured(*values: float):
+        declare("three", values)
+        torch.manual_seed(0)
+        found = sensitivity(Quadratic(), quadratic_loss, samples, formats=["three/row"], keep=keep)
+        forgotten("three")
+        return found
+
+    first = measured(-1, 0, 1)
+    assert measured(-1, 0, 1) == first == read_costs(keep.path)
+    assert first.about == {"numbers": {"three": [-1, 0, 1]}}
+    with pytest.raises(ValueError, match=r"'three': \[-1.0, 0.0, 1.0\]}} before, .* 2.0\]}} now"):
+        measured(-1, 0, 2)
