@@ -19,7 +19,7 @@ from lsq.quant import (
     Pruning,
     WeightFormat,
 )
-from lsq.quant.formats import check_choice, format_choice
+from lsq.quant.formats import NARROW, check_choice, format_choice, weight_format
 from lsq.quant.numbers import ScaledFormat, scaled_format
 
 MODES = ("float", "int8")
@@ -131,8 +131,9 @@ class QuantConfig:
     """One clip per output channel ("channel") or per weight ("tensor"). An activation has one clip;
     the gated product of a feed-forward block has a scale per row instead, unless clips learn."""
     weight_format: str = "int8"
-    """Format of weights. "int8" (integers of `bits` bits) and "int4" have fast products. Other
-    formats of docs/numbers.md, such as "nvfp4" or "int6/row", are multiplied as decoded values.
+    """Format of weights. "int8" (integers of `bits` bits), "int4", and integers with a scale for
+    each row or for the tensor, as "int2/row" or "ternary/tensor", have fast products. Other formats
+    of docs/numbers.md, such as "nvfp4", are multiplied as groups of codes or as decoded values.
     "float32" rounds nothing. Patterns of names may follow; the last that fits a name counts:
     "int8,*fc2*=nvfp4,encoder.layers.0.*=float32".
     """
@@ -245,7 +246,7 @@ class QuantConfig:
     def coded(self) -> bool:
         """Whether products read codes: all formats are fast. Else they read decoded values."""
         return self.quantized and all(
-            form in fast
+            form in fast or (name == "weight_format" and NARROW.fullmatch(form))
             for name, fast in FAST_FORMATS.items()
             for form in format_choice(getattr(self, name)).formats
         )
@@ -276,7 +277,7 @@ class QuantConfig:
         form = format_choice(self.weight_format).of(name)
         per_row = self.weight_granularity == "channel"
         if self.coded:
-            return WEIGHT_FORMATS[form](self.bits, Grain.ROW if per_row else Grain.TENSOR)
+            return weight_format(form, self.bits, Grain.ROW if per_row else Grain.TENSOR)
         return self._decoded(form, "row" if per_row else "tensor")
 
     def gradient_form(self, name: str) -> Format | ScaledFormat | None:

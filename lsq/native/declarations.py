@@ -213,8 +213,8 @@ def header() -> str:
 
 
 def _layouts() -> list[str]:
-    """Return the constants of layouts.py."""
-    return runpy.run_path(str(Path(__file__).with_name("layouts.py")))["constants"]()
+    """Return the constants of lsq/quant/layouts.py."""
+    return runpy.run_path(str(PACKAGE / "quant" / "layouts.py"))["constants"]()
 
 
 def _enumeration(one: Declaration) -> list[str]:

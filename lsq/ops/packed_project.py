@@ -7,8 +7,6 @@ All threads share the outputs, so that one row keeps them busy. M rows, K inputs
 
 from __future__ import annotations
 
-import torch
-
 from lsq import gemm
 from lsq.ops.nonlinearity import Activation, Nonlinearity, epilogue
 from lsq.ops.packed_weight import PackedWeight

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import torch
 
-from lsq.native import layouts, loader, tiles
+from lsq.native import loader, tiles
 from lsq.ops.grouped_product import GroupedCodes
 from lsq.program.declare import Bytes, Floats, Value
+from lsq.quant import layouts
 from lsq.quant.stored import Decode, StoredType, field_bits, field_bytes, unpack
 
 SIDE = 16  # Outputs of a tile.

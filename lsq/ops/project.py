@@ -14,8 +14,8 @@ import torch
 from lsq import gemm
 from lsq.native import loader
 from lsq.native.launch import FLOATS
-from lsq.ops.gated import Gated
 from lsq.ops.fake_quantize import packed_groups
+from lsq.ops.gated import Gated
 from lsq.ops.grouped_product import GroupedCodes
 from lsq.ops.nonlinearity import Nonlinearity, epilogue
 from lsq.ops.rounding import Round, RoundGradient, unpacked

@@ -246,6 +246,22 @@ WEIGHT_FORMATS: dict[str, Callable[[int, Grain], WeightFormat]] = {
 }
 """QuantConfig.weight_format -> function of (bits of integers, grain of clips) that makes the
 format. C++ has lsq_round_<name> for each format, and lsq_unpack_<name> for packed formats."""
+NARROW = re.compile(r"(?:int([2-8])|ternary)[/-](row|tensor)(?:/float32)?")
+"""Scaled formats whose codes are integers with one scale for each row, or for the tensor."""
+
+
+def weight_format(name: str, bits: int, grain: Grain) -> WeightFormat | None:
+    """Return the format `name` if products read its codes: one of WEIGHT_FORMATS, with integers of
+    so many bits and clips of this grain, or of NARROW; else None."""
+    if name in WEIGHT_FORMATS:
+        return WEIGHT_FORMATS[name](bits, grain)
+    narrow = NARROW.fullmatch(name)
+    if narrow is None:
+        return None
+    width, blocks = narrow.groups()
+    return WEIGHT_FORMATS["int8"](int(width or 2), NAMED[blocks])
+
+
 GRADIENT = Format(name="gradient", bits=8, grain=Grain.ROW)
 """Format of gradients under backward="int8": rounded at random without bias; scales of rows."""
 NORMALISED = Format(name="normalised", bits=8, grain=Grain.ROW)

@@ -17,7 +17,7 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from lsq.native.layouts import CPU, FOUR, Layout, fields_of
+from lsq.quant.layouts import CPU, FOUR, Layout, fields_of
 from lsq.quant.tables import NumberFormat
 
 WORD = 127 * 257

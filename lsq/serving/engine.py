@@ -31,6 +31,8 @@ from lsq.program.program import Program
 from lsq.program.tensor import VirtualTensor
 from lsq.program.values import Coded, Weight
 from lsq.quant.formats import Int4
+from lsq.quant.stored import stored_type
+from lsq.quant.tables import integer
 from lsq.run import backends
 from lsq.run.backends import Backend
 from lsq.serving.decoding_model import PROJECTION, DecodingModel
@@ -38,6 +40,8 @@ from lsq.serving.step_programs import encoder_program, step_program
 from lsq.serving.steps import Candidates
 
 T = TypeVar("T")
+FIELD_BITS = 4
+"""Widest codes that are multiplied as packed fields; wider ones gain little over int8."""
 
 
 class Recent(Generic[T]):
@@ -123,6 +127,9 @@ class Preparation:
                 weight = Weight(format=form, codes=stored.to(device), scale=scale.to(device))
             elif isinstance(form, Int4):
                 weight = PackedWeight.of_int4(stored, scale, inner)
+            elif form.bits <= FIELD_BITS:
+                ranks = (stored + form.largest).view(torch.uint8)
+                weight = PackedWeight.of_stored(ranks, scale, stored_type(integer(form.bits)))
             elif is_sparse(stored) and tiles.vectorised():
                 weight = PackedWeight.of_sparse(stored, scale)
             else:

@@ -18,7 +18,6 @@ from lsq.run.backends import backend
 from tests.native.levels import LEVELS, library_of
 from tests.ops.compare import assert_close, compare, dropout_of, empty, on_cpu, refused
 
-
 INT8 = integer(8)
 
 

@@ -36,7 +36,7 @@ def best(found) -> list[str]:
 def test_hypotheses_are_those_of_the_run(output, translator):
     found = translator.translate(read_items(output / "data" / "test.src"), BEAM)
     hypotheses = read_items(output / "int8" / "translation" / "hypotheses.txt")
-    assert best(found) == hypotheses and len(set(hypotheses)) > 2
+    assert best(found) == hypotheses and len(set(hypotheses)) > 1
     # its own options are the default
     assert translator.translate(read_items(output / "data" / "test.src")) == found
 

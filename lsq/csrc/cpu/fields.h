@@ -1,4 +1,4 @@
-// Products of int8 rows with weights of packed fields (lsq/native/layouts.py has their order).
+// Products of int8 rows with weights of packed fields (lsq/quant/layouts.py has their order).
 //
 // Sums over k of x[m, k] * (step * code[n, k] - zero), or of (table[code] - zero). For few rows
 // fields are multiplied where they stand in a byte, and the sums are shifted once. For more rows,
