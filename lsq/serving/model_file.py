@@ -2,9 +2,11 @@
 
 It has the tensors of a DecodingModel. Codes W.codes int8 [N, K] that are 2:4 sparse are stored in
 5/8 of the bytes, as the kept values and their indices: W.codes.values int8 [N, K / 2] and
-W.codes.indices uint8 [N, ceil(K / 8)]; see lsq.models.sparsity.pack. The metadata have a text for
-each of architecture, vocabularies and sentencepiece's model. Checksums are CRC-32: of each tensor,
-and of all metadata.
+W.codes.indices uint8 [N, ceil(K / 8)]; see lsq.models.sparsity.pack. Codes of fewer than 8 bits
+are stored as W.codes.narrow uint8, in as many bits as they have, five ternary codes to a byte
+(NumberFormat.pack); the metadata have their shapes. The metadata have a text for each of
+architecture, vocabularies and sentencepiece's model. Checksums are CRC-32: of each tensor, and of
+all metadata.
 """
 
 import base64
@@ -23,16 +25,19 @@ from torch import Tensor
 import lsq
 from lsq import files
 from lsq.models.sparsity import Packed, is_sparse, pack, unpack
+from lsq.quant.tables import NumberFormat, integer, ternary
 from lsq.serving.architecture import MOST, Architecture
 from lsq.serving.decoding_model import DecodingModel
 from lsq.serving.search_options import SearchOptions
 
 KIND = "lsq model "
-FORMAT, SPARSE_FORMAT = FORMATS = (KIND + "1", KIND + "2")
-"""Format without sparse codes, and format with them, which an older lsq does not know."""
+FORMAT, SPARSE_FORMAT, NARROW_FORMAT = FORMATS = (KIND + "1", KIND + "2", KIND + "3")
+"""Formats of plain codes, of sparse and of narrow codes; an older lsq does not know the latter."""
 CHECKSUM = "checksum"
 """Name of the checksum of the metadata, in the metadata."""
-CODES, VALUES, INDICES = ".codes", ".codes.values", ".codes.indices"
+CODES, VALUES, INDICES, NARROW = ".codes", ".codes.values", ".codes.indices", ".codes.narrow"
+SHAPES = "narrow"
+"""Name of the shapes of narrow codes in the metadata."""
 FORMAT_NAME, CHECKSUMS = "format", "tensors"
 GONE = ("diverse_beam_groups", "diverse_beam_strength")
 """Options of the search in older files, which are ignored, as a negative unk_penalty is."""
@@ -89,10 +94,13 @@ def is_exported(path: Path) -> bool:
 
 def write(path: Path, exported: ExportedModel) -> None:
     """Write the file, whole or not at all; ValueError if a tensor holds NaN or infinity."""
-    tensors = dict(exported.model.tensors)
-    if not exported.model.architecture.decoder.config.quant.weights.packed:
+    tensors, shapes = dict(exported.model.tensors), {}
+    form, kind = exported.model.architecture.decoder.config.quant.weights, FORMAT
+    if form.bits < 8:
+        tensors, shapes, kind = *narrow(tensors, form.bits), NARROW_FORMAT
+    elif not form.packed:
         tensors = split_sparse(tensors)
-    is_dense = tensors.keys() == exported.model.tensors.keys()
+        kind = FORMAT if tensors.keys() == exported.model.tensors.keys() else SPARSE_FORMAT
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
             raise ValueError(
@@ -100,7 +108,8 @@ def write(path: Path, exported: ExportedModel) -> None:
             )
     subwords = b"" if exported.subwords is None else exported.subwords
     metadata = {
-        FORMAT_NAME: FORMAT if is_dense else SPARSE_FORMAT,
+        FORMAT_NAME: kind,
+        SHAPES: json.dumps(shapes),
         "lsq": lsq.__version__,
         "architecture": exported.model.architecture.to_json(),
         "source": json.dumps(exported.source),
@@ -152,10 +161,13 @@ def _model(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> Export
     rest = {name: text for name, text in metadata.items() if name != CHECKSUM}
     if metadata.get(CHECKSUM) != checksum_of_texts(rest):
         raise ValueError("the checksum of its metadata does not fit")
-    model = DecodingModel(
-        architecture=Architecture.from_json(rest.get("architecture", "")),
-        tensors=join_sparse(tensors) if form == SPARSE_FORMAT else tensors,
-    )
+    architecture, codes = Architecture.from_json(rest.get("architecture", "")), tensors
+    if form == SPARSE_FORMAT:
+        codes = join_sparse(tensors)
+    elif form == NARROW_FORMAT:
+        bits = architecture.decoder.config.quant.weights.bits
+        codes = widen(tensors, _read(rest, SHAPES, dict), bits)
+    model = DecodingModel(architecture=architecture, tensors=codes)
     wanted = _read(rest, CHECKSUMS, dict)
     for name, tensor in tensors.items():
         if wanted.get(name) != checksum(tensor):
@@ -230,6 +242,43 @@ def join_sparse(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
                 " [N, K / 8]"
             )
         result[name + CODES] = unpack(Packed(values=values, indices=indices))
+    return result
+
+
+def _number(bits: int) -> NumberFormat:
+    return ternary() if bits == 2 else integer(bits)
+
+
+def narrow(
+    tensors: Mapping[str, Tensor], bits: int
+) -> tuple[dict[str, Tensor], dict[str, list[int]]]:
+    """Replace codes of so many bits by as few bytes; return (tensors, shapes of codes by name)."""
+    number, result, shapes = _number(bits), {}, {}
+    for name, tensor in tensors.items():
+        if name.endswith(CODES):
+            name = name.removesuffix(CODES) + NARROW
+            shapes[name], tensor = list(tensor.shape), number.pack(number.encode(tensor))
+        result[name] = tensor
+    return result, shapes
+
+
+def widen(tensors: Mapping[str, Tensor], shapes: Mapping[str, Any], bits: int) -> dict[str, Tensor]:
+    """Undo `narrow`; ValueError if a shape is missing or does not fit, or a code has no value."""
+    number, result = _number(bits), {}
+    for name, tensor in tensors.items():
+        if name.endswith(NARROW):
+            shape, name = shapes.get(name), name.removesuffix(NARROW) + CODES
+            if not (isinstance(shape, list) and len(shape) == 2 and tensor.dtype == torch.uint8):
+                raise ValueError(
+                    f"{name} is {tensor.dtype} of shape {shape!r:.80}, not uint8 [N, K]"
+                )
+            if not all(type(size) is int and size >= 0 for size in shape):
+                raise ValueError(f"the shape of {name} is {shape!r:.80}")
+            values = number.decode(number.unpack(tensor, tuple(shape)))
+            if not bool(values.isfinite().all()):
+                raise ValueError(f"{name} holds codes beyond {int(number.largest)}")
+            tensor = values.to(torch.int8)
+        result[name] = tensor
     return result
 
 

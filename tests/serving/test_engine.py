@@ -40,6 +40,9 @@ VARIANTS = [
     GATED | {"quant": {"weight_format": "int4"}},
     GATED | {"quant": {"clips": "absmax", "bits": 7}},
     {"activation": "squared_relu", "encoder_layers": 0},
+    {"quant": {"weight_format": "ternary/tensor"}},
+    GATED | {"quant": {"weight_format": "int3/tensor"}},
+    {"quant": {"weight_format": "int4/row"}, "encoder_layers": 0, "tied": False},
 ]
 
 
@@ -266,6 +269,19 @@ def test_weights_are_packed_once_and_temporary_tensors_share_memory():
     assert all(one.tiles is other.tiles for one, other in zip(*packed, strict=True))
     temporary = [tensors[virtual] for virtual in tensors if virtual.role == "temporary"]
     assert len({one.untyped_storage().data_ptr() for one in temporary}) < len(temporary) / 2
+
+
+@pytest.mark.parametrize(
+    ("form", "bits"), [("ternary/row", 2), ("int3/tensor", 3), ("int4/row", 4), ("int6/row", 8)]
+)
+def test_narrow_weights_are_packed_in_their_bits(form, bits):
+    model = model_of(small_model(quant={"weight_format": form}))
+    name = next(name for name in model.tensors if name.endswith(".codes"))
+    codes = model.tensors[name]
+    packed = Preparation(model, backend("cpu")).weight(name.removesuffix(".codes"), codes.shape[1])
+    assert packed.bits == bits and torch.equal(packed.codes(), codes)
+    if bits < 8:  # 144 outputs become 160, and 48 inputs 64 if the width is odd
+        assert packed.tiles.numel() == 160 * (64 if bits % 2 else 48) * bits // 8
 
 
 def test_sparse_weights_are_packed_as_such():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 import subprocess
 import sys
 
@@ -27,6 +28,8 @@ CONFIGURATIONS = [
         "embedding": {"positions": "learned", "layer_norm": True},
     },
     {"quant": {"weight_granularity": "tensor", "bits": 5}, "activation": "gelu"},
+    {"quant": {"weight_format": "ternary/tensor"}},
+    {"quant": {"weight_format": "int3/row"}, "words": 21, "tied": False},
 ]
 TINY = {"encoder_layers": 1, "decoder_layers": 1, "words": 21, "hidden": 16, "feed_forward": 32}
 
@@ -116,6 +119,20 @@ def test_sparse_codes_take_less_room(path):
     assert same(before, model_file.read(path)) and path.stat().st_size < dense_size
 
 
+@pytest.mark.parametrize(("form", "bits"), [("ternary/row", 1.6), ("int3/row", 3), ("int6/row", 6)])
+def test_narrow_codes_take_as_many_bits_as_they_have(path, form, bits):
+    before = exported(quant={"weight_format": form})
+    model_file.write(path, before)
+    with safe_open(path, framework="pt") as file:
+        assert file.metadata()["format"] == "lsq model 3"
+        stored = {name: file.get_tensor(name) for name in file.keys()}
+    for name, codes in before.model.tensors.items():
+        if name.endswith(".codes"):
+            found = stored[name + ".narrow"].numel()
+            assert bits * codes.numel() / 8 <= found < bits * codes.numel() / 8 + 4
+    assert same(before, model_file.read(path))
+
+
 def test_reading_maps_codes_and_needs_no_fairseq(path):
     model_file.write(path, exported())
     code = f"""
@@ -136,8 +153,9 @@ assert not [name for name in sys.modules if name.split(".")[0] in late]
 
 @trial.quick_counts
 @pytest.mark.parametrize("part", ["all", "header"])
-def test_no_damage_is_read_in_silence(path, part, count):
-    before = exported(**TINY)
+@pytest.mark.parametrize("form", ["int8", "ternary/row"])
+def test_no_damage_is_read_in_silence(path, part, form, count):
+    before = exported(**TINY, quant={"weight_format": form})
     model_file.write(path, before)
     content = path.read_bytes()
     start = 8 + int.from_bytes(content[:8], "little")
@@ -153,7 +171,7 @@ def test_no_damage_is_read_in_silence(path, part, count):
             return trial.Outcome(fault="read another model")
         return found
 
-    worked, refused = trial.survey(f"model {part}", count, attempt)
+    worked, refused = trial.survey(f"model {form} {part}", count, attempt)
     assert refused > 0.8 * count, (worked, refused)
 
 
@@ -169,6 +187,16 @@ def change_sparse(end: str, change):
     return changing
 
 
+def change_shapes(change):
+    """Change the shapes of narrow codes."""
+
+    def changing(metadata, tensors):
+        shapes = json.loads(metadata[model_file.SHAPES])
+        metadata[model_file.SHAPES] = json.dumps({k: change(v) for k, v in shapes.items()})
+
+    return changing
+
+
 def text(**texts):
     return lambda metadata, tensors: metadata.update(texts)
 
@@ -176,7 +204,7 @@ def text(**texts):
 @pytest.mark.parametrize(
     ("sparse", "change", "reason"),
     [
-        (False, text(format="lsq model 3"), "its format is 'lsq model 3'"),
+        (False, text(format="lsq model 4"), "its format is 'lsq model 4'"),
         (False, lambda metadata, tensors: metadata.pop("format"), "its format is ''"),
         (False, lambda metadata, tensors: metadata.pop("architecture"), "architecture"),
         (False, text(target='["a"]'), "the decoder has 37 words, and its vocabulary 1"),
@@ -201,6 +229,29 @@ def text(**texts):
 )
 def test_what_does_not_fit_is_named(path, sparse, change, reason):
     model_file.write(path, exported(sparse))
+    rewrite(path, change)
+    with pytest.raises(ValueError, match=f"model.safetensors is damaged or no model.*{reason}"):
+        model_file.read(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (text(narrow="[]"), "narrow is"),
+        (text(narrow="{}"), "of shape None"),
+        (change_shapes(lambda shape: [*shape, 1]), "not uint8"),
+        (change_shapes(lambda shape: [True, 4]), "the shape of .* is"),
+        (change_shapes(lambda shape: [-1, 4]), "the shape of .* is"),
+        (change_shapes(lambda shape: [10**12, 10**6]), "packed holds"),
+        (change_sparse(".narrow", lambda one: one[1:].contiguous()), "packed holds"),
+        (change_sparse(".narrow", lambda one: one.fill_(0b00100100)), "codes beyond 3"),
+        (change_sparse(".narrow", torch.zeros_like), "checksum of .*narrow does not"),
+        (change_sparse(".narrow", lambda one: None), "lacks tensors"),
+        (text(format="lsq model 1"), "the model (lacks|has unknown) tensors"),
+    ],
+)
+def test_narrow_codes_that_do_not_fit_are_named(path, change, reason):
+    model_file.write(path, exported(quant={"weight_format": "int3/row"}))
     rewrite(path, change)
     with pytest.raises(ValueError, match=f"model.safetensors is damaged or no model.*{reason}"):
         model_file.read(path)
