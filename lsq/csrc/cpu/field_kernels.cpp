@@ -90,22 +90,20 @@ struct GroupEnd {
 // Products of one row and a unit.
 #if defined(__AVX2__)
 struct VnniSum {
+    static constexpr int64_t kUnit = 4;  // bytes of x
     LaneWords sum = {};
     void add(LaneBits bytes, const int8_t* four) { add_products(sum, bytes, four_of(four)); }
 };
 #endif
 
+// x as half-words: codes 0 and 2 of a unit, then codes 1 and 3.
 struct PlainSum {
+    static constexpr int64_t kUnit = 8;
     LaneWords sum = {};
-    void add(LaneBits bytes, const int8_t* four) {
-        sum += multiply_halves((LaneShorts)(bytes & 0x00FF00FFu), halves(four[0], four[2]));
-        sum += multiply_halves((LaneShorts)(bytes >> 8 & 0x00FF00FFu), halves(four[1], four[3]));
-    }
-
-private:
-    static LaneShorts halves(int8_t low, int8_t high) {
-        const uint32_t both = static_cast<uint16_t>(low) | static_cast<uint32_t>(high) << 16;
-        return (LaneShorts)(both + LaneBits{});
+    void add(LaneBits bytes, const int8_t* unit) {
+        sum += multiply_halves((LaneShorts)(bytes & 0x00FF00FFu), (LaneShorts)four_of(unit));
+        sum += multiply_halves((LaneShorts)(bytes >> 8 & 0x00FF00FFu),
+                               (LaneShorts)four_of(unit + 4));
     }
 };
 
@@ -191,7 +189,7 @@ void multiply_unpacked(const FieldRows& a, const FieldColumns& b, const FieldCod
         for (int64_t g = 0, k = 0; g < b.groups; ++g) {
             const int64_t past = std::min(k + b.group, b.depth);
             Sum sums[ROWS][kFactors];
-            for (; k < past; k += 4 * kUnits, span += span_bytes(BITS), x += 4 * kUnits) {
+            for (; k < past; k += 4 * kUnits, span += span_bytes(BITS)) {
 #pragma GCC unroll 8
                 for (int unit = 0; unit < kUnits; ++unit) {
                     const LaneBits codes = codes_of<BITS>(span, unit);
@@ -200,9 +198,10 @@ void multiply_unpacked(const FieldRows& a, const FieldColumns& b, const FieldCod
                         const LaneBits bytes = table(i, codes);
 #pragma GCC unroll 4
                         for (int r = 0; r < ROWS; ++r)
-                            sums[r][i].add(bytes, x + r * a.stride + 4 * unit);
+                            sums[r][i].add(bytes, x + r * a.stride + Sum::kUnit * unit);
                     }
                 }
+                x += Sum::kUnit * kUnits;
             }
 #pragma GCC unroll 4
             for (int r = 0; r < ROWS; ++r) {
@@ -365,6 +364,42 @@ void unpack(const FieldColumns& b, const Table<TABLES>& table, int64_t first, in
     }
 }
 
+// Where a part of unpacked tiles begins, and how far the next part and the next factor are.
+struct TilePart {
+    const uint8_t* data;
+    int64_t right, factor;
+};
+
+// The sum of ROWS rows by `count` inputs of two parts.
+template <int FACTORS, int ROWS>
+inline __attribute__((always_inline)) void sum_tiles(const TilePart& part, const int8_t* x,
+                                                     int64_t stride, int64_t count,
+                                                     LaneWords (&sums)[ROWS][2]) {
+    LaneWords found[ROWS][2][FACTORS] = {};
+    const uint8_t* from = part.data;
+    for (int64_t k = 0; k < count; k += 4, from += kVector) {
+#pragma GCC unroll 2
+        for (int i = 0; i < FACTORS; ++i) {
+            const LaneBits left = bits_at(from + i * part.factor),
+                           right = bits_at(from + i * part.factor + part.right);
+#pragma GCC unroll 8
+            for (int r = 0; r < ROWS; ++r) {
+                const LaneWords factor = four_of(x + r * stride + k);
+                add_products(found[r][0][i], left, factor);
+                add_products(found[r][1][i], right, factor);
+            }
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; ++r) {
+#pragma GCC unroll 2
+        for (int p = 0; p < 2; ++p) {
+            sums[r][p] = found[r][p][0];
+            if constexpr (FACTORS == 2) sums[r][p] += found[r][p][1] << 8;
+        }
+    }
+}
+
 // ROWS rows by unpacked tiles of inputs [first, first + count), whole groups if SCALED.
 template <bool SCALED, int FACTORS, int ROWS>
 void multiply_tiles(const FieldRows& a, const FieldColumns& b, const FieldCode& code,
@@ -372,46 +407,31 @@ void multiply_tiles(const FieldRows& a, const FieldColumns& b, const FieldCode& 
                     int64_t row, void* out, int64_t stride) {
     const GroupEnd end{a, b, code};
     for (int64_t part = 0; part < kParts; part += 2) {
-        const uint8_t* left = tiles + part / kHalf * distance + part % kHalf * kBytes;
-        const int64_t right = kHalf == 1 ? distance : kBytes;
+        TilePart from{tiles + part / kHalf * distance + part % kHalf * kBytes,
+                      kHalf == 1 ? distance : kBytes, 2 * distance};
         const int8_t* x = a.data + row * a.stride + first;
+        LaneWords sums[ROWS][2];
+        if constexpr (!SCALED) {
+            sum_tiles<FACTORS>(from, x, a.stride, count, sums);
+            for (int r = 0; r < ROWS; ++r) {
+                for (int p = 0; p < 2; ++p)
+                    end.add(sums[r][p], row + r, 0, part + p, first == 0, out, stride);
+            }
+            continue;
+        }
         char* to = static_cast<char*>(out) + 4 * (row * stride + part * kLanes);
-        LaneWords total[ROWS][2] = {};
+        Lanes total[ROWS][2] = {};
         for (int r = 0; r < ROWS && first; ++r)
             std::memcpy(total[r], to + 4 * r * stride, sizeof total[r]);
-        for (int64_t k = 0, g = first / b.group; k < count; ++g) {
-            const int64_t past = SCALED ? std::min(k + b.group, count) : count;
-            LaneWords sums[ROWS][2][FACTORS] = {};
-            for (; k < past; k += 4, left += kVector) {
-                LaneBits bytes[2][FACTORS];
-#pragma GCC unroll 2
-                for (int i = 0; i < FACTORS; ++i) {
-                    bytes[0][i] = bits_at(left + 2 * i * distance);
-                    bytes[1][i] = bits_at(left + 2 * i * distance + right);
-                }
-#pragma GCC unroll 8
-                for (int r = 0; r < ROWS; ++r) {
-                    const LaneWords factor = four_of(x + r * a.stride + k);
-#pragma GCC unroll 2
-                    for (int i = 0; i < FACTORS; ++i) {
-                        add_products(sums[r][0][i], bytes[0][i], factor);
-                        add_products(sums[r][1][i], bytes[1][i], factor);
-                    }
-                }
-            }
+        for (int64_t k = 0, g = first / b.group; k < count; k += b.group, ++g) {
+            const int64_t inputs = std::min(b.group, count - k);
+            sum_tiles<FACTORS>(from, x + k, a.stride, inputs, sums);
+            from.data += inputs / 4 * kVector;
 #pragma GCC unroll 8
             for (int r = 0; r < ROWS; ++r) {
 #pragma GCC unroll 2
-                for (int p = 0; p < 2; ++p) {
-                    LaneWords sum = sums[r][p][0];
-                    if constexpr (FACTORS == 2) sum += sums[r][p][1] << 8;
-                    LaneWords& all = total[r][p];
-                    if constexpr (SCALED) {
-                        all = (LaneWords)end.scaled(sum, row + r, g, part + p, (Lanes)all);
-                    } else {
-                        all = first ? all + sum * code.step : end.whole(sum, row + r, g);
-                    }
-                }
+                for (int p = 0; p < 2; ++p)
+                    total[r][p] = end.scaled(sums[r][p], row + r, g, part + p, total[r][p]);
             }
         }
         for (int r = 0; r < ROWS; ++r)
@@ -568,7 +588,7 @@ struct ManyAmx {
 // Rows that are multiplied in registers, where `amx` multiplies more or where VNNI does.
 int64_t few_rows(const FieldCode& code, bool amx) {
     const bool several = code.bits & (code.bits - 1);  // fields of a code
-    return amx && several ? 2 : 4;
+    return !several ? 4 : amx ? 2 : kLanes == 16 ? 4 : 1;
 }
 
 }  // namespace
@@ -577,15 +597,15 @@ FieldChoice field_kernel(const FieldCode& code, [[maybe_unused]] Instructions in
                          [[maybe_unused]] int64_t rows) {
 #if defined(LSQ_AMX)
     if (instructions == Instructions::amx && rows > few_rows(code, true))
-        return {of_code<ManyAmx>(code), true};
+        return {of_code<ManyAmx>(code), true, false};
 #endif
 #if defined(__AVX2__)
     constexpr Instructions kVnni =
         kHalf == 1 ? Instructions::avx512_vnni : Instructions::avx_vnni;
     if (instructions != Instructions::plain && usable(kVnni))
-        return {rows <= few_rows(code, false) ? of_code<Few>(code) : of_code<Many>(code), false};
+        return {rows <= few_rows(code, false) ? of_code<Few>(code) : of_code<Many>(code), false, false};
 #endif
-    return {of_code<Plain>(code), false};
+    return {of_code<Plain>(code), false, true};
 }
 
 }  // namespace lsq

@@ -62,6 +62,7 @@ void FieldMultiplier<Sum>::take(int64_t first, int64_t count) {
         }
         a_.data = rows, a_.stride = depth;
     }
+    if (chosen_.wide) widen(count, depth);
     int32_t* sums = kept().sums.at_least(count * groups);
     a_.sums = sums;
     for (int64_t row = 0; row < count; ++row) {
@@ -74,6 +75,20 @@ void FieldMultiplier<Sum>::take(int64_t first, int64_t count) {
             *sums++ = sum;
         }
     }
+}
+
+template <class Sum>
+void FieldMultiplier<Sum>::widen(int64_t count, int64_t depth) {
+    int16_t* wide = kept().wide.at_least(count * depth);
+    for (int64_t row = 0; row < count; ++row) {
+        const int8_t* codes = a_.data + row * a_.stride;
+        int16_t* to = wide + row * depth;
+        for (int64_t i = 0; i < depth; i += 4) {
+            to[i] = codes[i], to[i + 1] = codes[i + 2];
+            to[i + 2] = codes[i + 1], to[i + 3] = codes[i + 3];
+        }
+    }
+    a_.data = reinterpret_cast<int8_t*>(wide), a_.stride = depth * sizeof(int16_t);
 }
 
 template <class Sum>

@@ -49,6 +49,7 @@ struct FieldCode {
 // A thread's scratch memory.
 struct FieldMemory {
     Kept<int8_t> rows;
+    Kept<int16_t> wide;
     Kept<int32_t> sums;
     Kept<uint8_t> tiles;
 };
@@ -62,6 +63,7 @@ using FieldKernel = void (*)(const FieldRows& a, const FieldColumns& b, const Fi
 struct FieldChoice {
     FieldKernel kernel;
     bool padded;
+    bool wide;  // x must be half-words: codes 0, 2, 1, 3 of each unit
 };
 FieldChoice field_kernel(const FieldCode& code, Instructions instructions, int64_t rows);
 
@@ -81,6 +83,8 @@ public:
     void multiply(int64_t begin, int64_t end, Sum* sums, int64_t stride) const;
 
 private:
+    void widen(int64_t count, int64_t depth);
+
     const PackedWeight& weight_;
     const int8_t* x_;
     const float* scale_;
