@@ -25,7 +25,7 @@ from lsq.program.operation import Operation
 from lsq.program.program import Program
 from lsq.program.tensor import Kind, VirtualTensor
 from lsq.program.values import Coded, Rows
-from lsq.quant.numbers import Grain
+from lsq.quant.numbers import Grain, ScaledFormat
 
 PROGRAMS_KEPT = 512
 """Number of programs kept for each kind of layer; the least recently used goes first."""
@@ -174,11 +174,9 @@ class LayerBuilder(Builder):
         `rows` above N pads codes and result. `accumulates`: add the gradient of x to the gradient
         from an earlier product that reads x. `start`: see Builder.weight.
         """
-        form = None if self.quant.coded else self.quant.weight_form(weight)
-        groups = None if form is None else self._groups(x, form)
-        stored = self.weight(weight, shape, rows=rows, group=groups.group if groups else 0, **start)
-        if groups is not None and stored.group != groups.group:
-            groups = None
+        group = 0 if self.quant.coded else self._group(x, self.quant.weight_form(weight))
+        stored = self.weight(weight, shape, rows=rows, group=group, **start)
+        groups = self._groups(x, group) if group and stored.group == group else None
         count = x.tensor.shape[0]
         size = (count, rows or shape[0])
         added = self.parameter(bias, shape[:1], Kind.BIAS, bound=bias_bound) if bias else None
@@ -197,13 +195,20 @@ class LayerBuilder(Builder):
         )
         return y.rows
 
-    def _groups(self, x: Rows, form) -> GroupedCodes | None:
-        """Return decoded x [M, K] as int8 codes with group scales; None: products read floats."""
+    def _group(self, x: Rows, form: ScaledFormat | None) -> int:
+        """Return how many products of x and a weight are summed as integers; 0: floats are."""
         producer = self.producer(x.floats)
-        if not self.multiplies_groups or not isinstance(producer, FakeQuantize):
-            return None
-        group = common_group(producer.form, form, x.floats.shape[1])
-        if group is None:
+        rounded = isinstance(producer, FakeQuantize)
+        if form is None or not self.multiplies_groups:
+            return 0
+        if not rounded and (self.training or self.backward):
+            return 0
+        return common_group(producer.form if rounded else None, form, x.floats.shape[1]) or 0
+
+    def _groups(self, x: Rows, group: int) -> GroupedCodes | None:
+        """Return x [M, K] as int8 codes with scales of groups; None if it is not rounded."""
+        producer = self.producer(x.floats)
+        if not isinstance(producer, FakeQuantize):
             return None
         if producer.coded is None:
             rows, name, grain = x.floats.shape[0], x.floats.name, producer.form.grain

@@ -55,12 +55,14 @@ class GroupedCodes(Value):
         return self.codes.float() * scale
 
 
-def common_group(x: ScaledFormat, weight: ScaledFormat, inner: int) -> int | None:
-    """Return how many of `inner` products are summed as integers, or None: they are not whole."""
+def common_group(x: ScaledFormat | None, weight: ScaledFormat, inner: int) -> int | None:
+    """Return how many of `inner` products are summed as integers, or None: they are not whole.
+    x without a format is floats, which the product rounds to 16 bits."""
     stored = stored_type(weight.number)
-    if whole_factor(x.number) is None or not stored.whole:
+    if (x is not None and whole_factor(x.number) is None) or not stored.whole:
         return None
-    groups, most = {one.grain.columns for one in (x, weight)} - {None}, most_summed(stored)
+    grains = [weight.grain] if x is None else [x.grain, weight.grain]
+    groups, most = {one.columns for one in grains} - {None}, most_summed(stored)
     whole = -(-inner // WHOLE) * WHOLE
     if not groups:
         return min(whole, most // WHOLE * WHOLE)

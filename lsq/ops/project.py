@@ -34,7 +34,7 @@ class Project(Operation):
     weight: In[Weight]
     """[P, K], or [P, (K + 31) // 32 * 17] as int4 on CUDA; in float mode its values."""
     groups: In[GroupedCodes] | None
-    """[M, K], codes of x for a grouped weight: on the CPU, without gradients."""
+    """[M, K], codes of x for a grouped weight, on the CPU."""
     bias: In[Floats] | None  # [P]
     out: Out[Activations] | None  # [M, P]; from codes float32 or bfloat16, on the CPU too.
     rounded: Out[Coded] | None  # [M, P]; from codes, with P a multiple of 8.
@@ -61,9 +61,16 @@ class Project(Operation):
     def has_epilogue(self) -> bool:
         return self.bias is not None or self.nonlinearity is not None
 
+    @property
+    def multiplies_fields(self) -> bool:
+        """Whether floats are multiplied by packed fields."""
+        return self.weight.grouped is not None and self.weight.decoded is None
+
     def reference(self):
         if self.groups is not None:
             y = self.groups.decode() @ packed_groups(self.weight).values().t()
+        elif self.multiplies_fields:
+            y = self.x.floats @ packed_groups(self.weight).values().t()
         elif self.x.coded is None:
             y = self.x.floats @ self.weight.floats_by_rows.t()
         else:
@@ -78,10 +85,12 @@ class Project(Operation):
 
     def cpu(self, *scratch):
         if self.x.coded is None:
-            if self.groups is None:
-                torch.mm(self.x.floats, self.weight.floats_by_rows.t(), out=self.out)
-            else:
+            if self.groups is not None:
                 loader.call("lsq_multiply_groups", self, packed_groups(self.weight))
+            elif self.multiplies_fields:
+                loader.call("lsq_multiply_floats", self, packed_groups(self.weight))
+            else:
+                torch.mm(self.x.floats, self.weight.floats_by_rows.t(), out=self.out)
             if self.has_epilogue:
                 loader.call("lsq_end_floats", self)
             return

@@ -25,7 +25,7 @@ WORD = 127 * 257
 MOST = 255
 """Largest whole number of a byte, and largest magnitude of a value in whole steps."""
 
-BYTES_SUMMED, WORDS_SUMMED = 66_311, 256
+BYTES_SUMMED, WORDS_SUMMED = 65_793, 256
 """Products of bytes, or of 16-bit numbers, with int8 codes that a sum of 32 bits holds."""
 
 

@@ -50,7 +50,7 @@ def projection(formats: tuple[str, ...], inputs: int = 40, outputs: int = 24) ->
 
 
 def near(found: torch.Tensor, wanted: torch.Tensor) -> bool:
-    return (found - wanted).abs().max() <= 2e-5 * wanted.abs().max() + 1e-6
+    return (found - wanted).abs().max() <= 4e-5 * wanted.abs().max() + 1e-6
 
 
 def case(*arguments, **options) -> tuple[torch.nn.ModuleList, list[torch.Tensor]]:
@@ -225,8 +225,12 @@ GROUPED = (
     ("vsquant4", "vsquant4"),
     ("int4/group32", "int8"),
     ("int6/row", "int8/row"),
+    ("nf4/group32", "int8/row"),
+    ("int3/group32/bfloat16", "float32"),
+    ("nf4/group64", "float32"),
+    ("ternary/row", "float32"),
 )
-"""Of weights and activations: what is multiplied as codes with scales of groups in eval mode."""
+"""Of weights and activations: what is multiplied as packed fields in eval mode."""
 fast = pytest.mark.skipif(not tiles.vectorised(), reason="plain C++ multiplies decoded values")
 
 
@@ -273,7 +277,9 @@ def test_a_projection_in_eval_mode(formats, rows, inputs, outputs):
 
 
 @pytest.mark.parametrize(
-    "formats", [("nvfp4", "mxint8"), ("fp8-e4m3/row", "int8"), ("nvfp4", "float32")], ids="-".join
+    "formats",
+    [("nvfp4", "mxint8"), ("fp8-e4m3/row", "int8"), ("fp8-e4m3/row", "float32")],
+    ids="-".join,
 )
 @torch.no_grad()
 def test_formats_without_a_common_product_stay_decoded(formats):

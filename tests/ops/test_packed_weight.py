@@ -98,11 +98,11 @@ def test_any_shape_on_every_library(name, level):
 @pytest.mark.parametrize("instructions", tiles.usable())
 @pytest.mark.parametrize("rows", [1, 5, 40])
 def test_the_longest_sums(rows, instructions):
-    """66,311 products of 255 and 127 of either sign."""
+    """65,793 products of 255 and codes at both ends."""
     stored = StoredType(bits=8, decode=Decode.AFFINE)
     codes = torch.full((32, BYTES_SUMMED), 255, dtype=torch.uint8)
     weight = PackedWeight.of_stored(codes, torch.ones(32), stored, instructions=instructions)
-    for code in (127, -127):
+    for code in (127, -128):
         x = torch.full((rows, BYTES_SUMMED), code, dtype=torch.int8)
         found = product(x, weight)
         assert (found == torch.tensor(255 * code * BYTES_SUMMED).float()).all()

@@ -143,5 +143,5 @@ def test_sums_beyond_32_bits_are_refused(name, inner, group, message):
 def test_bounds_of_sums():
     """The largest products that fit, and one more."""
     for most, largest in ((BYTES_SUMMED, 255), (WORDS_SUMMED, 65535)):
-        assert most * largest * 127 < 2**31
-    assert (BYTES_SUMMED + 1) * 255 * 127 >= 2**31
+        assert most * largest * 128 < 2**31
+    assert (BYTES_SUMMED + 1) * 255 * 128 >= 2**31

@@ -1,6 +1,9 @@
 // Packs weights to fields, and hands rows and tiles of outputs to the kernels that multiply them.
 #include "fields.h"
 
+#include <cmath>
+
+#include "floats.h"
 #include "packed.h"
 #include "tile_reader.h"
 
@@ -174,9 +177,59 @@ LSQ_EXPORT void lsq_pack_fields(const GroupedCodes& codes, const PackedWeight& w
     }
 }
 
+namespace {
+
+constexpr int64_t kStrip = 128;  // rows for which codes are unpacked
+
+// x [n] as whole numbers of 16 bits: x / scale = 256 * high + low. -> scale; NaN if one is not
+// finite
+float split_row(const float* x, int64_t n, int8_t* high, int8_t* low) {
+    constexpr float kMost = 127 * 257;
+    const float most = largest_magnitude(x, n), scale = most / kMost;
+    if (!(most < infinity())) {
+        std::memset(high, 0, n), std::memset(low, 0, n);
+        return not_a_number();
+    }
+    const float steps = scale > 0.0f ? 1.0f / scale : 0.0f;
+#pragma omp simd
+    for (int64_t i = 0; i < n; ++i) {
+        const int32_t whole = static_cast<int32_t>(std::nearbyint(x[i] * steps));
+        const int32_t upper = (whole + 128) >> 8;
+        high[i] = static_cast<int8_t>(upper), low[i] = static_cast<int8_t>(whole - upper * 256);
+    }
+    return scale;
+}
+
+}  // namespace
+
+// A projection of floats without its epilogue: each row becomes two rows of codes, whose exact
+// products are added.
+LSQ_EXPORT void lsq_multiply_floats(const Project& op, const PackedWeight& weight) {
+    const int64_t n = weight.inner;
+    Aligned<int8_t> codes(2 * op.rows * n);
+    Aligned<float> scale(2 * op.rows);
+#pragma omp parallel for schedule(static)
+    for (int64_t row = 0; row < op.rows; ++row) {
+        int8_t* to = codes.data() + 2 * row * n;
+        const float unit = split_row(op.x.floats + row * n, n, to, to + n);
+        scale[2 * row] = 256.0f * unit, scale[2 * row + 1] = unit;
+    }
+    const auto add = [&](int64_t first, int64_t rows, int64_t begin, int64_t count,
+                         const float* sums, int64_t stride) {
+        for (int64_t row = first / 2; row < (first + rows) / 2; ++row, sums += 2 * stride) {
+            float* out = op.out + row * op.columns + begin;
+#pragma omp simd
+            for (int64_t i = 0; i < count; ++i) out[i] = sums[i] + sums[stride + i];
+        }
+    };
+    multiply_columns<float>(2 * op.rows, weight.columns, kStrip, [&](const auto& use) {
+        FieldMultiplier<float> multiplier(weight, codes.data(), scale.data(), {1, 0});
+        use(multiplier, add);
+    });
+}
+
 // A projection of groups of codes without its epilogue: floats in op.out.
 LSQ_EXPORT void lsq_multiply_groups(const Project& op, const PackedWeight& weight) {
-    constexpr int64_t kStrip = 128;
     const GroupedCodes& x = op.groups;
     const ScaleSteps steps{x.scale_rows > 1 ? x.scale_columns : 0, x.scale_columns > 1};
     const auto copy = [&](int64_t first, int64_t rows, int64_t begin, int64_t n, const float* sums,
