@@ -33,8 +33,8 @@ _ALLOWED = {
         "config dist files gemm layers models native observe optim program quant run serving"
     ),
     "commands": (
-        "config dist extras fairseq files gemm layers memory models native ops quant run serving "
-        "study text"
+        "config dist extras fairseq files gemm layers memory models native ops program quant run "
+        "serving study text"
     ),
 }
 ALLOWED = {area: set(names.split()) for area, names in _ALLOWED.items()}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 
+from lsq.gemm.registers import kind_of, most_rows
 from lsq.native import loader, tiles
 from lsq.ops.grouped_product import GroupedCodes
 from lsq.program.declare import Bytes, Floats, Value
@@ -36,6 +37,7 @@ class PackedWeight(Value):
     words: bool = False  # Whether the table has 16-bit numbers.
     group: int = 0  # Inputs of an output that share a scale; 0: all of them.
     scales: int = 0  # Scales of groups of an output; 1: all groups have the same.
+    registers: int = -1  # Rows up to which fields stay in registers; -1: by the rule.
     instructions: int = 0  # Number of the instructions that multiply (lsq/native/tiles.py).
 
     @classmethod
@@ -121,19 +123,20 @@ class PackedWeight(Value):
         instructions: str | None = None,
     ) -> PackedWeight:
         """Describe a weight [P, K] of fields in aligned memory uint8 [field_bytes]."""
-        table = stored.table_bytes
+        chosen, bits = _chosen(instructions), field_bits(shape[1], stored, group)
         return cls(
             tiles=memory,
-            table=table,
+            table=stored.table_bytes,
             columns=shape[0],
             inner=shape[1],
-            bits=field_bits(shape[1], stored, group),
+            bits=bits,
             step=stored.step,
             zero=stored.zero,
             words=stored.decode is Decode.WORDS,
             group=group,
             scales=scales,
-            instructions=tiles.INSTRUCTIONS[_chosen(instructions)],
+            registers=most_rows(kind_of(bits, stored.decode.value), chosen),
+            instructions=tiles.INSTRUCTIONS[chosen],
         )
 
     def fill(self, codes: torch.Tensor, scale: torch.Tensor, unit: float) -> None:

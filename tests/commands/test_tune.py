@@ -5,11 +5,12 @@ import os
 
 import pytest
 
-from lsq.commands import tune
+from lsq.commands import tune, tune_registers
 from lsq.files.lock import locked_file
-from lsq.gemm import configuration_file
+from lsq.gemm import configuration_file, registers
 from lsq.gemm.tuner.search import Summary
 from lsq.gemm.tuner.trial import Settings
+from lsq.native import tiles
 from tests.gemm.operands import asked
 from tests.gemm.tuned import GPU, TIMES, Machine, cublas, cublas_entry, entry, file, key, tile
 from tests.gemm.tuner.fakes import FakeBackend
@@ -110,7 +111,8 @@ def test_the_list_can_be_tuned(machine, tmp_path, lsq_tune):
         (["--shapes", "missing.csv"], "missing.csv is not there; check the path"),
         ([*TINY, "--step", "100"], "step is 100"),
         (["--arch", "transformer"], "arch is 'transformer'; allowed: lsq_transformer,"),
-        (["--shapes", "x.csv", "--device", "cpu"], "--device is cpu, and lsq tune is for GPUs: on"),
+        (["--shapes", "x.csv", "--device", "cpu"], "--shapes is for GPUs; with --device cpu leave"),
+        (["--seconds", "9", "--device", "cpu"], "--seconds is for GPUs; with --device cpu leave"),
         ([*TINY, "--max-source-positions", "-1"], "--max-source-positions is -1; it must be from"),
     ],
 )
@@ -124,7 +126,29 @@ def test_mistakes_are_told_in_one_line(machine, tmp_path, monkeypatch, lsq_tune,
 def test_without_a_gpu_nothing_is_tuned(shapes, refused, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     refused("there is no GPU to tune for (torch sees no GPU", "tune", "--shapes", shapes)
-    refused("on a CPU nothing is tuned", "tune", "--shapes", shapes)
+    refused("on a CPU, `lsq tune --device cpu` measures", "tune", "--shapes", shapes)
+
+
+@pytest.mark.skipif(not tiles.vectorised(), reason="plain C++ multiplies in one way")
+def test_stored_types_are_tuned_on_a_cpu(tmp_path, monkeypatch, lsq_tune):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.setattr(tune_registers, "KINDS", ("2", "3 bytes", "4 words"))
+    monkeypatch.setattr(tune_registers, "CODES", 2**14)
+    monkeypatch.setattr(tune_registers, "SECONDS", 1e-5)
+    registers._tuned.cache_clear()
+    status, said, _ = lsq_tune("--device", "cpu", "--quiet")
+    assert status == 0 and "tuned      3 stored types" in said
+    found = registers.read(registers.path())
+    assert {kind for kind, _ in found} == {"2", "3 bytes", "4 words"}
+    assert all(0 <= rows <= registers.MOST for rows in found.values())
+    registers._tuned.cache_clear()
+
+
+def test_ways_that_differ_are_told(monkeypatch):
+    monkeypatch.setattr(tune_registers, "CODES", 2**14)
+    monkeypatch.setattr("torch.equal", lambda *_: False)
+    with pytest.raises(RuntimeError, match="2 bits: registers and tiles differ for 3 rows"):
+        tune_registers._times("2", tiles.fastest(), 3)
 
 
 def test_files_of_others_and_files_that_are_being_written(machine, shapes, tmp_path, lsq_tune):

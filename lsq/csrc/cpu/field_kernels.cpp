@@ -587,8 +587,11 @@ struct ManyAmx {
 
 // Rows that are multiplied in registers, where `amx` multiplies more or where VNNI does.
 int64_t few_rows(const FieldCode& code, bool amx) {
+    if (code.registers >= 0) return code.registers;
     const bool several = code.bits & (code.bits - 1);  // fields of a code
-    return !several ? 4 : amx ? 2 : kLanes == 16 ? 4 : 1;
+    if (amx) return several || code.table ? 2 : 4;
+    if (kLanes < 16) return several ? 1 : 4;
+    return several || code.table ? 3 : 8;
 }
 
 }  // namespace

@@ -43,7 +43,7 @@ FieldMultiplier<Sum>::FieldMultiplier(const PackedWeight& weight, const int8_t* 
                                       const float* scale, ScaleSteps steps)
     : weight_(weight), x_(x), scale_(scale), steps_(steps),
       code_{weight.bits, static_cast<int32_t>(weight.step), static_cast<int32_t>(weight.zero),
-            weight.table, weight.words != 0},
+            weight.table, weight.words != 0, weight.registers},
       columns_(columns_of(weight)), chosen_{}, a_{},
       session_(static_cast<Instructions>(weight.instructions)) {}
 

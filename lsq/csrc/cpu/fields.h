@@ -44,6 +44,7 @@ struct FieldCode {
     int32_t step, zero;
     const uint8_t* table;  // the lower bytes of 16 whole numbers, then the upper ones; or null
     bool words;            // whether upper bytes count
+    int64_t registers;     // rows up to which codes are multiplied in registers; -1: by the rule
 };
 
 // A thread's scratch memory.
