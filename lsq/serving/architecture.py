@@ -7,6 +7,7 @@ from typing import Any
 from lsq.config import LayerConfig, QuantConfig, require_choice
 from lsq.config.quantization import RENAMED, of_trained
 from lsq.layers.embedding import POSITIONS
+from lsq.serving.stored_codes import format_of
 
 OF_OTHERS = """
     kv_heads head_width softmax_scale window rotary qk_norm relative_bias head_bias in_out
@@ -63,7 +64,7 @@ class StackArchitecture:
 def check_codes(quant: QuantConfig) -> None:
     """Raise ValueError for a model that cannot be kept as codes: it is in float, has several
     formats, or has formats without fast products."""
-    if quant.coded and not quant.formats_differ:
+    if format_of(quant) is not None:
         return
     formats = (
         f"weights in {quant.weight_format}, activations in {quant.activation_format}, gradients in"
@@ -71,8 +72,9 @@ def check_codes(quant: QuantConfig) -> None:
     )
     raise ValueError(
         (formats if quant.quantized else 'mode is "float"')
-        + '; only models in int8 are kept as codes: train with mode "int8" and fast formats, or'
-        " make checkpoints of others into such by lsq convert-checkpoint"
+        + "; models are kept as codes with activations in int8 and weights in int8, int4 or whole"
+        " numbers with a scale for each row or for the tensor, as int2/row: train such a model, or"
+        " make a checkpoint into one by lsq convert-checkpoint"
     )
 
 

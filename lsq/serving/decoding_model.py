@@ -25,6 +25,7 @@ from lsq.program.values import Weight
 from lsq.quant.formats import WeightFormat
 from lsq.run.backends import Backend, backend
 from lsq.serving.architecture import Architecture, StackArchitecture
+from lsq.serving.stored_codes import WholeCodes, as_int8, format_of
 
 Spec = tuple[tuple[int, ...], torch.dtype]
 PROJECTION = "output_projection"
@@ -64,7 +65,7 @@ class DecodingModel:
 
     def codes(self, name: str, columns: int) -> Tensor:
         """Return the codes of a rounded weight, unpacked for products, int8 [N, columns]."""
-        form = self.architecture.decoder.config.quant.weights
+        form = format_of(self.architecture.decoder.config.quant)
         return form.unpack(self.tensors[name + ".codes"], columns)
 
 
@@ -90,7 +91,8 @@ def _programs(
     architecture: Architecture, side: str, stack: StackArchitecture
 ) -> Iterator[tuple[str, Program]]:
     """Yield (name of a module of the stack, a program that declares all its parameters)."""
-    mode, config = Mode(training=False, backward=False, backend=backend("reference")), stack.config
+    mode = Mode(training=False, backward=False, backend=backend("reference"))
+    config = replace(stack.config, quant=as_int8(stack.config.quant))
     one = PackedSequences(rows=1, count=1)
     table = programs.Table(
         vocabulary=stack.words,
@@ -216,9 +218,9 @@ def _tensors(side: str, stack: nn.Module) -> dict[str, Tensor]:
                     continue
                 rows = len(values)
                 if isinstance(module, VocabularyProjection):
-                    rows = programs.padded_words(module.quant, rows)
+                    rows = programs.padded_words(as_int8(module.quant), rows)
                 clip = module.own_parameter(declared.clip).detach()
-                weight = round_weight(values, clip, module.quant.weights, module.target, rows)
+                weight = round_weight(values, clip, format_of(module.quant), module.target, rows)
                 tensors[f"{prefix}{name}.codes"] = weight.codes
                 tensors[f"{prefix}{name}.scale"] = weight.scale
         elif isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
@@ -240,5 +242,15 @@ def round_weight(
         codes=target.allocate((rows, form.stored_columns(values.shape[1])), form.storage),
         scale=target.allocate((rows,), torch.float32),
     )
-    target.run(RoundWeight(weight=weight))
+    if isinstance(form, WholeCodes):
+        padded = torch.nn.functional.pad(values.float(), (0, 0, 0, rows - len(values)))
+        clips = (
+            clip
+            if len(clip) == 1
+            else torch.nn.functional.pad(clip, (0, rows - len(clip)), value=1.0)
+        )
+        codes, scale = form.encode(padded, clips)
+        weight.codes.copy_(codes), weight.scale.copy_(scale)
+    else:
+        target.run(RoundWeight(weight=weight))
     return weight

@@ -31,13 +31,12 @@ from lsq.program.program import Program
 from lsq.program.tensor import VirtualTensor
 from lsq.program.values import Coded, Weight
 from lsq.quant.formats import Int4
-from lsq.quant.stored import stored_type
-from lsq.quant.tables import integer
 from lsq.run import backends
 from lsq.run.backends import Backend
 from lsq.serving.decoding_model import PROJECTION, DecodingModel
 from lsq.serving.step_programs import encoder_program, step_program
 from lsq.serving.steps import Candidates
+from lsq.serving.stored_codes import as_int8, format_of, ranks_of, stored_of
 
 T = TypeVar("T")
 FIELD_BITS = 4
@@ -103,7 +102,7 @@ class Preparation:
 
     def __init__(self, model: DecodingModel, backend: Backend):
         self._model, self._backend = model, backend
-        self._format = model.architecture.decoder.config.quant.weights
+        self._format = format_of(model.architecture.decoder.config.quant)
         self.blocks = Blocks(backend)
         self._weights: dict[str, Weight | PackedWeight] = {}
         self._sparse: dict[str, SparseWeight | None] = {}
@@ -128,8 +127,9 @@ class Preparation:
             elif isinstance(form, Int4):
                 weight = PackedWeight.of_int4(stored, scale, inner)
             elif form.bits <= FIELD_BITS:
-                ranks = (stored + form.largest).view(torch.uint8)
-                weight = PackedWeight.of_stored(ranks, scale, stored_type(integer(form.bits)))
+                kind, _ = stored_of(form)
+                ranks = ranks_of(stored, form)
+                weight = PackedWeight.of_stored(kind.stored(ranks), scale, kind)
             elif is_sparse(stored) and tiles.vectorised():
                 weight = PackedWeight.of_sparse(stored, scale)
             else:
@@ -351,7 +351,11 @@ class Engine:
         codes, scale = (tensors[output] for output in program.outputs)
         allocate = self.backend.allocate
         end = NextWords(
-            x=Coded(format=architecture.decoder.config.quant.activations, codes=codes, scale=scale),
+            x=Coded(
+                format=as_int8(architecture.decoder.config.quant).activations,
+                codes=codes,
+                scale=scale,
+            ),
             **self._projection,
             vocabulary=self.words,
             wanted=allocate((rows, asked), torch.int64).zero_() if asked else None,

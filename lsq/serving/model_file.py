@@ -4,9 +4,9 @@ It has the tensors of a DecodingModel. Codes W.codes int8 [N, K] that are 2:4 sp
 5/8 of the bytes, as the kept values and their indices: W.codes.values int8 [N, K / 2] and
 W.codes.indices uint8 [N, ceil(K / 8)]; see lsq.models.sparsity.pack. Codes of fewer than 8 bits
 are stored as W.codes.narrow uint8, in as many bits as they have, five ternary codes to a byte
-(NumberFormat.pack); the metadata have their shapes. The metadata have a text for each of
-architecture, vocabularies and sentencepiece's model. Checksums are CRC-32: of each tensor, and of
-all metadata.
+(NumberFormat.pack); the metadata have their shapes, and the values of a number format that a user
+declared. The metadata have a text for each of architecture, vocabularies and sentencepiece's
+model. Checksums are CRC-32: of each tensor, and of all metadata.
 """
 
 import base64
@@ -25,10 +25,13 @@ from torch import Tensor
 import lsq
 from lsq import files
 from lsq.models.sparsity import Packed, is_sparse, pack, unpack
-from lsq.quant.tables import NumberFormat, integer, ternary
+from lsq.quant.declared import declare, declared_tables
+from lsq.quant.formats import WeightFormat
+from lsq.quant.tables import NumberFormat
 from lsq.serving.architecture import MOST, Architecture
 from lsq.serving.decoding_model import DecodingModel
 from lsq.serving.search_options import SearchOptions
+from lsq.serving.stored_codes import format_of, ranks_of, stored_of
 
 KIND = "lsq model "
 FORMAT, SPARSE_FORMAT, NARROW_FORMAT = FORMATS = (KIND + "1", KIND + "2", KIND + "3")
@@ -38,6 +41,8 @@ CHECKSUM = "checksum"
 CODES, VALUES, INDICES, NARROW = ".codes", ".codes.values", ".codes.indices", ".codes.narrow"
 SHAPES = "narrow"
 """Name of the shapes of narrow codes in the metadata."""
+NUMBERS = "numbers"
+"""Name of the values of numbers that users declare, in the metadata."""
 FORMAT_NAME, CHECKSUMS = "format", "tensors"
 GONE = ("diverse_beam_groups", "diverse_beam_strength")
 """Options of the search in older files, which are ignored, as a negative unk_penalty is."""
@@ -95,9 +100,10 @@ def is_exported(path: Path) -> bool:
 def write(path: Path, exported: ExportedModel) -> None:
     """Write the file, whole or not at all; ValueError if a tensor holds NaN or infinity."""
     tensors, shapes = dict(exported.model.tensors), {}
-    form, kind = exported.model.architecture.decoder.config.quant.weights, FORMAT
+    quant = exported.model.architecture.decoder.config.quant
+    form, kind = format_of(quant), FORMAT
     if form.bits < 8:
-        tensors, shapes, kind = *narrow(tensors, form.bits), NARROW_FORMAT
+        tensors, shapes, kind = *narrow(tensors, form), NARROW_FORMAT
     elif not form.packed:
         tensors = split_sparse(tensors)
         kind = FORMAT if tensors.keys() == exported.model.tensors.keys() else SPARSE_FORMAT
@@ -110,6 +116,7 @@ def write(path: Path, exported: ExportedModel) -> None:
     metadata = {
         FORMAT_NAME: kind,
         SHAPES: json.dumps(shapes),
+        NUMBERS: json.dumps(declared_tables([quant.weight_format])),
         "lsq": lsq.__version__,
         "architecture": exported.model.architecture.to_json(),
         "source": json.dumps(exported.source),
@@ -161,12 +168,14 @@ def _model(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> Export
     rest = {name: text for name, text in metadata.items() if name != CHECKSUM}
     if metadata.get(CHECKSUM) != checksum_of_texts(rest):
         raise ValueError("the checksum of its metadata does not fit")
+    for name, values in _read({NUMBERS: "{}"} | rest, NUMBERS, dict).items():
+        declare(name, values, "the exported file")
     architecture, codes = Architecture.from_json(rest.get("architecture", "")), tensors
     if form == SPARSE_FORMAT:
         codes = join_sparse(tensors)
     elif form == NARROW_FORMAT:
-        bits = architecture.decoder.config.quant.weights.bits
-        codes = widen(tensors, _read(rest, SHAPES, dict), bits)
+        form = format_of(architecture.decoder.config.quant)
+        codes = widen(tensors, _read(rest, SHAPES, dict), form)
     model = DecodingModel(architecture=architecture, tensors=codes)
     wanted = _read(rest, CHECKSUMS, dict)
     for name, tensor in tensors.items():
@@ -245,26 +254,32 @@ def join_sparse(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return result
 
 
-def _number(bits: int) -> NumberFormat:
-    return ternary() if bits == 2 else integer(bits)
+def _digits(form: WeightFormat) -> tuple[NumberFormat, Tensor]:
+    """Return what packs the ranks of codes, and the codes in their order."""
+    stored, wholes = stored_of(form)
+    count = 3 if len(wholes) == 3 else 2**stored.bits
+    digits = NumberFormat(name="ranks", values=tuple(map(float, range(count))))
+    return digits, wholes
 
 
 def narrow(
-    tensors: Mapping[str, Tensor], bits: int
+    tensors: Mapping[str, Tensor], form: WeightFormat
 ) -> tuple[dict[str, Tensor], dict[str, list[int]]]:
-    """Replace codes of so many bits by as few bytes; return (tensors, shapes of codes by name)."""
-    number, result, shapes = _number(bits), {}, {}
+    """Replace codes by as few bytes as they need; return (tensors, shapes of codes by name)."""
+    (digits, _), result, shapes = _digits(form), {}, {}
     for name, tensor in tensors.items():
         if name.endswith(CODES):
             name = name.removesuffix(CODES) + NARROW
-            shapes[name], tensor = list(tensor.shape), number.pack(number.encode(tensor))
+            shapes[name], tensor = list(tensor.shape), digits.pack(ranks_of(tensor, form))
         result[name] = tensor
     return result, shapes
 
 
-def widen(tensors: Mapping[str, Tensor], shapes: Mapping[str, Any], bits: int) -> dict[str, Tensor]:
+def widen(
+    tensors: Mapping[str, Tensor], shapes: Mapping[str, Any], form: WeightFormat
+) -> dict[str, Tensor]:
     """Undo `narrow`; ValueError if a shape is missing or does not fit, or a code has no value."""
-    number, result = _number(bits), {}
+    (digits, wholes), result = _digits(form), {}
     for name, tensor in tensors.items():
         if name.endswith(NARROW):
             shape, name = shapes.get(name), name.removesuffix(NARROW) + CODES
@@ -274,10 +289,10 @@ def widen(tensors: Mapping[str, Tensor], shapes: Mapping[str, Any], bits: int) -
                 )
             if not all(type(size) is int and size >= 0 for size in shape):
                 raise ValueError(f"the shape of {name} is {shape!r:.80}")
-            values = number.decode(number.unpack(tensor, tuple(shape)))
-            if not bool(values.isfinite().all()):
-                raise ValueError(f"{name} holds codes beyond {int(number.largest)}")
-            tensor = values.to(torch.int8)
+            ranks = digits.unpack(tensor, tuple(shape))
+            if ranks.numel() and int(ranks.max()) >= len(wholes):
+                raise ValueError(f"{name} holds code {int(ranks.max())} of {len(wholes)}")
+            tensor = wholes[ranks.int()].to(torch.int8)
         result[name] = tensor
     return result
 

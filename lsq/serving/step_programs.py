@@ -19,13 +19,14 @@ from lsq.program.tensor import Kind, VirtualTensor
 from lsq.program.values import Rows
 from lsq.run.backends import Backend
 from lsq.serving.architecture import Architecture, StackArchitecture
+from lsq.serving.stored_codes import as_int8
 
 PROJECTION_CLIP = "decoder.output_projection.input_clip"
 
 
 def builder_of(name: str, architecture: Architecture, backend: Backend) -> LayerBuilder:
     quant = architecture.decoder.config.quant
-    quant = replace(quant, weight_format="int8", clips="learned" if quant.learned else "absmax")
+    quant = replace(as_int8(quant), weight_format="int8")
     return Mode(training=False, backward=False, backend=backend).builder(name, quant)
 
 

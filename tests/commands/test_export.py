@@ -146,7 +146,9 @@ def test_formats_by_patterns_are_refused_as_they_were_given(
     state["cfg"]["model"].lsq_weight_format = formats
     torch.save(state, path)
     monkeypatch.setattr(run_files, "load", None)  # nothing is loaded before
-    message = f"weights in {formats}, activations in int8, gradients in int8; only models in int8"
+    message = (
+        f"weights in {formats}, activations in int8, gradients in int8; models are kept as codes"
+    )
     export_refused(message, path, target, tmp_path / "out", "--data", output / "data")
     assert files_in(tmp_path).keys() == {"mixed.pt"}
 

@@ -104,7 +104,7 @@ def test_layers_in_different_formats_are_refused(field, form):
 def test_other_modules_are_refused():
     with pytest.raises(ValueError, match="eval mode"):
         model_of(small_model().train())
-    with pytest.raises(ValueError, match="only models in int8"):
+    with pytest.raises(ValueError, match="models are kept as codes"):
         model_of(small_model(quant={"mode": "float"}))
     module = small_model(pre_norm=True, norm="rms")
     module.decoder.layer_norm = torch.nn.LayerNorm(48)

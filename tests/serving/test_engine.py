@@ -43,6 +43,8 @@ VARIANTS = [
     {"quant": {"weight_format": "ternary/tensor"}},
     GATED | {"quant": {"weight_format": "int3/tensor"}},
     {"quant": {"weight_format": "int4/row"}, "encoder_layers": 0, "tied": False},
+    {"quant": {"weight_format": "fp4-e2m1/row"}},
+    {"quant": {"weight_format": "log3.0/tensor"}, "shared": False},
 ]
 
 
@@ -272,7 +274,14 @@ def test_weights_are_packed_once_and_temporary_tensors_share_memory():
 
 
 @pytest.mark.parametrize(
-    ("form", "bits"), [("ternary/row", 2), ("int3/tensor", 3), ("int4/row", 4), ("int6/row", 8)]
+    ("form", "bits"),
+    [
+        ("ternary/row", 2),
+        ("int3/tensor", 3),
+        ("int4/row", 4),
+        ("fp4-e2m1/row", 4),
+        ("int6/row", 8),
+    ],
 )
 def test_narrow_weights_are_packed_in_their_bits(form, bits):
     model = model_of(small_model(quant={"weight_format": form}))

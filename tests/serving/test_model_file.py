@@ -12,11 +12,13 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from lsq.models.sparsity import choose
+from lsq.quant.declared import declare
 from lsq.serving import SearchOptions, model_file
 from lsq.serving.decoding_model import DecodingModel, model_of
 from lsq.serving.model_file import ExportedModel
 from tests.fuzz import trial
 from tests.fuzz.mutations import mutated_bytes, mutated_json
+from tests.layers.test_clip_format import forgotten
 from tests.serving.models import small_model
 
 CONFIGURATIONS = [
@@ -30,6 +32,7 @@ CONFIGURATIONS = [
     {"quant": {"weight_granularity": "tensor", "bits": 5}, "activation": "gelu"},
     {"quant": {"weight_format": "ternary/tensor"}},
     {"quant": {"weight_format": "int3/row"}, "words": 21, "tied": False},
+    {"quant": {"weight_format": "fp4-e2m1/tensor"}},
 ]
 TINY = {"encoder_layers": 1, "decoder_layers": 1, "words": 21, "hidden": 16, "feed_forward": 32}
 
@@ -131,6 +134,24 @@ def test_narrow_codes_take_as_many_bits_as_they_have(path, form, bits):
             found = stored[name + ".narrow"].numel()
             assert bits * codes.numel() / 8 <= found < bits * codes.numel() / 8 + 4
     assert same(before, model_file.read(path))
+
+
+def test_a_format_of_a_user_is_read_where_nobody_declared_it(path):
+    declare("seven_exported", (-4, -2, -1, 0, 1, 2, 4))
+    before = exported(quant={"weight_format": "seven_exported/row"})
+    model_file.write(path, before)
+    with safe_open(path, framework="pt") as file:
+        stored = {name: file.get_tensor(name) for name in file.keys()}
+    name = next(name for name in before.model.tensors if name.endswith(".codes"))
+    codes = before.model.tensors[name]
+    assert set(codes.unique().tolist()) == {-4, -2, -1, 0, 1, 2, 4}
+    assert stored[name + ".narrow"].numel() == -(-codes.numel() // 8) * 3
+    forgotten("seven_exported")
+    assert same(before, model_file.read(path))
+    forgotten("seven_exported")
+    declare("seven_exported", (-3, -2, -1, 0, 1, 2, 3))
+    with pytest.raises(ValueError, match="seven_exported has 7 values here and 7 in the exported"):
+        model_file.read(path)
 
 
 def test_reading_maps_codes_and_needs_no_fairseq(path):
@@ -244,7 +265,7 @@ def test_what_does_not_fit_is_named(path, sparse, change, reason):
         (change_shapes(lambda shape: [-1, 4]), "the shape of .* is"),
         (change_shapes(lambda shape: [10**12, 10**6]), "packed holds"),
         (change_sparse(".narrow", lambda one: one[1:].contiguous()), "packed holds"),
-        (change_sparse(".narrow", lambda one: one.fill_(0b00100100)), "codes beyond 3"),
+        (change_sparse(".narrow", lambda one: one.fill_(255)), "holds code 7 of 7"),
         (change_sparse(".narrow", torch.zeros_like), "checksum of .*narrow does not"),
         (change_sparse(".narrow", lambda one: None), "lacks tensors"),
         (text(format="lsq model 1"), "the model (lacks|has unknown) tensors"),
