@@ -27,7 +27,7 @@ class PackedWeight(Value):
 
     tiles: Bytes  # Behind the fields of groups lie the groups' scales.
     scale: Floats | None  # [P]; None: fields of groups.
-    table: Bytes | None  # [32], StoredType.table_bytes of fields.
+    table: Bytes | None  # StoredType.table_bytes of fields.
     columns: int  # P.
     inner: int  # K.
     sparse: bool = False  # Whether tiles hold only two of four inputs.
@@ -190,7 +190,7 @@ class PackedWeight(Value):
     def _whole(self, codes: torch.Tensor) -> torch.Tensor:
         if self.table is None:
             return codes.int() * self.step - self.zero
-        low, high = self.table.int().view(2, 16)
+        low, high = self.table.int().view(2, -1)
         return (low + 256 * high)[codes.int()] - self.zero
 
     def _sparse_tiles(self) -> torch.Tensor:
