@@ -19,6 +19,7 @@ from lsq.layers.blocks import PackedSequences
 from lsq.layers.embedding import sinusoidal_table
 from lsq.models.sparsity import is_sparse, pack
 from lsq.native import tiles
+from lsq.native.layouts import CUDA
 from lsq.ops.next_words import NextWords
 from lsq.ops.nonlinearity import Activation
 from lsq.ops.packed_project import PackedProject
@@ -31,6 +32,7 @@ from lsq.program.program import Program
 from lsq.program.tensor import VirtualTensor
 from lsq.program.values import Coded, Weight
 from lsq.quant.formats import Int4
+from lsq.quant.stored import Fields
 from lsq.run import backends
 from lsq.run.backends import Backend
 from lsq.serving.decoding_model import PROJECTION, DecodingModel
@@ -38,6 +40,8 @@ from lsq.serving.step_programs import encoder_program, step_program
 from lsq.serving.steps import Candidates
 
 T = TypeVar("T")
+MOST_FIELD_BITS = 4
+"""Widest codes that a GPU reads as fields: unpacking hides behind loads and multiplications."""
 
 
 class Recent(Generic[T]):
@@ -113,13 +117,16 @@ class Preparation:
 
     def weight(self, name: str, inner: int, *, plain: bool = False) -> Weight | PackedWeight:
         """Return a weight with `inner` inputs as products read it: packed on the CPU, elsewhere on
-        the device in its stored form, or with `plain` unpacked."""
+        the device as fields or in its stored form, or with `plain` unpacked."""
         if name not in self._weights:
             stored, scale = (self._model.tensors[name + part] for part in (".codes", ".scale"))
             form, device = self._format, self._backend.device
             if not self._backend.packs_weights:
                 if plain:
                     stored, form = self._model.codes(name, inner).contiguous(), form.unpacked
+                elif form.bits <= MOST_FIELD_BITS and len(stored) % CUDA.pad[0] == 0:
+                    form = Fields(name=form.name, bits=form.bits, grain=form.grain)
+                    stored = form.store(self._model.codes(name, inner))
                 weight = Weight(format=form, codes=stored.to(device), scale=scale.to(device))
             elif isinstance(form, Int4):
                 weight = PackedWeight.of_int4(stored, scale, inner)
