@@ -24,6 +24,7 @@ from tests.ops.tiles import (
     multiplications,
     traffic,
 )
+from tests.sampling import first
 
 BITS = range(1, 8)
 PARTS = {1: [1], 2: [2], 3: [2, 1], 4: [4], 5: [4, 1], 6: [4, 2], 7: [4, 2, 1]}
@@ -52,23 +53,24 @@ def weight_of(codes: torch.Tensor, bits: int, scale: torch.Tensor) -> Weight:
 
 @pytest.mark.parametrize("bits", BITS)
 def test_words_are_the_fragments_of_tensor_cores(bits):
-    """ "Matrix fragments for mma.m16n8k32" of NVIDIA's PTX ISA: with lane = 4 * group + part, byte i
-    of b has column `group` and row part * 4 + i % 4 + 16 * (i / 4)."""
+    """By NVIDIA's PTX ISA (mma.m16n8k32): with lane = 4 * group + part, byte i of b has column
+    `group` and row part * 4 + i % 4 + 16 * (i / 4)."""
     columns, inner = 16, 256
     codes = codes_of(bits, columns, inner)
     fragments = 8 if bits % 2 else 4  # in a span, of four bytes
     span, packed = 16 * fragments, bytearray(columns * inner * bits // 8)
     for column in range(columns):
         for row in range(inner):
-            code = int(codes[column, row]) & (1 << bits) - 1 if bits > 1 else codes[column, row] < 0
+            code = int(codes[column, row])
+            code = int(code < 0) if bits == 1 else code & (1 << bits) - 1
             fragment, part, byte = row % span // 16, row % 16 // 4, row % 4
             lane = 4 * (column % 8) + part
             vector = (column // 8 * (inner // span) + row // span) * fragments * bits // 8
             for width in PARTS[bits]:
                 place = 8 // width
                 at = (vector + fragment // place) * 128 + 4 * lane + byte
-                packed[at] |= (int(code) & (1 << width) - 1) << fragment % place * width
-                code, vector = int(code) >> width, vector + fragments * width // 8
+                packed[at] |= (code & (1 << width) - 1) << fragment % place * width
+                code, vector = code >> width, vector + fragments * width // 8
     form = form_of(bits)
     stored = form.store(codes)
     assert bytes(stored.view(torch.uint8).flatten()) == packed
@@ -97,7 +99,8 @@ def sums(x: torch.Tensor, codes: torch.Tensor, bits: int, order: int = 0) -> tor
 
 
 @pytest.mark.parametrize(
-    "rows, inner, outputs", [(1, 16, 16), (3, 80, 80), (33, 144, 48), (70, 336, 144), (5, 1168, 16)]
+    "rows, inner, outputs",
+    first([(3, 80, 80), (33, 144, 48), (5, 1168, 16), (1, 16, 16), (70, 336, 144)], 3),
 )
 @pytest.mark.parametrize("bits", BITS)
 def test_sums_are_exact(bits, rows, inner, outputs):
@@ -166,16 +169,17 @@ def launch_of(bits: int, rows: int):
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_two_blocks_fit_and_nothing_spills(target):
-    for bits in BITS:
-        for rows in (32, 64, 65):
-            assert_two_blocks_fit(launch_of(bits, rows), target)
+@pytest.mark.parametrize("bits", first([7, 3, 2, 4, 1, 5, 6], 2))
+def test_two_blocks_fit_and_nothing_spills(bits, target):
+    for rows in (32, 64, 65):
+        assert_two_blocks_fit(launch_of(bits, rows), target)
 
 
 OPCODES = {"IMMA": 0x37, "BAR": 0x11D, "LOP3": 0x12, "SHF": 0x19, "PRMT": 0x16}
 """The lowest nine bits of an instruction of 16 bytes, without the kinds of its operands."""
-MOST = {1: 4, 2: 2, 3: 5.5, 4: 2.5, 5: 5.5, 6: 5.5, 7: 8.5}
-"""Operations on bits for each multiplication of 16 rows; most shifts to the left are IMAD."""
+MOST = {1: 2.5, 2: 2.5, 3: 5.5, 4: 2.5, 5: 6, 6: 6, 7: 8.5}
+"""Operations on bits for each multiplication of 16 rows, of addresses too; most shifts to the left
+are IMAD."""
 
 
 def opcodes(image: bytes) -> list[int]:
@@ -193,7 +197,7 @@ def opcodes(image: bytes) -> list[int]:
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("bits", BITS)
 def test_operations_on_bits_for_a_multiplication(bits, target):
-    """Of the main loop, from its barrier to its last multiplication; four are of addresses."""
+    """Of the main loop, from its barrier to its last multiplication."""
     kernel = launch_of(bits, 16).kernel
     found = opcodes(compiler.compile_kernels(kernel.source, kernel.defines, target).image)
     first = found.index(OPCODES["IMMA"])
@@ -201,7 +205,7 @@ def test_operations_on_bits_for_a_multiplication(bits, target):
     begin = max(i for i in range(first) if found[i] == OPCODES["BAR"])
     counts = {name: found[begin:last].count(code) for name, code in OPCODES.items()}
     assert counts["IMMA"] == 16
-    assert counts["LOP3"] + counts["SHF"] + counts["PRMT"] <= MOST[bits] * counts["IMMA"] + 4
+    assert counts["LOP3"] + counts["SHF"] + counts["PRMT"] <= MOST[bits] * counts["IMMA"]
 
 
 def test_what_the_kernel_does_not_take():

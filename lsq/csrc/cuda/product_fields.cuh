@@ -10,6 +10,17 @@
 
 namespace lsq {
 
+// (word & mask) | others by one instruction; of two constants the compiler makes two.
+LSQ_INLINE uint32_t masked_or(uint32_t word, uint32_t mask, uint32_t others) {
+#ifdef LSQ_EMULATOR
+    return (word & mask) | others;
+#else
+    uint32_t found;
+    asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(found) : "r"(word), "r"(mask), "r"(others));
+    return found;
+#endif
+}
+
 struct FieldColumns {
     static constexpr int kRows = 8, kUnits = FIELD_BITS % 2 ? 8 : 4;  // of a span
     static constexpr int kSpan = kUnits * kCudaLayout.unit;           // inputs
@@ -22,12 +33,12 @@ struct FieldColumns {
     static_assert(FIELD_BITS >= 1 && FIELD_BITS <= 7, "wider codes are int8");
 
     const int8_t* from;
-    int64_t stored;  // bytes of eight rows
-    int left;        // tiles of eight rows from the warp's first one to the last of all
+    int stored;  // bytes of eight rows
+    int left;    // tiles of eight rows from the warp's first one to the last of all
 
     LSQ_INLINE FieldColumns(const int8_t* weight, int64_t first, int64_t rows, int64_t inner)
-        : stored((inner + kSpan - 1) / kSpan * (kSpan * FIELD_BITS)),
-          left(static_cast<int>(min(rows - first, static_cast<int64_t>(TILE_N)) / kRows) - warp()) {
+        : stored(static_cast<int>(inner + kSpan - 1) / kSpan * (kSpan * FIELD_BITS)),
+          left(static_cast<int>(min(rows - first, static_cast<int64_t>(TILE_N))) / kRows - warp()) {
         from = weight + (first / kRows + warp()) * stored;
     }
 
@@ -41,7 +52,7 @@ struct FieldColumns {
             for (int first = 0; first < kTileBytes; first += kWarp * kChunk) {
                 const int at = first + threadIdx.x % kWarp * kChunk;
                 if (at >= kTileBytes) break;
-                const int64_t offset = step * kTileBytes + at;
+                const int offset = static_cast<int>(step) * kTileBytes + at;
                 copy_async<kChunk>(tile + (i + warp()) * kTileBytes + at,
                                    from + i * stored + offset, i < left && offset < stored);
             }
@@ -71,8 +82,8 @@ struct FieldColumns {
             const int places = 8 / width, shift = low - of_span % places * width;
             const uint32_t word = load_words<uint32_t>(
                 words + (vector + of_span / places) * kCudaLayout.vector);
-            found |= (shift < 0 ? word >> -shift : word << shift) &
-                     ((1u << width) - 1) * 0x01010101u << low;
+            found = masked_or(shift < 0 ? word >> -shift : word << shift,
+                              ((1u << width) - 1) * 0x01010101u << low, found);
             vector += kUnits / places, low += width;
         }
         return found;
