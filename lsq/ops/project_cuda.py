@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from lsq import gemm
 from lsq.gemm import LARGEST_INNER
-from lsq.gemm.configuration import SHARED_BYTES, TileConfiguration
+from lsq.gemm.configuration import SHARED_BYTES, TILE_STAGES, TileConfiguration
 from lsq.native.geometry import VECTOR, patches
 from lsq.native.launch import TICKET, Launch, Product, check, float_define, launch
 from lsq.ops.launches import (
@@ -26,7 +26,6 @@ from lsq.quant.stored import Fields
 
 FIELD_STEP = 128
 """Values along K in a stage of a product with packed fields (csrc/cuda/product_copies.cuh)."""
-MOST_FIELD_STAGES = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +34,7 @@ class FieldTile(TileConfiguration):
 
     ROWS: ClassVar = (32, *TileConfiguration.ROWS)
     bits: int
+    """Width of a code."""
 
     @property
     def stage_bytes(self) -> int:
@@ -113,4 +113,4 @@ def packed_tile(form: WeightFormat, rows: int, inner: int) -> TileConfiguration:
         return TileConfiguration(rows=height, columns=64, stages=4)
     shape = {"rows": 32 if rows <= 32 else height, "columns": 64, "bits": form.bits}
     stages = SHARED_BYTES["mma"] // FieldTile(**shape, stages=2).stage_bytes
-    return FieldTile(**shape, stages=min(stages, MOST_FIELD_STAGES))
+    return FieldTile(**shape, stages=min(stages, TILE_STAGES["mma"][1]))
