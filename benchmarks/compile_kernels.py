@@ -60,8 +60,10 @@ from lsq.program.samples import placed
 from lsq.program.tensor import VirtualTensor
 from lsq.program.values import Coded, Weight
 from lsq.quant import WEIGHT_FORMATS, Grain
+from lsq.quant.stored import Fields
 from lsq.run.cuda import AbsentGPU
 from lsq.serving.architecture import Architecture, StackArchitecture
+from lsq.serving.engine import MOST_FIELD_BITS
 from lsq.serving.step_programs import encoder_program, step_program
 
 TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
@@ -85,8 +87,8 @@ FEW_ROWS = tuple(
 """What it makes of few rows of logits."""
 OF_LOGITS = (NextWords, VocabularyLoss, VocabularyLossGradient)
 """Those that take so many words that few rows fill a GPU."""
-FEWEST = 64
-"""Rows of a step of decoding for which weights stored as int4 have a tile of their own."""
+PACKED_ROWS = (32, 64)
+"""Rows of steps of decoding for which packed weights have tiles of their own."""
 NUMBERS = Size(
     name="numbers",
     hidden=256,
@@ -154,7 +156,7 @@ def needed_programs(models: Iterable[Size], layers: Callable = configurations) -
                 if quant.coded:
                     architecture = translation_model(size, config)
                     yield encoder_program(architecture, sentences, mode.backend)
-                    for rows in (step.rows, FEWEST):
+                    for rows in (step.rows, *PACKED_ROWS):
                         yield step_program(architecture, rows, mode.backend)
 
 
@@ -223,7 +225,7 @@ def next_words(size: Size) -> Iterator[Operation]:
 
 
 def of_packed_weights(project: Project) -> Iterator[Operation]:
-    """A product of few rows with its weight as int4, and as 2:4 sparse."""
+    """A product of few rows with its weight as int4, as fields, and as 2:4 sparse."""
     inner, outputs = project.x.tensor.shape[1], project.columns
 
     def tensor(name, *shape, dtype=torch.int8):
@@ -232,6 +234,10 @@ def of_packed_weights(project: Project) -> Iterator[Operation]:
     scale, int4 = project.weight.scale, WEIGHT_FORMATS["int4"](8, Grain.ROW)
     codes = tensor("codes", outputs, int4.stored_columns(inner))
     yield replace(project, weight=Weight(format=int4, codes=codes, scale=scale))
+    for bits in range(2, MOST_FIELD_BITS + 1):
+        fields = Fields(name=f"int{bits}", bits=bits, grain=Grain.ROW)
+        codes = tensor("codes", outputs, 1, fields.stored_columns(inner))
+        yield replace(project, weight=Weight(format=fields, codes=codes, scale=scale))
     tiles = outputs // OUTPUTS, -(-inner // INPUTS), 32
     kept = tensor("kept", *tiles, 4, dtype=torch.uint8)
     yield SparseProject(

@@ -8,6 +8,7 @@ import contextlib
 import datetime
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 from lsq.files.json_file import check_choice, check_number, check_whole, shown
 from lsq.gemm.operations import OVER_TOKENS, TILED, TILED_ALONE
@@ -90,6 +91,7 @@ class TileConfiguration:
     """The tiles of a kernel of lsq that makes a product and its epilogue on a GPU. Raises
     ValueError: the kernels have no such tile."""
 
+    ROWS: ClassVar = TILE_ROWS
     rows: int
     """Rows of sums in a block: 64 or 128."""
     columns: int
@@ -103,7 +105,7 @@ class TileConfiguration:
 
     def __post_init__(self) -> None:
         check_choice("instruction", self.instruction, tuple(TILE_COLUMNS))
-        for name, allowed in (("rows", TILE_ROWS), ("columns", TILE_COLUMNS[self.instruction])):
+        for name, allowed in (("rows", self.ROWS), ("columns", TILE_COLUMNS[self.instruction])):
             value = getattr(self, name)
             if not isinstance(value, int) or value not in allowed:
                 raise ValueError(
@@ -117,8 +119,12 @@ class TileConfiguration:
         return (self.rows // 16, 1) if self.instruction == "wgmma" else (2, 2)
 
     @property
+    def stage_bytes(self) -> int:
+        return (self.rows + self.columns) * TILE_STEP
+
+    @property
     def shared_bytes(self) -> int:
-        return self.stages * (self.rows + self.columns) * TILE_STEP
+        return self.stages * self.stage_bytes
 
     def blocks(self, m: int, n: int) -> tuple[int, int]:
         """Return (tiles across, tiles down) of a product [M, N]; one row of tiles if M is 0."""

@@ -32,7 +32,8 @@ class Project(Operation):
 
     x: In[Rows]  # [M, K]
     weight: In[Weight]
-    """[P, K], or [P, (K + 31) // 32 * 17] as int4 on CUDA; in float mode its values."""
+    """[P, K]; on CUDA also [P, (K + 31) // 32 * 17] as int4, [P, S, B] as Fields; in float mode its
+    values."""
     groups: In[GroupedCodes] | None
     """[M, K], codes of x for a grouped weight, on the CPU."""
     bias: In[Floats] | None  # [P]

@@ -145,7 +145,8 @@ class Weight(Value):
 
     format: Host[WeightFormat | ScaledFormat | None]
     codes: Codes | None
-    """[P, K] where products read them, [P, (K + 31) // 32 * 17] as int4; rows N to P hold 0."""
+    """[P, K] where products read them, [P, (K + 31) // 32 * 17] as int4, [P, S, B] as Fields: S
+    spans of B bytes; rows N to P hold 0."""
     scale: Floats | None
     """[P]"""
     values: In[Parameters] | None

@@ -17,7 +17,8 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from lsq.quant.layouts import CPU, FOUR, Layout, fields_of
+from lsq.quant.formats import WeightFormat
+from lsq.quant.layouts import CPU, CUDA, FOUR, Layout, fields_of
 from lsq.quant.tables import NumberFormat
 
 WORD = 127 * 257
@@ -160,6 +161,44 @@ def unpack(layout: Layout, packed: Tensor, bits: int, shape: tuple[int, int]) ->
         codes, begin = codes | places.flatten(2, 3) << low, end
     codes = codes.unflatten(3, (outputs, across, FOUR)).permute(0, 3, 1, 2, 4, 5)
     return codes.reshape(padded)[: shape[0], : shape[1]]
+
+
+class Fields(WeightFormat):
+    """Codes of 1 to 7 bits as packed fields, in the order in which CUDA multiplies them.
+
+    Fields are in two's complement; a field of 1 bit is the sign of a code of 1 or -1. Codes of
+    other weight formats become fields where they are prepared for decoding.
+    """
+
+    packed = True
+
+    @property
+    def unpacked(self) -> WeightFormat:
+        return WeightFormat(name=self.name, bits=self.bits, grain=self.grain)
+
+    @property
+    def largest(self) -> int:
+        return super().largest if self.bits > 1 else 1
+
+    def stored_columns(self, columns: int) -> int:
+        return CUDA.depth(self.bits, columns) * self.bits // 8
+
+    def store(self, codes: Tensor) -> Tensor:
+        """Pack codes int8 [N, K] to int8 [N padded to 16, spans, bytes of a row's span]."""
+        fields = (codes if self.bits > 1 else codes >> 1) & (1 << self.bits) - 1
+        packed = pack(CUDA, fields.view(torch.uint8), self.bits).view(torch.int8)
+        span = CUDA.span(self.bits) * self.bits // 8
+        return packed.view(-1, self.stored_columns(codes.shape[1]) // span, span)
+
+    def encode(self, values: Tensor, clip: Tensor) -> tuple[Tensor, Tensor]:
+        codes, scale = self.unpacked.encode(values, clip)
+        return self.store(codes), scale
+
+    def unpack(self, stored: Tensor, columns: int) -> Tensor:
+        shape, above = (len(stored), columns), 8 - self.bits
+        fields = unpack(CUDA, stored.flatten().view(torch.uint8), self.bits, shape)
+        codes = (fields << above).view(torch.int8) >> above
+        return codes if self.bits > 1 else 2 * codes + 1
 
 
 @functools.cache

@@ -31,6 +31,8 @@ from lsq.program.program import Program
 from lsq.program.tensor import VirtualTensor
 from lsq.program.values import Coded, Weight
 from lsq.quant.formats import Int4
+from lsq.quant.layouts import CUDA
+from lsq.quant.stored import Fields
 from lsq.run import backends
 from lsq.run.backends import Backend
 from lsq.serving.decoding_model import PROJECTION, DecodingModel
@@ -116,13 +118,17 @@ class Preparation:
 
     def weight(self, name: str, inner: int, *, plain: bool = False) -> Weight | PackedWeight:
         """Return a weight with `inner` inputs as products read it: packed on the CPU, elsewhere on
-        the device in its stored form, or with `plain` unpacked."""
+        the device as fields or in its stored form, or with `plain` unpacked."""
         if name not in self._weights:
             stored, scale = (self._model.tensors[name + part] for part in (".codes", ".scale"))
             form, device = self._format, self._backend.device
+            width = form.largest.bit_length() + 1  # of signed codes
             if not self._backend.packs_weights:
                 if plain:
                     stored, form = self._model.codes(name, inner).contiguous(), form.unpacked
+                elif width <= FIELD_BITS and len(stored) % CUDA.pad[0] == 0:
+                    form = Fields(name=form.name, bits=width, grain=form.grain)
+                    stored = form.store(self._model.codes(name, inner))
                 weight = Weight(format=form, codes=stored.to(device), scale=scale.to(device))
             elif isinstance(form, Int4):
                 weight = PackedWeight.of_int4(stored, scale, inner)

@@ -536,7 +536,7 @@ def test_two_blocks_fit_and_nothing_spills(target):
     for rows in (64, 65):
         operation = ended()
         operation.weight = int4_and_int8(48, 32)[0]
-        assert_two_blocks_fit(project_product(operation, packed_tile(rows, 48)), target)
+        assert_two_blocks_fit(project_product(operation, packed_tile(INT4, rows, 48)), target)
 
 
 @pytest.mark.parametrize("tile", first(WARPGROUPS, 1))

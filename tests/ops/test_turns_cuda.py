@@ -25,6 +25,7 @@ from tests.ops import (
     test_calibration,
     test_fake_quantize,
     test_input_gradient,
+    test_project_fields_cuda,
     test_rounding,
     test_sparse_project_cuda,
     test_weight_gradient,
@@ -179,6 +180,7 @@ def projects():
 def projects_in_one():
     products.project_turns()
     products.int4_turns()
+    test_project_fields_cuda.turns()
 
 
 def adapters():

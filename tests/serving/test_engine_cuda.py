@@ -7,6 +7,7 @@ import torch
 from torch.testing import assert_close
 
 from lsq.models.sparsity import choose
+from lsq.quant.stored import Fields
 from lsq.run.cuda import CUDA
 from lsq.serving import SearchOptions, search
 from lsq.serving.decoding_model import DecodingModel, model_of
@@ -37,12 +38,14 @@ def engines(activations=torch.float32, sparse=False, **options) -> tuple[Engine,
     "options",
     [
         {"sparse": True},
+        {"quant": {"bits": 2, "clips": "absmax"}, "encoder_layers": 0},
         *(
             pytest.param(one, marks=pytest.mark.thorough)
             for one in (
                 {},
                 {"encoder_layers": 0, "tied": False, "pre_norm": True, "activation": "gelu"},
                 {"quant": {"weight_format": "int4"}, "pre_norm": True, "norm": "rms"},
+                {"quant": {"bits": 3}, "pre_norm": True, "norm": "rms"},
                 {"embedding": {"positions": "learned", "layer_norm": True}},
             )
         ),
@@ -64,6 +67,18 @@ def test_candidates_are_those_of_the_cpu(options):
         parents = torch.randint(0, len(words), (min(rows, 6),), generator=chance)
         words = first.words[parents, torch.randint(0, 5, parents.shape, generator=chance)]
     assert_close(*(one.step_all(words, parents) for one in reversed(both)), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("bits", [2, 4, 5])
+def test_codes_of_few_bits_are_packed_to_fields(bits):
+    engine = engines(encoder_layers=0, quant={"bits": bits})[1]
+    name, inner = "decoder.layers.0.self_attn.qkv_weight", 48
+    weight, codes = engine._preparation.weight(name, inner), engine.model.codes(name, inner)
+    assert isinstance(weight.format, Fields) == (bits <= 4)
+    assert weight.codes.numel() == (len(codes) * 64 * bits // 8 if bits <= 4 else codes.numel())
+    assert torch.equal(weight.format.unpack(weight.codes.cpu(), inner), codes)
+    (projection,) = engine._projection.values()
+    assert projection.codes.shape[1] == inner and projection.format.bits == bits
 
 
 def thoroughly(**options):

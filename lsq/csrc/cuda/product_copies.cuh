@@ -4,23 +4,30 @@
 // A block makes a tile of TILE_M x TILE_N sums (-D). K comes in steps of 64, which blocks along the
 // third dimension of the grid may share, through STAGES (-D) stages. Within a stage, a row of 64
 // bytes is four chunks; chunk c of row r lies at chunk c ^ r / 2 % 4, wgmma's 64-byte swizzle: no
-// bank conflicts of copies, nor of reads of a chunk of eight rows.
+// bank conflicts of copies, nor of reads of a chunk of eight rows. -DFIELD_BITS: b has packed fields
+// (product_fields.cuh), and steps are of 128, the span of every width: chunk c lies at c ^ r % 8.
 #pragma once
 
 #include "tensor_core.cuh"
 
+#ifndef FIELD_BITS
+#define FIELD_BITS 0
+#endif
+
 namespace lsq {
 
-constexpr int kStep = 64, kChunk = 16, kChunks = kStep / kChunk;  // bytes, which are values along K
-constexpr int kStageBytes = (TILE_M + TILE_N) * kStep;
+constexpr int kStep = FIELD_BITS ? 128 : 64;  // bytes of a row of a, which are values along K
+constexpr int kChunk = 16, kChunks = kStep / kChunk;
+constexpr int kColumnBytes = FIELD_BITS ? kStep * FIELD_BITS / 8 : kStep;  // of a row of b
+constexpr int kStageBytes = TILE_M * kStep + TILE_N * kColumnBytes;
 // Bytes after which the order of chunks repeats: stages lie at a multiple.
-constexpr int kPattern = 512;
+constexpr int kPattern = 8 * kStep;
 
 LSQ_INLINE int64_t block_row() { return static_cast<int64_t>(blockIdx.y) * TILE_M; }
 LSQ_INLINE int64_t block_column() { return static_cast<int64_t>(blockIdx.x) * TILE_N; }
 
 LSQ_INLINE int offset_of(int row, int chunk) {
-    return row * kStep + (chunk ^ row / 2 % kChunks) * kChunk;
+    return row * kStep + (chunk ^ row * kStep / 128 % kChunks) * kChunk;
 }
 
 // A thread's copies of an operand's rows [first, first + ROWS): a chunk of every THREADS / 4th row.

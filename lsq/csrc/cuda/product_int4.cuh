@@ -71,20 +71,8 @@ struct Int4Columns {
             b[j][0] = multiplier.times(pairs), b[j][1] = multiplier.times(pairs >> 4);
         }
     }
-};
 
-LSQ_INLINE void accumulate(const TileCopy<kProductThreads, TILE_M>& a, const Int4Columns& b,
-                           unsigned char* stages, Sums& sums) {
-    for_steps(a, b, stages, [&](const unsigned char* stage, int64_t step) {
-#pragma unroll
-        for (int chunk = 0; chunk < kChunks; chunk += 2) {
-            RowFragments rows;
-            ColumnFragments columns;
-            load_rows(stage, chunk, rows);
-            b.load(stage, step, chunk, columns);
-            multiply_fragments(rows, columns, sums);
-        }
-    });
-}
+    LSQ_INLINE static void finish(Sums&) {}
+};
 
 }  // namespace lsq

@@ -91,4 +91,21 @@ LSQ_INLINE void accumulate(const TileCopy<kProductThreads, TILE_M>& a,
     });
 }
 
+// The same of a b that is stored in another way: b.load is load_columns.
+template <class OfB>
+LSQ_INLINE void accumulate(const TileCopy<kProductThreads, TILE_M>& a, const OfB& b,
+                           unsigned char* stages, Sums& sums) {
+    for_steps(a, b, stages, [&](const unsigned char* stage, int64_t step) {
+#pragma unroll
+        for (int chunk = 0; chunk < kChunks; chunk += 2) {
+            RowFragments rows;
+            ColumnFragments columns;
+            load_rows(stage, chunk, rows);
+            b.load(stage, step, chunk, columns);
+            multiply_fragments(rows, columns, sums);
+        }
+    });
+    b.finish(sums);
+}
+
 }  // namespace lsq

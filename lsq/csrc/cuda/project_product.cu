@@ -1,11 +1,14 @@
 // Product of codes with a weight and its epilogue in one kernel: M rows, N columns, K values, N and
-// K multiples of 16. -DINT4=1: the weight has the format Int4.
+// K multiples of 16. -DINT4=1: the weight has the format Int4; -DFIELD_BITS: the format Fields.
 #include "product_rows.cuh"
 #include "project_epilogue.cuh"
 
 #if INT4
 #include "product_int4.cuh"
 using Columns = Int4Columns;
+#elif FIELD_BITS
+#include "product_fields.cuh"
+using Columns = FieldColumns;
 #else
 using Columns = TileCopy<kProductThreads, TILE_N>;
 #endif
