@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import common
+import llama_cpp_side
 import torch
 from decoding_models import FORMATS, packed_megabytes, random_model
 from model_sides import llama
@@ -109,8 +110,22 @@ def of_transformers(dtype: torch.dtype, folder: Path, options) -> Side:
     )
 
 
+def of_llama_cpp(weight_format: str, folder: Path, options) -> Side:
+    """llama.cpp; ImportError: it is not installed."""
+    path = folder / "model.gguf"
+    size = (256, 256, 64) if options.quick else (768, 2048, 32000)
+    llama_cpp_side.write(path, weight_format, (options.layers, *size))
+    write = llama_cpp_side.writer_of(path, options.threads, max(options.texts), options.words)
+    megabytes = 1e-6 * path.stat().st_size
+    return Side(write=write, weights=lambda: megabytes, words=0.0, file=megabytes)
+
+
 SIDES: dict[str, Callable[..., Side]] = {
     **{f"lsq {form}": functools.partial(of_lsq, form) for form in FORMATS},
+    **{
+        f"llama.cpp {form}": functools.partial(of_llama_cpp, form)
+        for form in llama_cpp_side.FORMATS
+    },
     "transformers bfloat16": functools.partial(of_transformers, torch.bfloat16),
     "transformers float32": functools.partial(of_transformers, torch.float32),
 }
@@ -172,7 +187,7 @@ def main(arguments: list[str] | None = None) -> None:
             table = list(rows(sides, options))
     conditions = common.conditions(
         options,
-        packages=("transformers",),
+        packages=("transformers", "llama-cpp-python", "gguf"),
         baseline=BASELINE,
         layers=options.layers,
         words=options.words,

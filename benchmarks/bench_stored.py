@@ -7,6 +7,7 @@ the processor gave it, which hardly depend on what else runs; several by the wal
 is the time of the row's baseline, int8 with scales of the same kind, over the side's.
 """
 
+import functools
 import itertools
 import sys
 from collections.abc import Callable, Iterator
@@ -44,8 +45,8 @@ class Operand:
     """A weight in a form that products read."""
 
     tensors: tuple[Tensor, ...]
-    product: Callable[[tuple[Tensor, ...], int], Product]
-    """(these tensors or a copy of them, rows) -> a product with random rows."""
+    products_of: Callable[[int], Callable[..., Product]]
+    """Number of random rows -> (these tensors or a copy of them) -> a product with these rows."""
 
     @property
     def bytes(self) -> int:
@@ -54,31 +55,35 @@ class Operand:
     def products(self, copies: int, rows: int) -> Product:
         """Products with copies of the weight, in turn."""
         copied = (each.expand(copies, *each.shape).contiguous() for each in self.tensors)
-        made = [self.product(tensors, rows) for tensors in zip(*copied, strict=True)]
-        turns = itertools.cycle(made)
+        product = self.products_of(rows)
+        turns = itertools.cycle([product(*tensors) for tensors in zip(*copied, strict=True)])
         return lambda: next(turns)()
 
 
 def of_packed(weight: PackedWeight) -> Operand:
-    def product(tensors: tuple[Tensor, ...], rows: int) -> Product:
-        one = replace(weight, tiles=tensors[0], scale=tensors[1] if len(tensors) > 1 else None)
+    def products_of(rows: int) -> Callable[..., Product]:
         codes = torch.randint(-127, 128, (rows, weight.inner), dtype=torch.int8)
         out = torch.empty(rows, weight.columns)
         if weight.group == 0:
             x = Coded(format=INT8, codes=codes, scale=torch.ones(1))
-            return backend("cpu").prepare([(PackedProject(x=x, weight=one, out=out), [])])
+
+            def product(memory: Tensor, scale: Tensor) -> Product:
+                one = replace(weight, tiles=memory, scale=scale)
+                return backend("cpu").prepare([(PackedProject(x=x, weight=one, out=out), [])])
+
+            return product
         operation = Project(
             x=Rows(floats=torch.empty(codes.shape)),
             weight=Weight(format=None, values=torch.empty(weight.columns, weight.inner)),
             groups=GroupedCodes(codes=codes, scale=torch.rand(rows, 1), group=weight.group),
             out=out,
         )
-        return lambda: loader.call("lsq_multiply_groups", operation, one)
+        return lambda memory: functools.partial(
+            loader.call, "lsq_multiply_groups", operation, replace(weight, tiles=memory)
+        )
 
-    return Operand(
-        tensors=(weight.tiles,) if weight.scale is None else (weight.tiles, weight.scale),
-        product=product,
-    )
+    tensors = (weight.tiles,) if weight.scale is None else (weight.tiles, weight.scale)
+    return Operand(tensors=tensors, products_of=products_of)
 
 
 def int8(size: int, instructions: str) -> Operand:
@@ -119,26 +124,26 @@ def groups(name: str) -> Callable[[int, str], Operand]:
 
 
 def bfloat16(size: int, instructions: str) -> Operand:
-    def product(tensors: tuple[Tensor, ...], rows: int) -> Product:
-        x, (weight,) = torch.randn(rows, size, dtype=torch.bfloat16), tensors
-        return lambda: linear(x, weight)
+    def products_of(rows: int) -> Callable[..., Product]:
+        x = torch.randn(rows, size, dtype=torch.bfloat16)
+        return lambda weight: functools.partial(linear, x, weight)
 
-    return Operand(tensors=(torch.randn(size, size, dtype=torch.bfloat16),), product=product)
+    weight = torch.randn(size, size, dtype=torch.bfloat16)
+    return Operand(tensors=(weight,), products_of=products_of)
 
 
 def torch_int4(group: int) -> Callable[[int, str], Operand]:
     """PyTorch's product of bfloat16 rows with packed weights of 4 bits."""
 
     def make(size: int, instructions: str) -> Operand:
+        def products_of(rows: int) -> Callable[..., Product]:
+            x, multiply = torch.randn(rows, size).bfloat16(), torch._weight_int4pack_mm_for_cpu
+            return lambda weight, scales: functools.partial(multiply, x, weight, group, scales)
+
         codes = torch.randint(0, 16, (size, size), dtype=torch.int32)
         packed = torch._convert_weight_to_int4pack_for_cpu(codes, 1)
         scales = torch.rand(size // group, size, 2, dtype=torch.bfloat16)
-
-        def product(tensors: tuple[Tensor, ...], rows: int) -> Product:
-            x, (weight, scales) = torch.randn(rows, size, dtype=torch.bfloat16), tensors
-            return lambda: torch._weight_int4pack_mm_for_cpu(x, weight, group, scales)
-
-        return Operand(tensors=(packed, scales), product=product)
+        return Operand(tensors=(packed, scales), products_of=products_of)
 
     return make
 
