@@ -4,7 +4,8 @@ Weights have a scale for each output, or for each group of inputs of an output (
 Those from "caches" are one weight, multiplied again and again; those from "memory" are copies that
 take turns, so that none is in a cache when its turn comes. One thread is timed by the seconds that
 the processor gave it, which hardly depend on what else runs; several by the wall's clock. "ratio"
-is the time of the row's baseline, int8 with scales of the same kind, over the side's.
+is the time of the row's baseline, int8 with scales of the same kind, over the side's. Ways to
+multiply are compared with the one that a rule chooses.
 """
 
 import functools
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from lsq.gemm.registers import BY_RULE, MOST
 from lsq.native import loader, tiles
 from lsq.ops.grouped_product import GroupedCodes
 from lsq.ops.packed_project import PackedProject
@@ -97,14 +99,14 @@ def int4(size: int, instructions: str) -> Operand:
     return of_packed(PackedWeight.of_int4(stored, torch.rand(size), size, instructions))
 
 
-def fields(bits: int) -> Callable[[int, str], Operand]:
+def fields(bits: int, registers: int = BY_RULE) -> Callable[[int, str], Operand]:
+    """Codes of so many bits; `registers`: rows up to which no tile is unpacked."""
     stored = StoredType(bits=bits, decode=Decode.AFFINE, zero=2 ** (bits - 1))
 
     def make(size: int, instructions: str) -> Operand:
         codes = torch.randint(0, 2**bits, (size, size), dtype=torch.uint8)
-        return of_packed(
-            PackedWeight.of_stored(codes, torch.rand(size), stored, instructions=instructions)
-        )
+        weight = PackedWeight.of_stored(codes, torch.rand(size), stored, instructions=instructions)
+        return of_packed(replace(weight, registers=registers))
 
     return make
 
@@ -148,18 +150,23 @@ def torch_int4(group: int) -> Callable[[int, str], Operand]:
     return make
 
 
+WAYS = {"": BY_RULE, " in registers": MOST, " in tiles": 0}
+"""How few rows are multiplied -> rows up to which registers do it; more are the same."""
 GROUPED = ("int8/group64", "int2/group64", "int3/group64", "int4/group64", "int4/group32")
 GROUPED += ("mxfp4", "nf4/group64")
 TABLES: tuple[dict[str, Callable[[int, str], Operand]], ...] = (
     {
         "int8": int8,
         "int4": int4,
-        "1 bit": fields(1),
-        **{f"{bits} bits": fields(bits) for bits in (2, 3, 4, 6)},
+        **{f"{bits} bits": fields(bits) for bits in (1, 2, 3, 4, 6)},
         "torch bfloat16": bfloat16,
         **{f"torch int4/group{group}": torch_int4(group) for group in (32, 64)},
     },
     {name: groups(name) for name in GROUPED},
+    *(
+        {f"{bits} bits{way}": fields(bits, registers) for way, registers in WAYS.items()}
+        for bits in (1, 2, 3, 4)
+    ),
 )
 """Sides that are compared with each other; the first one is the baseline."""
 
@@ -222,7 +229,7 @@ def main(arguments: list[str] | None = None) -> None:
     ]
     conditions = common.conditions(
         options,
-        baseline="int8, or int8/group64 for scales of groups",
+        baseline="int8; int8/group64 for scales of groups; the rule for ways to multiply",
         lsq_instructions=options.instructions,
         clock=common.clock_of(options).__name__,
         megabytes_of_copies=options.megabytes,
