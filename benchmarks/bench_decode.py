@@ -1,8 +1,8 @@
-"""Translating on the CPU: lsq's engine in int8, CTranslate2 in int8, fairseq in float32.
+"""Translating on the CPU: lsq in int8 and narrower, CTranslate2 in int8, fairseq in float32.
 
 All translate the same sentences with a beam of the same size to the same number of words: their
 models' weights are random, so that none would end by itself. "ratio" is the baseline's median over
-the side's.
+the side's. With one thread, times are the processor's.
 """
 
 import argparse
@@ -18,6 +18,7 @@ from pathlib import Path
 import common
 import torch
 import transformer
+from decoding_models import FORMATS, random_model
 from fairseq.data.data_utils import collate_tokens
 from fairseq.sequence_generator import SequenceGenerator
 from torch import Tensor
@@ -30,7 +31,9 @@ from lsq.serving.search import search
 
 BASELINE = "ctranslate2 int8"
 FLOAT = "fairseq float32"
-LSQ = "lsq int8"
+LSQ = {f"lsq {form}": form.replace("/", "-") for form in FORMATS}
+"""Sides of lsq -> the files of their models."""
+FILES = {**LSQ, BASELINE: "ctranslate2/model.bin"}
 SHORTEST, LONGEST, MEAN, SPREAD = 4, 80, 26.0, 0.5
 """Words of a source: log-normal, cut, as sentences of news are (a mean of 26 words, a deviation of
 13)."""
@@ -53,19 +56,23 @@ def sources(count: int, vocabulary: int, seed: int) -> list[Tensor]:
 
 
 def write_models(shape: transformer.Shape, folder: Path) -> None:
-    """Write a model of lsq with measured clips for lsq and, if it is installed, for CTranslate2."""
+    """Write a model with measured clips for lsq and, if it is installed, for CTranslate2; for lsq
+    also models of the same architecture in narrower formats."""
     side = transformer.Side(shape, arguments=transformer.LSQ)
     side.loss(transformer.batch(shape, padded=True, seed=1))
     symbols = tuple(transformer.made_up_dictionary(shape.vocabulary).symbols)
     model = model_of(side.model.eval())
     folder.mkdir()
-    model_file.write(folder / "lsq", ExportedModel(model=model, source=symbols, target=symbols))
+    for form, file in zip(FORMATS, LSQ.values(), strict=True):
+        chosen = model if form == "int8" else random_model(model.architecture, form)
+        exported = ExportedModel(model=chosen, source=symbols, target=symbols)
+        model_file.write(folder / file, exported)
     if find_spec("ctranslate2"):
         export_ctranslate2.write(folder / "ctranslate2", model, symbols, symbols)
 
 
-def of_lsq(shape: transformer.Shape, folder: Path, threads: int) -> Side:
-    engine = Engine(model_file.read(folder / "lsq").model)
+def of_lsq(file: str, shape: transformer.Shape, folder: Path, threads: int) -> Side:
+    engine = Engine(model_file.read(folder / file).model)
 
     def translate(given: Sequence[Tensor], beam: int, words: int) -> int:
         options = SearchOptions(beam=beam, min_len=words - 1, max_len_b=words - 1)
@@ -116,7 +123,7 @@ def of_fairseq(shape: transformer.Shape, folder: Path, threads: int) -> Side:
 
 
 SIDES: dict[str, Callable[[transformer.Shape, Path, int], Side]] = {
-    LSQ: of_lsq,
+    **{name: functools.partial(of_lsq, file) for name, file in LSQ.items()},
     BASELINE: of_ctranslate2,
     FLOAT: of_fairseq,
 }
@@ -159,7 +166,9 @@ def megabytes(what: str) -> float:
     return int(next(line for line in lines if line.startswith(what)).split()[1]) / 1024
 
 
-def rows(sides: dict[str, Side], peaks: dict[str, float], options) -> Iterator[dict]:
+def rows(
+    sides: dict[str, Side], files: dict[str, float], peaks: dict[str, float], options
+) -> Iterator[dict]:
     vocabulary = transformer.QUICK.vocabulary if options.quick else transformer.Shape().vocabulary
     for beam in options.beams:
         for count in options.batches:
@@ -174,6 +183,7 @@ def rows(sides: dict[str, Side], peaks: dict[str, float], options) -> Iterator[d
                 },
                 rounds=options.rounds,
                 warm_up=1,
+                clock=common.clock_of(options),
             )
             baseline = timings[BASELINE if BASELINE in timings else FLOAT]
             for name, timing in timings.items():
@@ -187,6 +197,7 @@ def rows(sides: dict[str, Side], peaks: dict[str, float], options) -> Iterator[d
                     "milliseconds_per_sentence": 1e3 * timing.median / count,
                     "ratio": baseline.median / timing.median,
                     "ratio_of_fastest": baseline.fastest / timing.fastest,
+                    "file_megabytes": files.get(name),
                     "peak_megabytes": peaks.get(name),
                 }
 
@@ -226,13 +237,18 @@ def main(arguments: list[str] | None = None) -> None:
                 missing[name] = str(error)
         if not options.quick:
             peaks = {name: peak_megabytes(name, folder, options) for name in sides}
-        table = list(rows(sides, peaks, options))
+        files = {
+            name: 1e-6 * (folder / "model" / FILES[name]).stat().st_size
+            for name in FILES.keys() & sides.keys()
+        }
+        table = list(rows(sides, files, peaks, options))
     conditions = common.conditions(
         options,
         packages=("fairseq-fixed", "ctranslate2"),
         baseline=BASELINE if BASELINE in sides else FLOAT,
         shape=dataclasses.asdict(shape),
         words=options.words,
+        clock=common.clock_of(options).__name__,
         missing=missing,
         source_words={
             count: [len(one) for one in sources(count, shape.vocabulary, count)]

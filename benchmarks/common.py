@@ -149,6 +149,12 @@ def alternate(
     return {name: timing(values) for name, values in measured.items()}
 
 
+def clock_of(options: argparse.Namespace) -> Callable[[], float]:
+    """The seconds that the processor gave this process, which hardly depend on what else runs; for
+    several threads the wall's."""
+    return time.process_time if options.threads == 1 else time.perf_counter
+
+
 SETTLED = 9
 """Steps after which lsq measures no clip before it rounds any more."""
 

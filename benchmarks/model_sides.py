@@ -316,8 +316,8 @@ def lsq_linears(model: nn.Module) -> None:
     lsq.convert(model, QuantConfig(), **alone)
 
 
-def lsq_fused(model: nn.Module) -> None:
-    lsq.convert(model, QuantConfig())
+def lsq_fused(model: nn.Module, weight_format: str = "int8") -> None:
+    lsq.convert(model, QuantConfig(weight_format=weight_format))
     modules = [module for module in model.modules() if isinstance(module, ProgramModule)]
     if all(isinstance(module, Projection) for module in modules):
         raise NotImplementedError(f"lsq.convert fuses no layer of {type(model).__name__}")
@@ -332,6 +332,8 @@ def _variants(prefix: str, kinds: dict[str, Kind], **changes) -> dict[str, Kind]
     return {f"{prefix} {name}": Kind(**{**vars(kind), **changes}) for name, kind in kinds.items()}
 
 
+NARROW = ("int4/row", "int3/row", "int2/row", "ternary/row")
+"""Formats of weights, beside int8."""
 PYTORCH = "PyTorch"
 SIDES: dict[str, Kind] = {
     **_variants(PYTORCH, ALL),
@@ -342,6 +344,12 @@ SIDES: dict[str, Kind] = {
     **_variants("SDNQ int8 OpenVINO", HALF, change=sdnq_openvino, linears=True),
     **_variants(f"{LSQ} linears", ALL, change=lsq_linears, own=True),
     **_variants(f"{LSQ} fused", ALL, change=lsq_fused, own=True),
+    **{
+        f"{LSQ} fused {form}": Kind(
+            change=functools.partial(lsq_fused, weight_format=form), own=True
+        )
+        for form in NARROW
+    },
 }
 OPPONENTS = tuple(name for name in SIDES if name.startswith(PYTORCH) and "float32" not in name)
 """bfloat16 of PyTorch; the fastest of them is the baseline."""
