@@ -9,6 +9,7 @@ its options are the same.
 import argparse
 import dataclasses
 import json
+import re
 import statistics
 import sys
 import time
@@ -397,6 +398,11 @@ def nudge(model: nn.Module) -> None:
             parameter.mul_(1 + NUDGE)
 
 
+def rounded(weights: str, **options) -> Side:
+    """A side with weights of a format."""
+    return Side(convert=partial(lsq.convert, quant=QuantConfig(weight_format=weights, **options)))
+
+
 SIDES = {
     FLOAT: Side(),
     "float32, other last bits": Side(convert=nudge),
@@ -412,6 +418,13 @@ SIDES = {
         convert=partial(lsq.convert, quant=QuantConfig(activation_format="float32"))
     ),
     "int8, clips decay": Side(convert=lsq.convert, decays_clips=True),
+    "int4": rounded("int4"),
+    "int4/group64": rounded("int4/group64"),
+    "int2/group64": rounded("int2/group64"),
+    "ternary": rounded("ternary/tensor,*lm_head*=int8"),
+    "ternary rows": rounded("ternary/row,*lm_head*=int8"),
+    "ternary, learned clips": rounded("ternary/tensor,*lm_head*=int8", clips="learned"),
+    "ternary rows, learned clips": rounded("ternary/row,*lm_head*=int8", clips="learned"),
 }
 DEFAULT = (FLOAT, "bfloat16", "int8")
 
@@ -500,7 +513,8 @@ def rate(size: Size, update: int) -> float:
 
 def result(task: Task, side: str, seed: int, options: argparse.Namespace) -> dict:
     """A training's result, read from its file or trained now."""
-    path = options.output / f"{task.name}-{side.replace(', ', '-').replace(' ', '-')}-{seed}.json"
+    name = re.sub(r"\W+", "-", side)
+    path = options.output / f"{task.name}-{name}-{seed}.json"
     settings = {
         "task": task.name,
         "side": side,

@@ -81,6 +81,14 @@ def test_what_is_of_learned_clips_alone():
         assert QuantConfig(**{name: value}).learned
         with pytest.raises(ValueError, match=f'{name} is .*but clips is "absmax"'):
             QuantConfig(clips="absmax", **{name: value})
+    for weights in ("ternary/tensor", "int2/row", "ternary/row/float32,*head*=int8"):
+        assert not QuantConfig(weight_format=weights).learned
+    for weights in ("int3/row", "ternary/group64", "ternary/tensor,*head*=int4"):
+        assert QuantConfig(weight_format=weights).learned
+        with pytest.raises(ValueError, match="which is for int8 and ternary weights, and"):
+            QuantConfig(weight_format=weights, clips="absmax")
+    with pytest.raises(ValueError, match="activation_format is 'ternary/row', but clips is"):
+        QuantConfig(activation_format="ternary/row", clips="absmax")
 
 
 @pytest.mark.parametrize(

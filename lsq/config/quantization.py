@@ -68,6 +68,12 @@ def check_format(fast: Collection[str], name: str) -> None:
         ) from None
 
 
+def _measures(field: str, name: str) -> bool:
+    """Whether the clips of a format may be measured in every pass."""
+    form = weight_format(name, 8, Grain.ROW) if field == "weight_format" else None
+    return name == "int8" or (form is not None and form.ternary)
+
+
 def of_this_version(given: Mapping[str, Any]) -> dict[str, Any]:
     """Rename fields of version 0.1; raises ValueError for values that would be lost."""
     fields = without_constants(given, CONSTANT)
@@ -118,9 +124,10 @@ class QuantConfig:
     every code."""
     clips: str = "auto"
     """Where clips come from. "absmax": a weight's clips are the largest magnitudes of its rows at
-    every update; an activation's clip follows the largest magnitude of earlier passes. "learned":
-    clips are measured, then trained as parameters (PACT). "auto": "absmax" if all formats are int8
-    of 8 bits and no option for learned clips is given, else "learned".
+    every update, or mean magnitudes if it is ternary or has 2 bits (BitNet b1.58); an activation's
+    clip follows the largest magnitude of earlier passes. "learned": clips are measured, then
+    trained as parameters (PACT). "auto": "absmax" if all formats are int8 of 8 bits or ternary
+    weights, and no option for learned clips is given, else "learned".
     """
     clip_init: str = "mse"
     """How learned clips are first measured, for activations on the first batch: "absmax",
@@ -209,7 +216,7 @@ class QuantConfig:
         for name in others:
             raise ValueError(
                 f'{name} is {getattr(self, name)!r}, but clips is "absmax", which is for int8 and'
-                " measures every clip "
+                " ternary weights, and measures every clip "
                 f'in every pass: leave {name} out, or take clips="learned"'
             )
 
@@ -219,7 +226,7 @@ class QuantConfig:
         formats = [
             name
             for name in FAST_FORMATS
-            if set(format_choice(getattr(self, name)).formats) != {"int8"}
+            if not all(_measures(name, form) for form in format_choice(getattr(self, name)).formats)
         ]
         return formats + [
             name for name, default in ONLY_LEARNED.items() if getattr(self, name) != default

@@ -15,7 +15,7 @@ from lsq.layers.weight_state import WeightState
 from lsq.ops.calibration import Calibration
 from lsq.program.program import Program
 from lsq.program.tensor import CLIPS, Kind, Parameter
-from lsq.quant import SMALLEST_CLIP, largest_clips
+from lsq.quant import SMALLEST_CLIP
 from lsq.run import parameter_state
 from lsq.run.parameter_state import steps
 from lsq.run.shards import MeasuredClips, is_shard
@@ -386,8 +386,9 @@ class ClippedModule(nn.Module):
                 values = self.values_of(name)
                 rows = values.t() if declared.in_out else values
                 # resized weights get clips of their size in the next pass
-                if len(clip) == len(rows):
-                    clip.data.copy_(largest_clips(rows, clip))
+                form = self.quant.weight_form(name)
+                if len(clip) == form.scales(len(rows)):
+                    clip.data.copy_(form.measured_clips(rows, clip))
 
     # Whatever may change weights drops the kept codes
 

@@ -34,7 +34,8 @@ class RoundedWeight:
     @property
     def by_optimizers(self) -> bool:
         """Whether an optimizer can write the codes."""
-        return self.virtual.codes is not None and not self.virtual.in_out
+        virtual = self.virtual
+        return virtual.codes is not None and not (virtual.in_out or virtual.averaged)
 
 
 def rounded_weights(program: Program) -> tuple[RoundedWeight, ...]:
@@ -209,6 +210,8 @@ def _write_first(
 def write(weight: Weight, backend: Backend) -> None:
     """Write codes, decoded values or packed groups of a weight."""
     if weight.codes is not None:
+        if weight.averaged:
+            _average(weight, weight.values, weight.clip)
         backend.run(_rounding(weight))
     if weight.grouped is not None:
         pack_weight(weight, backend.run)
@@ -217,7 +220,13 @@ def write(weight: Weight, backend: Backend) -> None:
 
 
 def _rounding(weight: Weight) -> RoundWeight:
-    return RoundWeight(weight=weight, new_clip=weight.clip if weight.absmax else None)
+    return RoundWeight(weight=weight, new_clip=weight.new_clip)
+
+
+def _average(weight: Weight, values: Tensor, clip: Tensor) -> None:
+    """Write the clips of a weight that are mean magnitudes."""
+    rows = values.t() if weight.in_out else values
+    clip.data.copy_(weight.format.measured_clips(rows, clip))
 
 
 def _writer(weight: Weight, backend: Backend) -> Callable[[Tensor, Tensor], None]:
@@ -226,13 +235,15 @@ def _writer(weight: Weight, backend: Backend) -> Callable[[Tensor, Tensor], None
     leaves = {leaf.name: leaf for leaf in operation.leaves()}
     of_values = Slot(operation, leaves["weight.values"])
     slots = [of_values, Slot(operation, leaves["weight.clip"])]
-    slots += [Slot(operation, leaves["new_clip"])] if weight.absmax else []
-    run = backend.prepare([(operation, scratch)])
+    slots += [Slot(operation, leaves["new_clip"])] if operation.new_clip is not None else []
+    run, averaged = backend.prepare([(operation, scratch)]), weight.averaged
 
     def writer(values: Tensor, clip: Tensor) -> None:
         values = values.detach().to(dtypes[0]).contiguous()
         clip = clip.detach().to(dtypes[1]).contiguous()
         backend.check(values, "a weight")
+        if averaged:
+            _average(weight, values, clip)
         for slot in slots:  # inlined, since every training pass runs it
             tensor = values if slot is of_values else clip
             slot.fields[slot.name] = tensor

@@ -10,7 +10,7 @@ from torch import nn
 from lsq.layers.in_place import InPlace
 from lsq.layers.weight_state import rounded_values
 from lsq.program.tensor import Kind, Parameter
-from lsq.quant import WeightFormat, largest_clips
+from lsq.quant import WeightFormat
 from lsq.quant.numbers import ScaledFormat
 from lsq.run import shards
 from lsq.run.parameter_state import Stamp
@@ -133,7 +133,7 @@ def _straight_through(
         rows = weight.detach().float()
         rows = rows.t() if in_out else rows
         if not layer.quant.learned and not any(map(shards.is_shard, (clip, weight))):
-            clip.data.copy_(largest_clips(rows, clip))  # the clip follows the weight
+            clip.data.copy_(form.measured_clips(rows, clip))  # the clip follows the weight
         rounded = rounded_values(rows, clip.detach(), form, layer.target)
         change = (rounded.t() if in_out else rounded).to(weight.dtype) - weight
     return weight + change

@@ -111,7 +111,7 @@ class Updates:
             new_first=first,
             new_second=second,
             rounded=codes,
-            new_clip=codes.clip if codes is not None and codes.absmax else None,
+            new_clip=codes and codes.new_clip,
         )
 
     def _prepare(self, operation):

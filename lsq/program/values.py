@@ -164,12 +164,23 @@ class Weight(Value):
     in_out: bool = False
     """Whether `values` are [K, N]; codes are [P, K] in any case."""
     absmax: bool = False
-    """Whether the clips are the largest magnitudes of rows, so that nothing is clipped."""
+    """Whether the clips are measured in every pass, so that gradients know no clip."""
 
     @factor
     def largest(self) -> float:
         """Q, the largest code; 0 without codes."""
         return 0.0 if self.codes is None else float(self.format.largest)
+
+    @property
+    def averaged(self) -> bool:
+        """Whether the clips are mean magnitudes, which are measured before the weight is rounded;
+        rounding itself finds the largest magnitudes of rows."""
+        return self.absmax and self.codes is not None and self.format.ternary
+
+    @property
+    def new_clip(self) -> torch.Tensor | None:
+        """The clips, if rounding measures them."""
+        return self.clip if self.absmax and not self.averaged else None
 
     @size
     def values_dtype(self) -> int:

@@ -79,6 +79,17 @@ def largest_clips(rows: Tensor, before: Tensor) -> Tensor:
     )
 
 
+def mean_clips(rows: Tensor, before: Tensor) -> Tensor:
+    """Return the mean magnitude of each row [R, N] as its clip [R], or of all as one clip [1]:
+    `before` has one or the other shape. As its scale it makes ternary codes (Ma et al. 2024,
+    arXiv:2402.17764). A mean of 0, or one that is not finite, keeps the clip `before`."""
+    mean = rows.detach().float().abs().mean(1)
+    if before.numel() == 1:
+        mean = mean.mean(0, keepdim=True)
+    before = torch.where(before.isfinite(), before, 1.0)
+    return torch.where((mean > 0) & mean.isfinite(), mean.clamp(min=SMALLEST_CLIP), before)
+
+
 def quantize(x: Tensor, clip: Tensor, bits: int = 8) -> Quantized:
     """Round x, of any shape and float dtype, to codes under clip [1], or [R] for x [R, ...].
 

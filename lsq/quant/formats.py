@@ -18,7 +18,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lsq.quant.arithmetic import maximum_code, quantize
+from lsq.quant.arithmetic import largest_clips, maximum_code, mean_clips, quantize
 
 
 @dataclass(frozen=True)
@@ -144,6 +144,16 @@ class WeightFormat(Format):
 
     packed = False
     """Whether stored bytes must be unpacked before products can read them."""
+
+    @property
+    def ternary(self) -> bool:
+        """Whether the codes are -1, 0 and 1, so that a clip is a scale."""
+        return self.largest == 1
+
+    def measured_clips(self, rows: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+        """Return the clips of a weight [N, K] that do not learn, in the shape of those `before`:
+        the largest magnitudes of rows, or mean magnitudes for ternary codes."""
+        return (mean_clips if self.ternary else largest_clips)(rows, before)
 
     def stored_columns(self, columns: int) -> int:
         """Return the bytes of a stored row of K codes; a row of zeros is stored as zeros."""

@@ -1,6 +1,7 @@
 """Trainings of small models in float and in int8: how they are made and compared, and that each
 runs."""
 
+import argparse
 import dataclasses
 import json
 import sys
@@ -40,6 +41,14 @@ def test_differences_are_those_of_means():
 def test_the_learning_rate_rises_and_falls():
     assert [rate(SIZE, update) for update in (0, 3, 4)] == [0.25, 1.0, 1.0]
     assert rate(SIZE, 12) == pytest.approx(0.55) and rate(SIZE, 20) == pytest.approx(0.1)
+
+
+def test_names_of_sides_are_names_of_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(model_quality, "train", lambda *given: {})
+    options = argparse.Namespace(output=tmp_path, pairs=None, text=None)
+    for side in SIDES:
+        model_quality.result(Text(SIZE), side, 1, options)
+    assert len(list(tmp_path.iterdir())) == len(SIDES)
 
 
 def test_clips_decay_where_they_shall_alone():

@@ -5,6 +5,8 @@ import torch
 
 from lsq.config import QuantConfig
 from lsq.layers import QuantizedLinear
+from lsq.optim import Adam
+from lsq.run.backends import backend
 from tests.constants import quant_with
 from tests.layers.oracle import compare_with_reference, only, prepare
 from tests.layers.shapes import assert_unbiased, decibels, gradients
@@ -109,6 +111,73 @@ def test_int8_gradients_have_little_noise():
     exact, rounded = found
     for name, least in {"input 0": 38.0, "weight": 35.0, "bias": 120.0}.items():
         assert decibels(exact[name], rounded[name]) > least, name
+
+
+class BitLinear(torch.autograd.Function):
+    """BitNet b1.58 (Ma et al. 2024): W / mean |W| to -1, 0 and 1, and the gradient of a float
+    layer's product with the rounded operands."""
+
+    @staticmethod
+    def forward(ctx, x, weight, scale, step):
+        x = (x / step).round().clamp(-127, 127) * step
+        weight = (weight / scale).round().clamp(-1, 1) * scale
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        return gradient @ weight, gradient.t() @ x, None, None
+
+
+@pytest.mark.parametrize("grain", ["tensor", "row"])
+@pytest.mark.parametrize("place", ["cpu", "reference", "emulated"])
+def test_ternary_weights_follow_their_mean_magnitudes(place, grain):
+    quant = QuantConfig(weight_format="ternary/" + grain, backward="float")
+    layer = QuantizedLinear(INPUTS, OUTPUTS, bias=False, quant=quant)
+    layer.backend = backend(place)
+    optimizer = Adam(layer.parameters(), lr=0.05)
+    for _ in range(3):
+        x = torch.randn(21, INPUTS, requires_grad=True)
+        y = layer(x)
+        weight = layer.weight.detach().clone().requires_grad_()
+        scale = weight.detach().abs().mean(*((1, True) if grain == "row" else ()))
+        assert (weight.abs() > 1.5 * scale).any()  # the gradient passes there, too
+        wanted = BitLinear.apply(x, weight, scale, layer.input_clip / 127)
+        torch.testing.assert_close(y, wanted, atol=1e-5, rtol=1e-5)
+        upstream = torch.randn_like(y)
+        (y * upstream).sum().backward()
+        (slope,) = torch.autograd.grad(wanted, weight, upstream)
+        torch.testing.assert_close(layer.weight.grad, slope, atol=1e-5, rtol=1e-5)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("backward", ["float", "int8"])
+def test_ternary_layers_learn_alike_on_every_backend(backward):
+    found = {}
+    for place in ("cpu", "reference", "emulated"):
+        torch.manual_seed(4)
+        quant = QuantConfig(weight_format="ternary/tensor", backward=backward)
+        net = torch.nn.Sequential(
+            QuantizedLinear(INPUTS, 64, quant=quant),
+            torch.nn.ReLU(),
+            QuantizedLinear(64, OUTPUTS, quant=quant),
+        )
+        for layer in net[::2]:
+            layer.backend = backend(place)
+        optimizer, losses = Adam(net.parameters(), lr=0.01), []
+        x, target = torch.randn(64, INPUTS), torch.randn(64, OUTPUTS)
+        for _ in range(12):
+            loss = (net(x) - target).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        found[place] = losses
+    assert found["cpu"][-1] < 0.9 * found["cpu"][0]
+    for losses in found.values():
+        assert losses == pytest.approx(found["cpu"], rel=0.02)
 
 
 def test_widths_that_int8_cannot_take_are_refused():

@@ -7,9 +7,12 @@ import numpy
 import pytest
 import torch
 
+from lsq.config import QuantConfig
 from lsq.layers import QuantizedLinear, TransformerEncoderLayer
+from lsq.layers.weight_state import encoded
 from lsq.ops.rounding import RoundWeight
 from lsq.optim import Adam
+from lsq.run.backends import backend
 from tests.constants import quant_with
 from tests.layers.shapes import HIDDEN, config_of
 
@@ -146,6 +149,40 @@ PUT = {
     "other data": lambda layer, new: setattr(layer.weight, "data", new.clone()),
     "another one": lambda layer, new: setattr(layer, "weight", parameter(new, layer.weight)),
 }
+
+
+@pytest.mark.parametrize("in_out", [False, True])
+@pytest.mark.parametrize("grain", ["row", "tensor"])
+def test_ternary_codes_of_weights_in_either_layout(grain, in_out):
+    rows = torch.randn(32, 80) * torch.rand(32, 1)
+    mean = rows.abs().mean(1) if grain == "row" else rows.abs().mean().reshape(1)
+    codes = encoded(
+        rows.t() if in_out else rows,
+        torch.ones(len(mean)),
+        QuantConfig(weight_format="ternary/" + grain).weight_form("weight"),
+        backend("cpu"),
+        rows=48,
+        in_out=in_out,
+        absmax=True,
+    )
+    torch.testing.assert_close(codes.scale[:32], mean.expand(32), rtol=1e-6, atol=0)
+    wanted = torch.where(rows.abs() > mean[:, None] / 2, rows.sign(), 0).to(torch.int8)
+    assert torch.equal(codes.stored[:32], wanted) and not codes.stored[32:].any()
+
+
+def test_state_dicts_hold_mean_magnitudes_of_present_weights():
+    layer, x = (
+        QuantizedLinear(16, 16, quant=QuantConfig(weight_format="int2/row")),
+        torch.ones(3, 16),
+    )
+    layer(x).sum().backward()
+    with torch.no_grad():
+        layer.weight.add_(torch.randn(16, 16))
+    mean = layer.weight.detach().abs().mean(1)
+    torch.testing.assert_close(layer.state_dict()["weight_clip"], mean)
+    trained = layer(x).detach()
+    with torch.no_grad():
+        assert torch.equal(layer.eval()(x), trained)
 
 
 @pytest.mark.parametrize("frozen", [False, True])

@@ -14,6 +14,7 @@ from lsq.quant import (
     arithmetic,
     check_clip,
     maximum_code,
+    mean_clips,
     pack_bits,
     quantize,
     scale_of,
@@ -40,6 +41,14 @@ def test_widths():
     assert [maximum_code(bits) for bits in ALL_BITS] == [1, 3, 7, 15, 31, 63, 127]
     for given, scale in ((torch.float64,) * 2, (torch.bfloat16, torch.float32)):
         assert scale_of(torch.ones(1, dtype=given)).dtype == scale
+
+
+def test_mean_magnitudes():
+    rows = torch.tensor([[1.0, -3.0], [0.0, 0.0], [NAN, 1.0], [1e-30, 0.0], [INFINITY, 1.0]])
+    before = torch.tensor([9.0, 5.0, 6.0, 7.0, NAN])
+    assert mean_clips(rows, before).tolist() == [2.0, 5.0, 6.0, SMALLEST_CLIP, 1.0]
+    assert mean_clips(rows[:2], torch.ones(1)).tolist() == [1.0]
+    assert mean_clips(rows, torch.full((1,), 3.0)).tolist() == [3.0]
 
 
 @pytest.mark.parametrize("bits", (1, 9, 0, -8, 8.0, "8", None))
