@@ -606,7 +606,8 @@ FieldChoice field_kernel(const FieldCode& code, [[maybe_unused]] Instructions in
     constexpr Instructions kVnni =
         kHalf == 1 ? Instructions::avx512_vnni : Instructions::avx_vnni;
     if (instructions != Instructions::plain && usable(kVnni))
-        return {rows <= few_rows(code, false) ? of_code<Few>(code) : of_code<Many>(code), false, false};
+        return {rows <= few_rows(code, false) ? of_code<Few>(code) : of_code<Many>(code), false,
+                false};
 #endif
     return {of_code<Plain>(code), false, true};
 }

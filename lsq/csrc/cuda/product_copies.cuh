@@ -4,8 +4,9 @@
 // A block makes a tile of TILE_M x TILE_N sums (-D). K comes in steps of 64, which blocks along the
 // third dimension of the grid may share, through STAGES (-D) stages. Within a stage, a row of 64
 // bytes is four chunks; chunk c of row r lies at chunk c ^ r / 2 % 4, wgmma's 64-byte swizzle: no
-// bank conflicts of copies, nor of reads of a chunk of eight rows. -DFIELD_BITS: b has packed fields
-// (product_fields.cuh), and steps are of 128, the span of every width: chunk c lies at c ^ r % 8.
+// bank conflicts of copies, nor of reads of a chunk of eight rows. -DFIELD_BITS: b has packed
+// fields (product_fields.cuh), and steps are of 128, the span of every width: chunk c lies at
+// c ^ r % 8.
 #pragma once
 
 #include "tensor_core.cuh"

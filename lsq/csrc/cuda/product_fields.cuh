@@ -2,8 +2,8 @@
 // lsq/quant/layouts.py): copied as they are and unpacked in registers.
 //
 // -DFIELD_BITS is the width of a code, 1 to 7, in two's complement. Its fields become the highest
-// bits of a byte, which is the code times 2^(8 - FIELD_BITS) with its sign: there is no zero to take
-// off, and sums are shifted once. Of 1 bit, a byte is 64 or -64 for a code of 1 or -1.
+// bits of a byte, which is the code times 2^(8 - FIELD_BITS) with its sign: there is no zero to
+// take off, and sums are shifted once. Of 1 bit, a byte is 64 or -64 for a code of 1 or -1.
 #pragma once
 
 #include "product_mma.cuh"
