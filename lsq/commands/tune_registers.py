@@ -16,11 +16,11 @@ from lsq.ops.packed_project import PackedProject
 from lsq.ops.packed_weight import PackedWeight
 from lsq.program.values import Coded
 from lsq.quant.formats import Format, Grain
-from lsq.quant.stored import WORDS_SUMMED, Decode, StoredType
+from lsq.quant.stored import Decode, StoredType
 from lsq.run.backends import backend
 
 CODES, INPUTS = 2**20, 1024
-"""Codes of a weight, which stay in the caches, and its inputs; fewer where sums hold no more."""
+"""Codes of a weight, which stay in the caches, and its inputs."""
 ROUNDS, SECONDS = 5, 1e-3
 TRIED = (*range(1, 11), 12, MOST)
 """Rows that are timed."""
@@ -71,8 +71,8 @@ def _tuned(kind: str, instructions: str) -> Tuned:
 
 def _times(kind: str, instructions: str, rows: int) -> dict[int, float]:
     """Return seconds of a product with registers for up to MOST rows, for none, and by the rule."""
-    weight, x = _weight(kind, instructions), torch.randint(-127, 128, (rows, INPUTS))
-    codes = x.to(torch.int8)[:, : weight.inner].contiguous()
+    weight = _weight(kind, instructions)
+    codes = torch.randint(-127, 128, (rows, INPUTS), dtype=torch.int8)
     given = Coded(format=_INT8, codes=codes, scale=torch.ones(1))
     sides, outs = {}, {}
     for most in (MOST, 0, BY_RULE):
@@ -100,10 +100,8 @@ def _seconds(side) -> Iterator[float]:
 def _weight(kind: str, instructions: str) -> PackedWeight:
     bits, _, table = kind.partition(" ")
     count, decode = 2 ** int(bits), Decode(table or "affine")
-    table = () if decode is Decode.AFFINE else tuple(range(count))
-    stored = StoredType(bits=int(bits), decode=decode, table=table)
-    inner = WORDS_SUMMED if decode is Decode.WORDS else INPUTS
-    codes = torch.randint(0, count, (CODES // inner, inner), dtype=torch.uint8)
+    stored = StoredType(bits=int(bits), decode=decode, table=tuple(range(count)) if table else ())
+    codes = torch.randint(0, count, (CODES // INPUTS, INPUTS), dtype=torch.uint8)
     scale = torch.ones(len(codes))
     return PackedWeight.of_stored(codes, scale, stored, instructions=instructions)
 

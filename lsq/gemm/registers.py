@@ -22,9 +22,8 @@ BY_RULE = -1
 MOST = 16
 """Most rows for which registers are tried."""
 NAME = "registers.json"
-KINDS = tuple(f"{bits}" for bits in range(1, 9))
-KINDS += tuple(f"{bits} {table}" for bits in range(1, 5) for table in ("bytes", "words"))
-"""Stored types with kernels of their own: bits, and the table of codes that are not affine."""
+KINDS = (*(f"{bits}" for bits in range(1, 9)), *(f"{bits} bytes" for bits in range(1, 5)))
+"""Stored types with one scale for each output: bits, and the table of codes that are not affine."""
 _REMEDY = "delete the file, or write it again: lsq tune --device cpu"
 
 
@@ -49,7 +48,7 @@ class Tuned:
 
 
 def kind_of(bits: int, decode: str) -> str:
-    """Return the name in KINDS of codes of so many bits; `decode`: affine, bytes or words."""
+    """Return the name of codes of so many bits; `decode`: affine, bytes or words."""
     return f"{bits}" if decode == "affine" else f"{bits} {decode}"
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from lsq.gemm.registers import kind_of, most_rows
+from lsq.gemm.registers import BY_RULE, kind_of, most_rows
 from lsq.native import loader, tiles
 from lsq.ops.grouped_product import GroupedCodes
 from lsq.program.declare import Bytes, Floats, Value
@@ -135,7 +135,7 @@ class PackedWeight(Value):
             words=stored.decode is Decode.WORDS,
             group=group,
             scales=scales,
-            registers=most_rows(kind_of(bits, stored.decode.value), chosen),
+            registers=BY_RULE if group else most_rows(kind_of(bits, stored.decode.value), chosen),
             instructions=tiles.INSTRUCTIONS[chosen],
         )
 

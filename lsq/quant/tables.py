@@ -94,6 +94,10 @@ class NumberFormat:
                 f"{numel} codes of {self.name} (shape {list(shape)}) take {wanted} bytes, but"
                 f" packed holds {packed.numel()}"
             )
+        if stored == 1:  # by a table of all bytes, in a fraction of the time and memory
+            every = torch.arange(256, device=packed.device)[:, None]
+            digits = every // self._weights(packed.device) % len(self.values)
+            return digits.to(torch.uint8)[packed.int()].flatten()[:numel].view(shape)
         shifts = 8 * torch.arange(stored, device=packed.device)
         words = (packed.view(-1, stored).to(torch.int64) << shifts).sum(1, keepdim=True)
         digits = words // self._weights(packed.device) % len(self.values)

@@ -132,14 +132,14 @@ def test_without_a_gpu_nothing_is_tuned(shapes, refused, monkeypatch):
 @pytest.mark.skipif(not tiles.vectorised(), reason="plain C++ multiplies in one way")
 def test_stored_types_are_tuned_on_a_cpu(tmp_path, monkeypatch, lsq_tune):
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    monkeypatch.setattr(tune_registers, "KINDS", ("2", "3 bytes", "4 words"))
+    monkeypatch.setattr(tune_registers, "KINDS", ("2", "3 bytes", "6"))
     monkeypatch.setattr(tune_registers, "CODES", 2**14)
     monkeypatch.setattr(tune_registers, "SECONDS", 1e-5)
     registers._tuned.cache_clear()
     status, said, _ = lsq_tune("--device", "cpu", "--quiet")
     assert status == 0 and "tuned      3 stored types" in said
     found = registers.read(registers.path())
-    assert {kind for kind, _ in found} == {"2", "3 bytes", "4 words"}
+    assert {kind for kind, _ in found} == {"2", "3 bytes", "6"}
     assert all(0 <= rows <= registers.MOST for rows in found.values())
     registers._tuned.cache_clear()
 

@@ -10,7 +10,7 @@ from lsq.gemm.registers import BY_RULE, KINDS, Tuned, kind_of, most_rows
 from lsq.native import tiles
 from lsq.ops.packed_weight import PackedWeight
 from lsq.quant.numbers import NUMBER_FORMATS
-from lsq.quant.stored import stored_type
+from lsq.quant.stored import Decode, stored_type
 from tests.ops.compare import refused
 
 TWO = [Tuned(kind="2", instructions=tiles.fastest(), rows=7, gain=1.25)]
@@ -26,10 +26,12 @@ def home(tmp_path, monkeypatch):
 
 
 def test_every_stored_type_has_a_kind():
+    """But for words, whose sums hold 256 products: they are always groups."""
     for make in NUMBER_FORMATS.values():
         stored = stored_type(make())
-        assert not stored.whole or kind_of(stored.bits, stored.decode.value) in KINDS
-    assert len(set(KINDS)) == len(KINDS) == 16
+        if stored.decode in (Decode.AFFINE, Decode.BYTES):
+            assert kind_of(stored.bits, stored.decode.value) in KINDS
+    assert len(set(KINDS)) == len(KINDS) == 12
 
 
 def test_weights_take_what_was_tuned():
@@ -38,6 +40,8 @@ def test_weights_take_what_was_tuned():
     codes, stored = torch.zeros(8, 64, dtype=torch.uint8), stored_type(NUMBER_FORMATS["int2"]())
     found = PackedWeight.of_stored(codes, torch.ones(8), stored)
     assert found.registers == most_rows("2", tiles.fastest()) == 7
+    found = PackedWeight.of_stored(codes, torch.ones(8, 2), stored, group=32)
+    assert found.registers == BY_RULE
     assert most_rows("4 bytes", "avx_vnni") == 0 and most_rows("3", "amx") == BY_RULE
 
 

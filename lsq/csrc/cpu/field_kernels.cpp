@@ -45,11 +45,13 @@ int64_t place_of(const FieldColumns& b, int64_t part) {
     return part / kHalf * b.distance + part % kHalf * kBytes;
 }
 
-// Calls use(rows, row) for rows [row, count): MOST at a time, then half as many, and so on.
+// Calls use(rows, row) for rows [row, count): MOST at a time, then all that are left.
 template <int MOST, class Use>
 void for_rows_by(int64_t row, int64_t count, const Use& use) {
     for (; row + MOST <= count; row += MOST) use(std::integral_constant<int, MOST>{}, row);
-    if constexpr (MOST > 1) for_rows_by<MOST / 2>(row, count, use);
+    if constexpr (MOST > 1) {
+        if (row < count) for_rows_by<MOST - 1>(row, count, use);
+    }
 }
 
 // Takes the sum of a group: products of what is stored, for the outputs of a part.
@@ -585,29 +587,31 @@ struct ManyAmx {
 };
 #endif
 
-// Rows that are multiplied in registers, where `amx` multiplies more or where VNNI does.
-int64_t few_rows(const FieldCode& code, bool amx) {
+// Rows up to which registers are faster; `group`: inputs that share a scale, 0 for all. AMX takes a
+// tile for each group, however small.
+int64_t few_rows(const FieldCode& code, int64_t group, bool amx) {
     if (code.registers >= 0) return code.registers;
-    const bool several = code.bits & (code.bits - 1);  // fields of a code
-    if (amx) return several || code.table ? 2 : 4;
+    const bool several = !code.table && code.bits & (code.bits - 1);  // fields of a code
     if (kLanes < 16) return several ? 1 : 4;
-    return several || code.table ? 3 : 8;
+    if (several) return amx ? 2 : 3;
+    if (amx) return group ? group < kTileInner ? 12 : 5 : code.table ? 2 : 4;
+    return code.words ? 12 : code.table && !group ? 4 : 8;
 }
 
 }  // namespace
 
 FieldChoice field_kernel(const FieldCode& code, [[maybe_unused]] Instructions instructions,
-                         [[maybe_unused]] int64_t rows) {
+                         [[maybe_unused]] int64_t rows, [[maybe_unused]] int64_t group) {
 #if defined(LSQ_AMX)
-    if (instructions == Instructions::amx && rows > few_rows(code, true))
+    if (instructions == Instructions::amx && rows > few_rows(code, group, true))
         return {of_code<ManyAmx>(code), true, false};
 #endif
 #if defined(__AVX2__)
     constexpr Instructions kVnni =
         kHalf == 1 ? Instructions::avx512_vnni : Instructions::avx_vnni;
     if (instructions != Instructions::plain && usable(kVnni))
-        return {rows <= few_rows(code, false) ? of_code<Few>(code) : of_code<Many>(code), false,
-                false};
+        return {rows <= few_rows(code, group, false) ? of_code<Few>(code) : of_code<Many>(code),
+                false, false};
 #endif
     return {of_code<Plain>(code), false, true};
 }

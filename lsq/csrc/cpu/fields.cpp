@@ -50,7 +50,8 @@ FieldMultiplier<Sum>::FieldMultiplier(const PackedWeight& weight, const int8_t* 
 template <class Sum>
 void FieldMultiplier<Sum>::take(int64_t first, int64_t count) {
     const int64_t inner = weight_.inner, groups = columns_.groups;
-    chosen_ = field_kernel(code_, static_cast<Instructions>(weight_.instructions), count);
+    chosen_ = field_kernel(code_, static_cast<Instructions>(weight_.instructions), count,
+                           weight_.group);
     const int64_t depth =
         chosen_.padded ? rounded_up(columns_.depth, kTileInner) : columns_.depth;
     const int64_t height = chosen_.padded ? rounded_up(count, kTileSide) : count;

@@ -59,14 +59,15 @@ struct FieldMemory {
 using FieldKernel = void (*)(const FieldRows& a, const FieldColumns& b, const FieldCode& code,
                              FieldMemory& memory, void* out, int64_t stride);
 
-// The kernel for so many rows. `padded`: x must have whole tiles of 64 inputs and of 16 rows, and
+// The kernel for so many rows; `group`: inputs that share a scale, 0 for all. `padded`: x must have whole tiles of 64 inputs and of 16 rows, and
 // memory behind them if groups are no whole tiles.
 struct FieldChoice {
     FieldKernel kernel;
     bool padded;
     bool wide;  // x must be half-words: codes 0, 2, 1, 3 of each unit
 };
-FieldChoice field_kernel(const FieldCode& code, Instructions instructions, int64_t rows);
+FieldChoice field_kernel(const FieldCode& code, Instructions instructions, int64_t rows,
+                         int64_t group);
 
 // Multiplies rows of a product on one thread; see StripMultiplier. Sum: int32_t, or float with the
 // scales of groups of x and of the weight.
