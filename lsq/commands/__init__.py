@@ -14,7 +14,7 @@ COMMANDS = {
     "formats": "what number formats cost the tensors of a model, as table, picture and JSON",
     "sensitivity": "what each layer costs in loss in each number format: which bits where",
     "doctor": "what this machine can do, and what to install for more",
-    "tune": "find the fastest way to run each matrix product on this GPU",
+    "tune": "find the fastest way to run matrix products on this GPU or CPU",
     "configs": "files of tuned products: list, show, verify",
     "user-dir": "print the folder for fairseq's --user-dir",
 }

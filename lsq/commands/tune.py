@@ -65,8 +65,9 @@ class Options(What, Training):
     """Try the ways to run each matrix product on this GPU, and write the fastest into a file that
     trainings and translations here use by themselves. Every way is checked against exact arithmetic
     first. Stop it whenever you like: the file has all finished products, and the same command goes
-    on with the rest. On a CPU (--device cpu) it measures for which rows weights of 1 to 8 bits are
-    multiplied in registers; all other products run by a rule."""
+    on with the rest. On a CPU (--device cpu) it measures in a minute for which rows weights of 1 to
+    8 bits are multiplied in registers, and writes when it has finished; all other products run by a
+    rule."""
 
     device: Annotated[str, ("cpu", "cuda")] = "cuda"
     """cpu takes no other option but --quiet"""

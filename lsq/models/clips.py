@@ -73,12 +73,19 @@ def declare_formats(source: Mapping[str, torch.Tensor] | str | os.PathLike) -> N
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is damaged, or a format of that name is declared here with other values.
+        ValueError: it is damaged, it is of no converted model, or a format of that name is declared
+            here with other values.
     """
     state = source if isinstance(source, Mapping) else _read_state(Path(source))
-    for name, value in state.items():
-        if name.rpartition(".")[2] == clip_format.NAME:
-            clip_format.read(value, name)
+    entries = [name for name in state if name.rpartition(".")[2] == clip_format.NAME]
+    if not entries:
+        raise ValueError(
+            f"no entry of {'the state dict' if state is source else source} ends in"
+            f" {clip_format.NAME}, as those of converted models do; give such a state dict, its"
+            f" file, or the folder of {NAME}"
+        )
+    for name in entries:
+        clip_format.read(state[name], name)
 
 
 def _read_state(path: Path) -> Mapping[str, torch.Tensor]:

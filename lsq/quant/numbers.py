@@ -356,7 +356,8 @@ def find_number(name: str) -> NumberFormat:
         raise ValueError(
             f"no number is called {name!r}{_nearest(name, NUMBER_FORMATS)}; allowed:"
             f" {', '.join(NUMBER_FORMATS)}, and those that @lsq.number_format declares"
-            " (on command lines: --import FILE)"
+            " (on command lines: --import FILE) or lsq.models.declare_formats reads off a"
+            " checkpoint"
         )
     return NUMBER_FORMATS[name]()
 

@@ -40,16 +40,22 @@ class NumberFormat:
 
     @cached_property
     def word(self) -> tuple[int, int]:
-        """(codes, bytes) of the least whole number of bytes that codes fill: (8, 3) for 3 bits.
+        """(codes, bytes) of the least whole number of bytes that codes fill: (8, 3) for 3 bits,
+        or (5, 1) for 3 codes, of which more fit into a byte than two bits would allow."""
+        shared = math.gcd(self._width, 8)
+        if self._radix != 2**self._width:
+            return int(math.log(256, self._radix)), 1
+        return 8 // shared, self._width // shared
 
-        Without a power of 2, it is as many codes as fit into a byte: (5, 1) for 3 codes.
-        """
-        radix = len(self.values)
-        width = (radix - 1).bit_length()
-        if radix != 2**width:
-            return int(math.log(256, radix)), 1
-        shared = math.gcd(width, 8)
-        return 8 // shared, width // shared
+    @property
+    def _width(self) -> int:
+        return (len(self.values) - 1).bit_length()
+
+    @property
+    def _radix(self) -> int:
+        """What the digits of a word count by: the number of codes, if that saves room."""
+        count = len(self.values)
+        return count if 8 / self._width < int(math.log(256, count)) else 2**self._width
 
     @cached_property
     def largest(self) -> float:
@@ -96,16 +102,16 @@ class NumberFormat:
             )
         if stored == 1:  # by a table of all bytes, in a fraction of the time and memory
             every = torch.arange(256, device=packed.device)[:, None]
-            digits = every // self._weights(packed.device) % len(self.values)
+            digits = every // self._weights(packed.device) % self._radix
             return digits.to(torch.uint8)[packed.int()].flatten()[:numel].view(shape)
         shifts = 8 * torch.arange(stored, device=packed.device)
         words = (packed.view(-1, stored).to(torch.int64) << shifts).sum(1, keepdim=True)
-        digits = words // self._weights(packed.device) % len(self.values)
+        digits = words // self._weights(packed.device) % self._radix
         return digits.flatten()[:numel].view(shape).to(torch.uint8)
 
     def _weights(self, device: torch.device) -> Tensor:
         """Return the weight of each digit of a word."""
-        return len(self.values) ** torch.arange(self.word[0], device=device)
+        return self._radix ** torch.arange(self.word[0], device=device)
 
 
 @cache

@@ -256,9 +256,8 @@ def join_sparse(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _digits(form: WeightFormat) -> tuple[NumberFormat, Tensor]:
     """Return what packs the ranks of codes, and the codes in their order."""
-    stored, wholes = stored_of(form)
-    count = 3 if len(wholes) == 3 else 2**stored.bits
-    digits = NumberFormat(name="ranks", values=tuple(map(float, range(count))))
+    _, wholes = stored_of(form)
+    digits = NumberFormat(name="ranks", values=tuple(map(float, range(len(wholes)))))
     return digits, wholes
 
 

@@ -39,7 +39,6 @@ VARIANTS = [
     GATED,
     GATED | {"quant": {"weight_format": "int4"}},
     GATED | {"quant": {"clips": "absmax", "bits": 7}},
-    {"quant": {"weight_format": "ternary/tensor"}},
     {"activation": "squared_relu", "encoder_layers": 0},
     {"quant": {"weight_format": "ternary/tensor"}},
     GATED | {"quant": {"weight_format": "int3/tensor"}},
