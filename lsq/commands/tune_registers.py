@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 from tqdm import tqdm
 
+from lsq.commands.options import check_writable
 from lsq.gemm import registers
 from lsq.gemm.registers import BY_RULE, KINDS, MOST, Tuned
 from lsq.native import tiles
@@ -36,6 +37,7 @@ def run(quiet: bool) -> int:
             "nothing can be tuned here: without VNNI or AMX, or without lsq's C++ library, codes"
             " are multiplied in one way"
         )
+    check_writable(where, "XDG_CONFIG_HOME", makes_folders=True)
     before, found = torch.get_num_threads(), []
     torch.set_num_threads(1)
     try:

@@ -90,10 +90,10 @@ def most_rows(kind: str, instructions: str) -> int:
 @functools.cache
 def _tuned() -> dict[tuple[str, str], int]:
     where = path()
-    if where is None or not where.exists():
-        return {}
     try:
-        return read(where)
+        return {} if where is None else read(where)
+    except FileNotFoundError:
+        return {}
     except (ValueError, OSError) as error:
         logger.warning("not used: %s", error)
         return {}

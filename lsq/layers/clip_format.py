@@ -71,7 +71,7 @@ def read(entry: torch.Tensor, name: str) -> dict[str, Any]:
     ValueError: it is damaged, or a number is declared here with other values."""
     try:
         found = DEFAULTS | json.loads(bytes(map(round, entry.tolist())))
-        tables = dict(found.pop(DECLARED, {}))
+        tables = {**found.pop(DECLARED, {})}
     except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(
             f"{name} is no format of clips ({error}); load a sound checkpoint"

@@ -11,7 +11,8 @@ import torch
 
 from lsq.gemm.registers import BY_RULE, kind_of, most_rows
 from lsq.native import loader, tiles
-from lsq.ops.grouped_product import GroupedCodes
+from lsq.native.launch import check
+from lsq.ops.grouped_product import STEP, GroupedCodes
 from lsq.program.declare import Bytes, Floats, Value
 from lsq.quant import layouts
 from lsq.quant.stored import Decode, StoredType, field_bits, field_bytes, unpack
@@ -103,10 +104,21 @@ class PackedWeight(Value):
             group: inputs that share a scale, a multiple of 16.
 
         Raises:
-            ValueError: see `of`; or the format has no integer product (StoredType.whole), or sums
-                of so many products do not fit 32 bits.
+            ValueError: see `of`; or a dtype, a shape or the group is another, the format has no
+                integer product (StoredType.whole), or sums of so many do not fit 32 bits.
         """
-        scales = scale[0].numel() if group else 0
+        groups = -(-codes.shape[1] // group) if group > 0 else 0
+        shapes = [(len(codes), groups), (len(codes), 1)] if groups else [(len(codes),)]
+        check(
+            codes.dtype == torch.uint8 and group >= 0 and group % STEP == 0,
+            f"codes are {codes.dtype} in groups of {group}; give uint8 codes in groups of a"
+            f" multiple of {STEP}, or 0 for all inputs",
+        )
+        check(
+            tuple(scale.shape) in shapes,
+            f"the scales have the shape {list(scale.shape)}; it must be one of {shapes}",
+        )
+        scales = scale.shape[1] if group else 0
         size = field_bytes(codes.shape, stored, group, scales)
         packed = cls.over(_aligned(size), codes.shape, stored, group, scales, instructions)
         packed.fill(codes, scale, stored.unit)
@@ -146,7 +158,7 @@ class PackedWeight(Value):
             self.scale = scale
         given = GroupedCodes(
             codes=codes.contiguous().view(torch.int8),
-            scale=scale.view(len(codes), -1),
+            scale=scale.view(len(codes), max(1, self.scales)),
             group=self.group,
         )
         if codes.numel():

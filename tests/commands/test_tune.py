@@ -144,6 +144,14 @@ def test_stored_types_are_tuned_on_a_cpu(tmp_path, monkeypatch, lsq_tune):
     registers._tuned.cache_clear()
 
 
+def test_folders_that_may_not_be_written_are_refused_before_stored_types_are_timed(monkeypatch):
+    monkeypatch.setattr(tune_registers, "_tuned", None)
+    monkeypatch.setattr(tune_registers.tiles, "fastest", lambda: "amx")
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(ValueError, match="XDG_CONFIG_HOME .* may not write into"):
+        tune_registers.run(True)
+
+
 def test_ways_that_differ_are_told(monkeypatch):
     monkeypatch.setattr(tune_registers, "CODES", 2**14)
     monkeypatch.setattr("torch.equal", lambda *_: False)

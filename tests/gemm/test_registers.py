@@ -69,3 +69,12 @@ def test_other_files_are_named_once_and_not_used(change, reason, caplog):
     assert most_rows("2", tiles.fastest()) == most_rows("2", tiles.fastest()) == BY_RULE
     (said,) = [record.message for record in caplog.records]
     assert said.startswith("not used: ") and "lsq tune --device cpu" in said
+
+
+def test_folders_that_may_not_be_read_are_named_and_not_used(monkeypatch, caplog):
+    def stat(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(registers.Path, "stat", stat)
+    assert most_rows("2", tiles.fastest()) == BY_RULE
+    assert "Permission denied" in caplog.text

@@ -177,6 +177,7 @@ def test_a_number_with_other_values_here_is_refused():
     ("numbers", "said"),
     [
         (3, "format is no format of clips"),
+        ([[1, [0, 1]]], "format is no format of clips"),
         ({"x": 3}, "x gives 3; it must give its values"),
         ({"x": [0, float("nan")]}, "value 1 of x is nan"),
         ({"x": [[0], 1]}, r"value 0 of x is \[0\]"),

@@ -168,3 +168,27 @@ def test_what_cannot_be_packed():
     wide = torch.zeros(1, BYTES_SUMMED + 1, dtype=torch.uint8)
     with refused(f"which hold {BYTES_SUMMED}"):
         PackedWeight.of_stored(wide, torch.ones(1), TYPES["3 bits"])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scales", "group", "said"),
+    [
+        (torch.int32, (32,), 0, "codes are torch.int32"),
+        (torch.uint8, (32, 8), 8, "groups of 8"),
+        (torch.uint8, (32, 1), -16, "groups of -16"),
+        (torch.uint8, (32, 2), 16, r"the shape \[32, 2\]"),
+        (torch.uint8, (31,), 0, r"the shape \[31\]"),
+    ],
+)
+def test_what_cannot_be_packed_is_named(dtype, scales, group, said):
+    with refused(said):
+        PackedWeight.of_stored(
+            torch.zeros(32, 64, dtype=dtype), torch.ones(scales), TYPES["2 bits"], group=group
+        )
+
+
+@pytest.mark.parametrize(("scales", "group"), [((0,), 0), ((0, 4), 16)])
+def test_weights_without_outputs_are_packed(scales, group):
+    codes = torch.zeros(0, 64, dtype=torch.uint8)
+    found = PackedWeight.of_stored(codes, torch.ones(scales), TYPES["2 bits"], group=group)
+    assert found.codes().shape == (0, 64)
