@@ -55,7 +55,7 @@ def test_every_code_encodes_and_decodes(grain):
     for value, rounded in zip(x.flatten().tolist(), found.flatten().tolist(), strict=True):
         assert abs(value - rounded) == min(abs(value - one) for one in SEVEN)
     packed = number.pack(codes)
-    assert len(packed) == 4 and torch.equal(number.unpack(packed, (7,)), codes)
+    assert len(packed) == 3 and torch.equal(number.unpack(packed, (7,)), codes)
 
 
 def test_a_copy_of_a_format_rounds_as_that():
