@@ -217,6 +217,10 @@ def stored_type(number: NumberFormat) -> StoredType:
         table = tuple(step - steps[0] for step in steps)
         step = table[1]
         even = all(whole == rank * step for rank, whole in enumerate(table))
+        if bits == 8 and even and step == 1 and max(map(abs, steps)) < 128:
+            # as signed bytes, which AMX multiplies without a zero
+            codes = tuple(step + 128 for step in steps)
+            return StoredType(bits=8, decode=Decode.AFFINE, unit=float(unit), zero=128, codes=codes)
         if even and (step == 1 or bits <= 4):
             return StoredType(bits=bits, decode=Decode.AFFINE, step=step, **shared)
         if bits <= 4:

@@ -44,7 +44,7 @@ def packed_product(x: GroupedCodes, codes: GroupedCodes) -> Project:
     weight = Weight(format=form, values=codes.decode(), grouped=memory, group=group)
     ranks, stored = (codes.codes.int() + 127).to(torch.uint8), stored_type(INT8)
     scale = codes.scale.expand(columns, -1).contiguous()
-    packed_groups(weight).fill(ranks, scale, stored.unit)
+    packed_groups(weight).fill(stored.stored(ranks), scale, stored.unit)
     out = empty(len(x.codes), columns)
     return Project(x=Rows(floats=x.decode()), weight=weight, groups=x, out=out)
 

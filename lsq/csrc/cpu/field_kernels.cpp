@@ -61,8 +61,11 @@ struct GroupEnd {
     const FieldCode& code;
 
     LaneWords whole(LaneWords sum, int64_t row, int64_t g) const {
-        return stepped(sum) - code.zero * a.sums[row * b.groups + g];
+        return stepped(sum) - start(row, g);
     }
+
+    // What products with the zero add to a sum.
+    int32_t start(int64_t row, int64_t g) const { return code.zero * a.sums[row * b.groups + g]; }
 
     // A vector's product takes longer than its sums in AMX.
     LaneWords stepped(LaneWords sum) const {
@@ -77,6 +80,29 @@ struct GroupEnd {
         const float factor = a.scale[row * a.steps.row + g * a.steps.group];
         return multiply_add(__builtin_convertvector(whole(sum, row, g), Lanes),
                             factor * lanes_at(scale), total);
+    }
+
+    // Adds `rows` rows of sums of a group [rows, 32] without a zero to `out`.
+    void add_scaled(const int32_t* sums, int64_t row, int64_t rows, int64_t g, void* out,
+                    int64_t stride) const {
+        Lanes scales[kParts];
+        for (int64_t part = 0; part < kParts; ++part)
+            scales[part] = lanes_at(b.scale + part / kHalf * b.scales * kTileSide +
+                                    part % kHalf * kLanes + g * b.step);
+        const float* factor = a.scale + row * a.steps.row + g * a.steps.group;
+        float* to = static_cast<float*>(out) + row * stride;
+        for (; rows; --rows, sums += kTilePair, to += stride, factor += a.steps.row) {
+            const Lanes all = all_lanes(*factor);
+#pragma GCC unroll 4
+            for (int64_t part = 0; part < kParts; ++part) {
+                Lanes total = {};
+                if (g) std::memcpy(&total, to + part * kLanes, kBytes);
+                total = multiply_add(
+                    __builtin_convertvector(words_at(sums + part * kLanes), Lanes),
+                    all * scales[part], total);
+                std::memcpy(to + part * kLanes, &total, kBytes);
+            }
+        }
     }
 
     // Adds the sum to `out`; the first one replaces what is there.
@@ -348,10 +374,11 @@ void all_fields(const FieldRows& a, const FieldColumns& b, const FieldCode& code
 constexpr int64_t kDeep = 512;  // inputs whose tiles stay in the first cache
 
 // Unpacks `count` inputs of two tiles from `first` on: units [64] of the first tile, `distance`
-// bytes on those of the second, then those of the second factor.
+// bytes on those of the second, then those of the second factor. `zero` is taken off each byte.
 template <int BITS, int TABLES>
 void unpack(const FieldColumns& b, const Table<TABLES>& table, int64_t first, int64_t count,
-            uint8_t* to, int64_t distance) {
+            uint8_t* to, int64_t distance, uint8_t zero = 0) {
+    const LaneBytes zeros = zero - LaneBytes{};
     constexpr int kUnits = units_of(BITS), kFactors = factors_of(TABLES);
     for (int64_t part = 0; part < kParts; ++part) {
         const uint8_t* span =
@@ -364,7 +391,7 @@ void unpack(const FieldColumns& b, const Table<TABLES>& table, int64_t first, in
                 const LaneBits codes = codes_of<BITS>(span, unit);
 #pragma GCC unroll 2
                 for (int i = 0; i < kFactors; ++i) {
-                    const LaneBits bytes = table(i, codes);
+                    const LaneBytes bytes = (LaneBytes)table(i, codes) - zeros;
                     std::memcpy(unpacked + 2 * i * distance, &bytes, kBytes);
                 }
             }
@@ -476,6 +503,17 @@ void many_vnni(const FieldRows& a, const FieldColumns& b, const FieldCode& code,
 // x has whole tiles of inputs and rows, and may be read 64 bytes beyond a row. A tile holds as many
 // inputs as divide a group, and zeros. For the first rows the tiles of the next inputs are unpacked
 // while these are multiplied.
+// Whether whole numbers less the zero are bytes of tdpbssd, so that no sum of x is taken off.
+bool fits_signed_bytes(const FieldCode& code) {
+    int most = (1 << code.bits) - 1, least = 0;
+    if (code.words || code.step != 1) return false;
+    if (code.table) {
+        most = *std::max_element(code.table, code.table + most + 1);
+        least = *std::min_element(code.table, code.table + (1 << code.bits));
+    }
+    return least - code.zero >= -128 && most - code.zero <= 127;
+}
+
 int64_t inputs_of_tile(const FieldColumns& b) {
     for (int64_t inputs = kTileInner; b.scale && inputs > kTileSide; inputs -= kTileSide) {
         if (b.group % inputs == 0) return inputs;
@@ -490,7 +528,11 @@ void many_amx(const FieldRows& a, const FieldColumns& b, const FieldCode& code,
     constexpr int64_t kBlock = 2 * kFactors * kTileBytes;
     alignas(64) int32_t found[kFactors][kTilePair][kTilePair];
     const Table<TABLES> table(code.table);
-    const GroupEnd end{a, b, code};
+    const bool is_signed = fits_signed_bytes(code);
+    const uint8_t zero = is_signed ? code.zero : 0;
+    FieldCode rest = code;
+    if (is_signed) rest.zero = 0;
+    const GroupEnd end{a, b, rest};
     const int64_t inputs = inputs_of_tile(b);
     const int64_t depth = (b.depth + inputs - 1) / inputs,
                   of_group = b.scale ? b.group / inputs : depth;
@@ -502,7 +544,7 @@ void many_amx(const FieldRows& a, const FieldColumns& b, const FieldCode& code,
     const auto unpack_block = [&](int64_t k) {
         if (k >= depth) return;
         const int64_t first = k * inputs, count = std::min(inputs, b.depth - first);
-        unpack<BITS>(b, table, first, count, block(k), kTileBytes);
+        unpack<BITS>(b, table, first, count, block(k), kTileBytes, zero);
         for (int64_t tile = 0; tile < 2 * kFactors && count < kTileInner; ++tile)
             std::memset(block(k) + tile * kTileBytes + count * kTileSide, 0,
                         (kTileInner - count) * kTileSide);
@@ -518,13 +560,16 @@ void many_amx(const FieldRows& a, const FieldColumns& b, const FieldCode& code,
                 const uint8_t* left = block(at) + 2 * factor * kTileBytes;
                 load_tile<4>(upper, a.stride);
                 load_tile<6>(left, kTileInner);
-                multiply_by_unsigned_int8<0, 4, 6>();
                 load_tile<7>(left + kTileBytes, kTileInner);
-                multiply_by_unsigned_int8<1, 4, 7>();
-                if (!both) return;
-                load_tile<5>(upper + kTileSide * a.stride, a.stride);
-                multiply_by_unsigned_int8<2, 5, 6>();
-                multiply_by_unsigned_int8<3, 5, 7>();
+                if (both) load_tile<5>(upper + kTileSide * a.stride, a.stride);
+                if (is_signed) {
+                    multiply_int8<0, 4, 6>(), multiply_int8<1, 4, 7>();
+                    if (both) multiply_int8<2, 5, 6>(), multiply_int8<3, 5, 7>();
+                } else {
+                    multiply_by_unsigned_int8<0, 4, 6>(), multiply_by_unsigned_int8<1, 4, 7>();
+                    if (both)
+                        multiply_by_unsigned_int8<2, 5, 6>(), multiply_by_unsigned_int8<3, 5, 7>();
+                }
             };
             zero_sums();
             for (int64_t at = k; at < past; ++at) {
@@ -537,6 +582,11 @@ void many_amx(const FieldRows& a, const FieldColumns& b, const FieldCode& code,
                 for (int64_t at = k; at < past; ++at)
                     multiply(std::integral_constant<int, 1>{}, at);
                 store_sums(found[1], sizeof found[1][0], both);
+            }
+            if (b.scale && is_signed) {
+                end.add_scaled(found[0][0], row, rows, g, out, stride);
+                k = past;
+                continue;
             }
             for (int64_t r = 0; r < rows; ++r) {
                 for (int64_t part = 0; part < kParts; ++part) {
@@ -609,7 +659,8 @@ int64_t few_rows(const FieldCode& code, int64_t group, bool amx) {
 FieldChoice field_kernel(const FieldCode& code, [[maybe_unused]] Instructions instructions,
                          [[maybe_unused]] int64_t rows, [[maybe_unused]] int64_t group) {
 #if defined(LSQ_AMX)
-    if (instructions == Instructions::amx && rows > few_rows(code, group, true))
+    const bool suits = group % kTilePair == 0;  // smaller groups leave most of a tile empty
+    if (instructions == Instructions::amx && suits && rows > few_rows(code, group, true))
         return {of_code<ManyAmx>(code), true, false};
 #endif
 #if defined(__AVX2__)
