@@ -16,7 +16,6 @@ from lsq import quant
 from lsq.config import QuantConfig
 from lsq.config.quantization import CONSTANT, RENAMED, of_trained
 from lsq.layers import ProgramModule, clip_format, weight_masks
-from lsq.models.clips import declare_formats
 from lsq.models.sparsity import wants_sparsity
 from lsq.observe import quantized_tensors
 
@@ -241,7 +240,7 @@ def options_in(path: Path, part: str) -> Mapping[str, Any]:
         return {}
     try:
         state = torch.load(path, map_location="cpu", mmap=True)
-        declare_formats(state.get("model", {}))  # which options may name
+        clip_format.declare_numbers(state.get("model", {}))  # which options may name
         options = options_of(state, part)
         return options if isinstance(options, Mapping) else vars(options)
     # a damaged file can raise anything; fairseq loads it next and reports it

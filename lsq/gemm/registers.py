@@ -12,7 +12,6 @@ from typing import Any
 
 from lsq.files import json_file
 from lsq.files.json_file import check_choice, check_text, check_whole, shown
-from lsq.gemm import configuration_file
 from lsq.native.processor import cpu_model
 
 logger = logging.getLogger(__name__)
@@ -54,7 +53,9 @@ def kind_of(bits: int, decode: str) -> str:
 
 def path() -> Path | None:
     """Return the file in the user's folder; None: there is no home folder."""
-    folder = configuration_file.user_folder()
+    from lsq.gemm.configuration_file import user_folder  # loads what GPUs need
+
+    folder = user_folder()
     return None if folder is None else folder.parent / "cpu" / NAME
 
 

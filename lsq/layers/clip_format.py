@@ -81,6 +81,15 @@ def read(entry: torch.Tensor, name: str) -> dict[str, Any]:
     return found
 
 
+def declare_numbers(state: Mapping[str, torch.Tensor]) -> bool:
+    """Declare the numbers in the entries of a state dict; return whether it has any entry. Raises
+    ValueError as `read` does."""
+    entries = [name for name in state if name.rpartition(".")[2] == NAME]
+    for name in entries:
+        read(state[name], name)
+    return bool(entries)
+
+
 def check(theirs: Mapping[str, Any], ours: Mapping[str, Any], prefix: str = "") -> None:
     """Raise a ValueError if a checkpoint's fields differ from `ours`; its names have `prefix`."""
     other = [name for name in theirs if _canonical(theirs[name]) != _canonical(ours.get(name))]

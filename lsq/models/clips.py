@@ -77,15 +77,12 @@ def declare_formats(source: Mapping[str, torch.Tensor] | str | os.PathLike) -> N
             here with other values.
     """
     state = source if isinstance(source, Mapping) else _read_state(Path(source))
-    entries = [name for name in state if name.rpartition(".")[2] == clip_format.NAME]
-    if not entries:
+    if not clip_format.declare_numbers(state):
         raise ValueError(
             f"no entry of {'the state dict' if state is source else source} ends in"
             f" {clip_format.NAME}, as those of converted models do; give such a state dict, its"
             f" file, or the folder of {NAME}"
         )
-    for name in entries:
-        clip_format.read(state[name], name)
 
 
 def _read_state(path: Path) -> Mapping[str, torch.Tensor]:

@@ -27,7 +27,7 @@ from lsq import files
 from lsq.fairseq.checkpoint import LAST, say_formats
 from lsq.files import check_name, loading_fault
 from lsq.files.lock import locked_folder
-from lsq.models.clips import declare_formats
+from lsq.layers.clip_format import declare_numbers
 
 logger = logging.getLogger(__name__)
 
@@ -207,7 +207,7 @@ def load_checkpoint(
     for name, part in tensors.items():
         if fault := not_finite(part, name):
             raise ValueError(f"{path} cannot be used: {fault}{beside(path)}")
-    declare_formats(state["model"])
+    declare_numbers(state["model"])
     say_formats(state["model"], path)
     return state
 
