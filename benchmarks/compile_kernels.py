@@ -63,7 +63,7 @@ from lsq.quant import WEIGHT_FORMATS, Grain
 from lsq.quant.stored import Fields
 from lsq.run.cuda import AbsentGPU
 from lsq.serving.architecture import Architecture, StackArchitecture
-from lsq.serving.engine import MOST_FIELD_BITS
+from lsq.serving.engine import FIELD_BITS
 from lsq.serving.step_programs import encoder_program, step_program
 
 TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
@@ -234,7 +234,7 @@ def of_packed_weights(project: Project) -> Iterator[Operation]:
     scale, int4 = project.weight.scale, WEIGHT_FORMATS["int4"](8, Grain.ROW)
     codes = tensor("codes", outputs, int4.stored_columns(inner))
     yield replace(project, weight=Weight(format=int4, codes=codes, scale=scale))
-    for bits in range(2, MOST_FIELD_BITS + 1):
+    for bits in range(2, FIELD_BITS + 1):
         fields = Fields(name=f"int{bits}", bits=bits, grain=Grain.ROW)
         codes = tensor("codes", outputs, 1, fields.stored_columns(inner))
         yield replace(project, weight=Weight(format=fields, codes=codes, scale=scale))
