@@ -79,7 +79,7 @@ def main(arguments: list[str] | None = None) -> None:
     shape = transformer.QUICK if options.quick else transformer.Shape()
     with tempfile.TemporaryDirectory() as temporary:
         bench_decode.write_models(shape, Path(temporary) / "model")
-        path = Path(temporary) / "model" / "lsq"
+        path = Path(temporary) / "model" / "int8"
         conditions = common.conditions(
             options,
             packages=("starlette", "uvicorn", "sentencepiece"),
