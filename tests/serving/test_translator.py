@@ -37,6 +37,7 @@ def test_hypotheses_are_those_of_the_run(output, translator):
     found = translator.translate(read_items(output / "data" / "test.src"), BEAM)
     hypotheses = read_items(output / "int8" / "translation" / "hypotheses.txt")
     assert best(found) == hypotheses and len(set(hypotheses)) > 1
+    assert len({translations[0].score for translations in found}) > 2
     # its own options are the default
     assert translator.translate(read_items(output / "data" / "test.src")) == found
 

@@ -67,7 +67,7 @@ struct GroupEnd {
     // What products with the zero add to a sum.
     int32_t start(int64_t row, int64_t g) const { return code.zero * a.sums[row * b.groups + g]; }
 
-    // A vector's product takes longer than its sums in AMX.
+    // Most steps are 1, and a product of words takes as long as several sums.
     LaneWords stepped(LaneWords sum) const {
         if (__builtin_expect(code.step != 1, 0)) sum *= code.step;
         return sum;
@@ -500,9 +500,6 @@ void many_vnni(const FieldRows& a, const FieldColumns& b, const FieldCode& code,
 #endif
 #if defined(LSQ_AMX)
 
-// x has whole tiles of inputs and rows, and may be read 64 bytes beyond a row. A tile holds as many
-// inputs as divide a group, and zeros. For the first rows the tiles of the next inputs are unpacked
-// while these are multiplied.
 // Whether whole numbers less the zero are bytes of tdpbssd, so that no sum of x is taken off.
 bool fits_signed_bytes(const FieldCode& code) {
     int most = (1 << code.bits) - 1, least = 0;
@@ -514,6 +511,7 @@ bool fits_signed_bytes(const FieldCode& code) {
     return least - code.zero >= -128 && most - code.zero <= 127;
 }
 
+// Inputs of a tile: as many as divide a group.
 int64_t inputs_of_tile(const FieldColumns& b) {
     for (int64_t inputs = kTileInner; b.scale && inputs > kTileSide; inputs -= kTileSide) {
         if (b.group % inputs == 0) return inputs;
@@ -521,6 +519,9 @@ int64_t inputs_of_tile(const FieldColumns& b) {
     return b.scale ? kTileSide : kTileInner;
 }
 
+// x has whole tiles of inputs and rows, and may be read 64 bytes beyond a row. A tile holds as many
+// inputs as divide a group, and zeros. For the first rows the tiles of the next inputs are unpacked
+// while these are multiplied.
 template <int BITS, int TABLES>
 void many_amx(const FieldRows& a, const FieldColumns& b, const FieldCode& code,
               FieldMemory& memory, void* out, int64_t stride) {
