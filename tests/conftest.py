@@ -140,6 +140,15 @@ def seeds() -> None:
 
 
 @pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    """Give the next test as many threads as this one had: CTranslate2 takes a thread for each core,
+    and more threads than cores wait for each other ten times as long as they compute."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
 def no_declared_numbers() -> Iterator[None]:
     """Remove the number formats that a test declares. Programs with them stay in caches, so that
     tests of layers give each table of values a name of its own."""
