@@ -53,6 +53,24 @@ EMULATOR_TOGETHER inline void multiply_bytes(void* const* operands) {
     }
 }
 
+// Bits lie as bytes do in multiply_bytes: word k / 128 of lane `4 * row + k / 32 % 4`.
+EMULATOR_TOGETHER inline void multiply_bits(void* const* operands) {
+    const auto of = [operands](int lane) {
+        return static_cast<Multiplication<int32_t>*>(operands[lane]);
+    };
+    for (int row = 0; row < 16; ++row) {
+        for (int column = 0; column < 8; ++column) {
+            uint32_t sum = 0;
+            for (int word = 0; word < 8; ++word) {
+                const uint32_t a = of(row % 8 * 4 + word % 4)->a[word / 4 * 2 + row / 8];
+                sum += __builtin_popcount(a & of(column * 4 + word % 4)->b[word / 4]);
+            }
+            int32_t& found = of(row % 8 * 4 + column / 2)->sums[row / 8 * 2 + column % 2];
+            found = static_cast<int32_t>(static_cast<uint32_t>(found) + sum);
+        }
+    }
+}
+
 struct SparseMultiplication {
     uint32_t a[4], b[4], kept;
     int32_t sums[4];
@@ -148,6 +166,14 @@ EMULATOR_TOGETHER inline void emulator_multiply(
     int32_t (&sums)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
     emulator::Site site = {__builtin_FILE(), __builtin_LINE()}) {
     emulator::together(emulator::multiply_bytes, sums, a, b, site);
+}
+
+// mma.sync.aligned.m16n8k256.row.col.s32.b1.b1.s32.and.popc: sums [16, 8] += how many bits a row of
+// a [16, 256] and one of b [8, 256] have in common.
+EMULATOR_TOGETHER inline void emulator_multiply_bits(
+    int32_t (&sums)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
+    emulator::Site site = {__builtin_FILE(), __builtin_LINE()}) {
+    emulator::together(emulator::multiply_bits, sums, a, b, site);
 }
 
 // mma.sp::ordered_metadata.sync.aligned.m16n8k64.row.col.s32.s8.s8.s32: sums [16, 8] += a [16, 64],

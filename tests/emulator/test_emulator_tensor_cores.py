@@ -41,6 +41,20 @@ def test_a_multiplication(order):
 
 
 @pytest.mark.parametrize("order", ORDERS)
+def test_a_multiplication_of_bits(order):
+    a, b = codes(16, 32), codes(8, 32)
+    a[3], b[5] = -1, -1  # all 256 bits
+    sums = torch.arange(128, dtype=torch.int32).reshape(16, 8)
+    sums[15, 7] = 2**31 - 1  # wraps around
+    before = sums.clone()
+    module(order, BITS=1).launch("one_multiplication", 1, 32, a, b, sums)
+    whole = [[int.from_bytes(bytes(row), "little") for row in x.view(torch.uint8)] for x in (a, b)]
+    common = [[(row & column).bit_count() for column in whole[1]] for row in whole[0]]
+    assert common[3][5] == 256
+    assert torch.equal(sums, before + torch.tensor(common, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("order", ORDERS)
 def test_a_sparse_multiplication(order):
     a, b = codes(16, 64), codes(8, 64)
     a *= choose(torch.rand(16, 64, generator=torch.Generator().manual_seed(5)))

@@ -1,7 +1,7 @@
 // Tensor cores, and loads of their operands: the only file with their PTX beside warpgroup.cuh.
 //
-// Fragments are those of mma.sync m16n8k32 of int8 and of m16n8k16 of bfloat16, whose rows are 32
-// bytes alike. With lane = 4 * group + part: a, 16 rows, has bytes [16 * i + 4 * part, + 4) of row
+// Fragments are those of mma.sync m16n8k32 of int8, m16n8k16 of bfloat16 and m16n8k256 of bits, whose
+// rows are 32 bytes alike. With lane = 4 * group + part: a, 16 rows, has bytes [16 * i + 4 * part, + 4) of row
 // `group` in word 2 * i, and of row group + 8 in word 2 * i + 1; b, 8 rows, of row `group`, in word
 // i; sums [16, 8] has columns 2 * part and 2 * part + 1 of row `group` in numbers 0 and 1, of row
 // group + 8 in 2 and 3. All lanes of a warp must call `multiply` and `load_matrices` together.
@@ -19,6 +19,20 @@ LSQ_INLINE void multiply(int32_t (&sums)[4], const uint32_t (&a)[4],
 #else
     asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, "
         "%9}, {%0, %1, %2, %3};"
+        : "+r"(sums[0]), "+r"(sums[1]), "+r"(sums[2]), "+r"(sums[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+#endif
+}
+
+// sums += how many bits a row of a [16, 256] and one of b [8, 256] have in common. One instruction
+// on sm_80 to sm_90; later GPUs have none, and their compiler makes eight of int8 of it.
+LSQ_INLINE void multiply_bits(int32_t (&sums)[4], const uint32_t (&a)[4],
+                                              const uint32_t (&b)[2]) {
+#ifdef LSQ_EMULATOR
+    emulator_multiply_bits(sums, a, b);
+#else
+    asm("mma.sync.aligned.m16n8k256.row.col.s32.b1.b1.s32.and.popc {%0, %1, %2, %3}, {%4, %5, %6, "
+        "%7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+r"(sums[0]), "+r"(sums[1]), "+r"(sums[2]), "+r"(sums[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 #endif

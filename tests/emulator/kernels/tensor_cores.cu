@@ -11,9 +11,14 @@
 #ifndef SIZE
 #define SIZE 16
 #endif
+#ifdef BITS
+#define MULTIPLY multiply_bits
+#else
+#define MULTIPLY multiply
+#endif
 
-// out [16, 8] += a [16, 32] times b [8, 32] transposed, every word where NVIDIA's documentation
-// says.
+// out [16, 8] += a times b transposed, rows of 32 bytes, every word where NVIDIA's documentation
+// says: int8, or with BITS bits.
 LSQ_KERNEL one_multiplication(In<uint32_t> a, In<uint32_t> b, Out<int32_t> out) {
     const int group = threadIdx.x / 4, part = threadIdx.x % 4;
     const uint32_t of_a[4] = {a[8 * group + part], a[8 * (group + 8) + part],
@@ -21,7 +26,7 @@ LSQ_KERNEL one_multiplication(In<uint32_t> a, In<uint32_t> b, Out<int32_t> out) 
     const uint32_t of_b[2] = {b[8 * group + part], b[8 * group + part + 4]};
     int32_t sums[4];
     for (int i = 0; i < 4; ++i) sums[i] = out[8 * (group + i / 2 * 8) + 2 * part + i % 2];
-    multiply(sums, of_a, of_b);
+    MULTIPLY(sums, of_a, of_b);
     for (int i = 0; i < 4; ++i) out[8 * (group + i / 2 * 8) + 2 * part + i % 2] = sums[i];
 }
 LSQ_EXPORT(one_multiplication)
