@@ -15,6 +15,7 @@ _ALLOWED = {
     "emulator": "native",
     "quant": "",
     "reference": "quant",
+    "graphs": "",
     "config": "quant",
     "memory": "extras files native",
     "program": "config native quant",

@@ -1,0 +1,5 @@
+"""Graphs: neighbours of nodes."""
+
+from lsq.graphs.adjacency import Adjacency
+
+__all__ = ["Adjacency"]

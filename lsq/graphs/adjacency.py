@@ -1,0 +1,143 @@
+"""Edges of a graph, sorted by the node that they lead to: a sparse matrix of ones by rows (CSR)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+MOST = 2**31 - 1
+"""Nodes and edges are counted in 32 bits."""
+
+
+@dataclass(frozen=True, eq=False)
+class Adjacency:
+    """The matrix A [N, N] of a directed graph: A[target, source] is how many edges lead from
+    `source` to `target`. A @ x [N, D] is the sum over neighbours, as PyTorch Geometric propagates.
+
+    Repeated edges count as often as they are given, and an edge may lead to its own node.
+    """
+
+    indptr: torch.Tensor  # int32 [N + 1], where the sources of each target begin.
+    indices: torch.Tensor  # int32 [E], sources; in the order in which edges were given.
+
+    @classmethod
+    def from_edges(cls, edges: torch.Tensor, nodes: int | None = None) -> Adjacency:
+        """Sort edges [2, E], sources above targets: PyTorch Geometric's `edge_index`.
+
+        Args:
+            nodes: N; None: one above the largest index.
+
+        Raises:
+            ValueError: edges are not whole numbers [2, E], or an index is negative or not below N.
+        """
+        if edges.dim() != 2 or len(edges) != 2 or not _whole(edges):
+            raise ValueError(
+                f"edges are {edges.dtype} {list(edges.shape)}; give whole numbers [2, edges], the"
+                " sources in the first row and the targets in the second"
+            )
+        if nodes is None:
+            nodes = int(edges.max()) + 1 if edges.numel() else 0
+        _check_count("nodes", nodes)
+        _check_count("edges", edges.shape[1])
+        _check_indices(edges, nodes)
+        sources, targets = edges
+        order = torch.argsort(targets, stable=True)
+        ends = torch.bincount(targets, minlength=nodes).cumsum(0)
+        return cls(indptr=torch.cat([ends.new_zeros(1), ends]).int(), indices=sources[order].int())
+
+    @classmethod
+    def from_csr(cls, indptr: torch.Tensor, indices: torch.Tensor) -> Adjacency:
+        """Take the matrix by its rows: indptr [N + 1] and indices [E], as `crow_indices()` and
+        `col_indices()` of a sparse tensor of PyTorch. Values are not looked at: edges have none.
+
+        Raises:
+            ValueError: indptr does not rise from 0 to E, or an index is negative or not below N.
+        """
+        for name, given in (("indptr", indptr), ("indices", indices)):
+            if given.dim() != 1 or not _whole(given):
+                raise ValueError(
+                    f"{name} is {given.dtype} {list(given.shape)}; give whole numbers in one"
+                    " dimension"
+                )
+        if not len(indptr) or indptr[0] != 0 or indptr[-1] != len(indices):
+            ends = [int(indptr[place]) for place in (0, -1)] if len(indptr) else "empty"
+            raise ValueError(
+                f"indptr begins and ends with {ends}; it must begin with 0 and end with the number"
+                f" of edges, {len(indices)}"
+            )
+        _check_count("nodes", len(indptr) - 1)
+        _check_count("edges", len(indices))
+        falls = (indptr.diff() < 0).nonzero()
+        if len(falls):
+            row = int(falls[0])
+            raise ValueError(
+                f"indptr falls from {int(indptr[row])} to {int(indptr[row + 1])} at node {row}; it"
+                " must not fall"
+            )
+        _check_indices(indices[None], len(indptr) - 1)
+        return cls(indptr=indptr.int(), indices=indices.int())
+
+    @property
+    def nodes(self) -> int:
+        """N."""
+        return len(self.indptr) - 1
+
+    @property
+    def edges(self) -> int:
+        """E."""
+        return len(self.indices)
+
+    @cached_property
+    def degrees(self) -> torch.Tensor:
+        """How many edges lead to each node, int32 [N]."""
+        return self.indptr.diff()
+
+    @cached_property
+    def transposed(self) -> Adjacency:
+        """The graph with all edges turned round; gradients of sums are sums over it."""
+        turned = Adjacency.from_edges(torch.stack([self.targets, self.indices]), self.nodes)
+        turned.__dict__["transposed"] = self
+        return turned
+
+    @property
+    def targets(self) -> torch.Tensor:
+        """The target of each edge, int32 [E]."""
+        nodes = torch.arange(self.nodes, dtype=torch.int32, device=self.indptr.device)
+        return nodes.repeat_interleave(self.degrees, output_size=self.edges)
+
+    def to(self, device: torch.device | str) -> Adjacency:
+        """Return the same graph on a device; the graph itself if it is there."""
+        if self.indptr.device == torch.device(device):
+            return self
+        return Adjacency(indptr=self.indptr.to(device), indices=self.indices.to(device))
+
+    def to_torch(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Return A as a sparse CSR tensor of PyTorch, which layers of PyTorch Geometric take in
+        place of `edge_index`."""
+        ones = torch.ones(self.edges, dtype=dtype, device=self.indices.device)
+        size = (self.nodes, self.nodes)
+        return torch.sparse_csr_tensor(
+            self.indptr, self.indices, ones, size, check_invariants=False
+        )
+
+
+def _whole(given: torch.Tensor) -> bool:
+    return given.dtype in (torch.int32, torch.int64)
+
+
+def _check_count(name: str, count: int) -> None:
+    if not 0 <= count <= MOST:
+        raise ValueError(f"the graph has {count:,} {name}; it may have 0 to {MOST:,}")
+
+
+def _check_indices(edges: torch.Tensor, nodes: int) -> None:
+    """Raise ValueError, naming the first edge with an index outside of [0, nodes)."""
+    outside = ((edges < 0) | (edges >= nodes)).any(dim=0).nonzero()
+    if len(outside):
+        edge = int(outside[0])
+        raise ValueError(
+            f"edge {edge} has the nodes {edges[:, edge].tolist()}, but the graph has {nodes} nodes:"
+            f" indices must be at least 0 and below {nodes}"
+        )

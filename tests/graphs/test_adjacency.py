@@ -1,0 +1,96 @@
+"""Adjacency beside scipy's sparse matrices."""
+
+import numpy
+import pytest
+import torch
+from scipy import sparse
+
+from lsq.graphs import Adjacency
+
+EDGES = torch.tensor([[2, 0, 4, 0, 3, 3], [1, 1, 0, 1, 3, 0]])
+"""Of six nodes: an edge twice, an edge to its own node, and two nodes without edges to them."""
+
+
+def drawn(nodes: int, edges: int) -> torch.Tensor:
+    return torch.randint(nodes, (2, edges), generator=torch.Generator().manual_seed(nodes))
+
+
+def matrix(edges: torch.Tensor, nodes: int) -> numpy.ndarray:
+    """By scipy, which adds up repeated entries."""
+    sources, targets = edges.numpy()
+    counts = numpy.ones(len(sources), dtype=numpy.int64)
+    return sparse.coo_matrix((counts, (targets, sources)), (nodes, nodes)).toarray()
+
+
+@pytest.mark.parametrize(
+    ("edges", "nodes"), [(EDGES, 6), (drawn(37, 400), 37), (drawn(300, 5), 300), (EDGES[:, :0], 3)]
+)
+def test_edges_are_counted_by_target_and_source(edges, nodes):
+    found = Adjacency.from_edges(edges, nodes)
+    expected = matrix(edges, nodes)
+    assert (found.nodes, found.edges) == (nodes, edges.shape[1])
+    assert numpy.array_equal(found.to_torch().to_dense().numpy(), expected)
+    assert numpy.array_equal(found.degrees.numpy(), expected.sum(1))
+    assert numpy.array_equal(found.transposed.to_torch().to_dense().numpy(), expected.T)
+    assert found.transposed.transposed is found
+    again = Adjacency.from_csr(found.indptr.long(), found.indices)
+    assert torch.equal(again.indptr, found.indptr) and torch.equal(again.indices, found.indices)
+    assert {one.dtype for one in (found.indptr, found.indices, found.degrees)} == {torch.int32}
+
+
+def test_sources_keep_their_order():
+    found = Adjacency.from_edges(EDGES)
+    assert found.nodes == 5
+    assert found.indptr.tolist() == [0, 2, 5, 5, 6, 6]
+    assert found.indices.tolist() == [4, 3, 2, 0, 0, 3]
+    assert found.targets.tolist() == [0, 0, 1, 1, 1, 3]
+
+
+def test_sums_are_those_of_adding_each_edge():
+    edges, x = drawn(50, 700), torch.randn(50, 3, generator=torch.Generator().manual_seed(1))
+    expected = torch.zeros(50, 3, dtype=torch.float64)
+    for source, target in edges.t().tolist():
+        expected[target] += x[source].double()
+    found = Adjacency.from_edges(edges, 50).to_torch(torch.float64) @ x.double()
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+def test_a_device_that_it_is_on_copies_nothing():
+    found = Adjacency.from_edges(EDGES)
+    assert found.to("cpu") is found
+    assert found.to("meta").indptr.device.type == "meta"
+
+
+@pytest.mark.parametrize(
+    ("edges", "nodes", "message"),
+    [
+        (EDGES.float(), 6, r"edges are torch.float32 \[2, 6\]; give whole numbers \[2, edges\]"),
+        (EDGES.t(), 6, r"edges are torch.int64 \[6, 2\]"),
+        (EDGES[0], 6, r"edges are torch.int64 \[6\]"),
+        (EDGES, 4, r"edge 2 has the nodes \[4, 0\], but the graph has 4 nodes: .* below 4"),
+        (EDGES - 1, 6, r"edge 1 has the nodes \[-1, 0\], but the graph has 6 nodes"),
+        (EDGES, 2**31, "the graph has 2,147,483,648 nodes; it may have 0 to 2,147,483,647"),
+        (EDGES[:, :0], -1, "the graph has -1 nodes"),
+    ],
+)
+def test_edges_that_cannot_be_are_refused(edges, nodes, message):
+    with pytest.raises(ValueError, match=message):
+        Adjacency.from_edges(edges, nodes)
+
+
+@pytest.mark.parametrize(
+    ("indptr", "indices", "message"),
+    [
+        ([0, 2, 1, 3], [0, 1, 2], "indptr falls from 2 to 1 at node 1"),
+        ([1, 2, 3], [0, 1, 1], r"begins and ends with \[1, 3\].*number of edges, 3"),
+        ([0, 2, 2], [0, 1, 1], r"begins and ends with \[0, 2\]"),
+        ([], [], "begins and ends with empty"),
+        ([0, 1, 3], [0, 1, 2], r"edge 2 has the nodes \[2\], but the graph has 2 nodes"),
+        ([0, 1, 3], [[0, 1, 1]], r"indices is torch.int64 \[1, 3\]"),
+        ([0.0, 1.0], [0], r"indptr is torch.float32 \[2\]"),
+    ],
+)
+def test_rows_that_cannot_be_are_refused(indptr, indices, message):
+    whole = {} if indptr and isinstance(indptr[0], float) else {"dtype": torch.int64}
+    with pytest.raises(ValueError, match=message):
+        Adjacency.from_csr(torch.tensor(indptr, **whole), torch.tensor(indices, dtype=torch.int64))
