@@ -141,8 +141,8 @@ def seeds() -> None:
 
 @pytest.fixture(autouse=True)
 def threads() -> Iterator[None]:
-    """Give the next test as many threads as this one had: CTranslate2 takes a thread for each core,
-    and more threads than cores wait for each other ten times as long as they compute."""
+    """Restore PyTorch's number of threads after each test: CTranslate2 sets it to the number of
+    cores. Processes with more threads than cores run ten times as long."""
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)

@@ -168,8 +168,8 @@ EMULATOR_TOGETHER inline void emulator_multiply(
     emulator::together(emulator::multiply_bytes, sums, a, b, site);
 }
 
-// mma.sync.aligned.m16n8k256.row.col.s32.b1.b1.s32.and.popc: sums [16, 8] += how many bits a row of
-// a [16, 256] and one of b [8, 256] have in common.
+// mma.sync.aligned.m16n8k256.row.col.s32.b1.b1.s32.and.popc: sums [16, 8] += the number of bits
+// that a row of a [16, 256] and a row of b [8, 256] both have.
 EMULATOR_TOGETHER inline void emulator_multiply_bits(
     int32_t (&sums)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
     emulator::Site site = {__builtin_FILE(), __builtin_LINE()}) {

@@ -1,4 +1,4 @@
-"""Graphs: neighbours of nodes."""
+"""Graphs: which edges lead to a node (`Adjacency`)."""
 
 from lsq.graphs.adjacency import Adjacency
 

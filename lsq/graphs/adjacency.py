@@ -20,14 +20,14 @@ class Adjacency:
     """
 
     indptr: torch.Tensor  # int32 [N + 1], where the sources of each target begin.
-    indices: torch.Tensor  # int32 [E], sources; in the order in which edges were given.
+    indices: torch.Tensor  # int32 [E], the sources of each target, in the given order.
 
     @classmethod
     def from_edges(cls, edges: torch.Tensor, nodes: int | None = None) -> Adjacency:
         """Sort edges [2, E], sources above targets: PyTorch Geometric's `edge_index`.
 
         Args:
-            nodes: N; None: one above the largest index.
+            nodes: N; None: the largest index plus one.
 
         Raises:
             ValueError: edges are not whole numbers [2, E], or an index is negative or not below N.
@@ -50,7 +50,7 @@ class Adjacency:
     @classmethod
     def from_csr(cls, indptr: torch.Tensor, indices: torch.Tensor) -> Adjacency:
         """Take the matrix by its rows: indptr [N + 1] and indices [E], as `crow_indices()` and
-        `col_indices()` of a sparse tensor of PyTorch. Values are not looked at: edges have none.
+        `col_indices()` of a sparse tensor of PyTorch. Its values are ignored.
 
         Raises:
             ValueError: indptr does not rise from 0 to E, or an index is negative or not below N.
@@ -61,11 +61,12 @@ class Adjacency:
                     f"{name} is {given.dtype} {list(given.shape)}; give whole numbers in one"
                     " dimension"
                 )
-        if not len(indptr) or indptr[0] != 0 or indptr[-1] != len(indices):
-            ends = [int(indptr[place]) for place in (0, -1)] if len(indptr) else "empty"
+        if not len(indptr):
+            raise ValueError("indptr is empty; a graph without nodes has [0]")
+        if indptr[0] != 0 or indptr[-1] != len(indices):
             raise ValueError(
-                f"indptr begins and ends with {ends}; it must begin with 0 and end with the number"
-                f" of edges, {len(indices)}"
+                f"indptr begins with {int(indptr[0])} and ends with {int(indptr[-1])}; it must"
+                f" begin with 0 and end with the number of edges, {len(indices)}"
             )
         _check_count("nodes", len(indptr) - 1)
         _check_count("edges", len(indices))
@@ -91,15 +92,15 @@ class Adjacency:
 
     @cached_property
     def degrees(self) -> torch.Tensor:
-        """How many edges lead to each node, int32 [N]."""
+        """The number of edges that lead to each node, int32 [N]."""
         return self.indptr.diff()
 
     @cached_property
     def transposed(self) -> Adjacency:
-        """The graph with all edges turned round; gradients of sums are sums over it."""
-        turned = Adjacency.from_edges(torch.stack([self.targets, self.indices]), self.nodes)
-        turned.__dict__["transposed"] = self
-        return turned
+        """The graph with all edges reversed, for the gradient of sums over neighbours."""
+        found = Adjacency.from_edges(torch.stack([self.targets, self.indices]), self.nodes)
+        found.__dict__["transposed"] = self
+        return found
 
     @property
     def targets(self) -> torch.Tensor:
@@ -109,9 +110,10 @@ class Adjacency:
 
     def to(self, device: torch.device | str) -> Adjacency:
         """Return the same graph on a device; the graph itself if it is there."""
-        if self.indptr.device == torch.device(device):
+        indptr = self.indptr.to(device)
+        if indptr is self.indptr:
             return self
-        return Adjacency(indptr=self.indptr.to(device), indices=self.indices.to(device))
+        return Adjacency(indptr=indptr, indices=self.indices.to(device))
 
     def to_torch(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Return A as a sparse CSR tensor of PyTorch, which layers of PyTorch Geometric take in

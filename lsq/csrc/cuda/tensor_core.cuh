@@ -1,10 +1,11 @@
 // Tensor cores, and loads of their operands: the only file with their PTX beside warpgroup.cuh.
 //
-// Fragments are those of mma.sync m16n8k32 of int8, m16n8k16 of bfloat16 and m16n8k256 of bits, whose
-// rows are 32 bytes alike. With lane = 4 * group + part: a, 16 rows, has bytes [16 * i + 4 * part, + 4) of row
-// `group` in word 2 * i, and of row group + 8 in word 2 * i + 1; b, 8 rows, of row `group`, in word
-// i; sums [16, 8] has columns 2 * part and 2 * part + 1 of row `group` in numbers 0 and 1, of row
-// group + 8 in 2 and 3. All lanes of a warp must call `multiply` and `load_matrices` together.
+// Fragments are those of mma.sync m16n8k32 of int8, m16n8k16 of bfloat16 and m16n8k256 of bits: a
+// row is 32 bytes in all of them. With lane = 4 * group + part: a, 16 rows, has bytes
+// [16 * i + 4 * part, + 4) of row `group` in word 2 * i, and of row group + 8 in word 2 * i + 1; b,
+// 8 rows, of row `group`, in word i; sums [16, 8] has columns 2 * part and 2 * part + 1 of row
+// `group` in numbers 0 and 1, of row group + 8 in 2 and 3. All lanes of a warp must call the
+// functions that multiply and `load_matrices` together.
 #pragma once
 
 #include "device.cuh"
@@ -24,8 +25,8 @@ LSQ_INLINE void multiply(int32_t (&sums)[4], const uint32_t (&a)[4],
 #endif
 }
 
-// sums += how many bits a row of a [16, 256] and one of b [8, 256] have in common. One instruction
-// on sm_80 to sm_90; later GPUs have none, and their compiler makes eight of int8 of it.
+// sums += the number of bits that a row of a [16, 256] and a row of b [8, 256] both have. It is one
+// instruction on sm_80 to sm_90. For later GPUs the compiler makes eight int8 instructions of it.
 LSQ_INLINE void multiply_bits(int32_t (&sums)[4], const uint32_t (&a)[4],
                                               const uint32_t (&b)[2]) {
 #ifdef LSQ_EMULATOR

@@ -17,8 +17,8 @@
 #define MULTIPLY multiply
 #endif
 
-// out [16, 8] += a times b transposed, rows of 32 bytes, every word where NVIDIA's documentation
-// says: int8, or with BITS bits.
+// out [16, 8] += a times b transposed. Their rows are 32 bytes of int8, or of bits where BITS is
+// defined. Every word lies where NVIDIA's documentation says.
 LSQ_KERNEL one_multiplication(In<uint32_t> a, In<uint32_t> b, Out<int32_t> out) {
     const int group = threadIdx.x / 4, part = threadIdx.x % 4;
     const uint32_t of_a[4] = {a[8 * group + part], a[8 * (group + 8) + part],
