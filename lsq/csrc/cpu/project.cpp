@@ -1,93 +1,11 @@
 // The epilogue of a product: scale, bias, activation, dropout, rounding, in one pass over each row
 // of it.
-#include "nonlinearity.h"
-#include "floats.h"
-#include "loops.h"
+#include "row_epilogue.h"
 #include "strips.h"
 
 using namespace lsq;
 
 namespace {
-
-// y -> activation(y), in place, with its slope in codes: n values.
-template <Activation KIND>
-void activate_with_slope(int64_t n, float* y, int8_t* slope) {
-#pragma omp simd
-    for (int64_t i = 0; i < n; ++i) {
-        const float x = y[i];
-        slope[i] = slope_code(activation_slope<KIND>(x));
-        y[i] = activated<KIND>(x);
-    }
-}
-
-// y -> activation(y), in place, with slopes or signs for the backward pass. `flags`: n bytes, y >
-// 0.
-void activate(const Nonlinearity& end, int64_t row, int64_t n, float* y, uint8_t* flags) {
-    if (end.before) std::memcpy(end.before + row * n, y, n * sizeof(float));
-    if (end.activation == Activation::relu) {
-#pragma omp simd
-        for (int64_t i = 0; i < n; ++i) {
-            flags[i] = y[i] > 0.0f;
-            y[i] = relu(y[i]);
-        }
-        return;
-    }
-    int8_t* slope = end.slope ? end.slope + row * n : nullptr;
-    with_activation(end.activation, [=](auto kind) {
-        if constexpr (is_cut(kind)) return;
-        if (slope) {
-            activate_with_slope<kind>(n, y, slope);
-        } else {
-#pragma omp simd
-            for (int64_t i = 0; i < n; ++i) y[i] = activated<kind>(y[i]);
-        }
-    });
-}
-
-// Applies the epilogue to rows of n values on one thread: activation, dropout, rounding.
-class RowEpilogue {
-public:
-    RowEpilogue(const Nonlinearity& nonlinearity, const Coded& rounded, Border<float> out,
-                int64_t n)
-        : n_(n), out_(out), scratch_(n), nonlinearity_(nonlinearity), rounded_(rounded),
-          flags_(unit() * n) {}
-
-    // read(i, y) sets y to row first + i. -> the largest magnitude
-    template <class Read>
-    Magnitude end(int64_t first, int64_t rows, const Read& read) {
-        Magnitude largest = 0;
-        for (int64_t begin = 0; begin < rows; begin += unit()) {
-            const int64_t past = std::min(begin + unit(), rows);
-            for (int64_t i = begin; i < past; ++i) {
-                const int64_t row = first + i;
-                float* y = out_.is_wide() ? out_.wide(row * n_) : scratch_.a.data();
-                read(i, y);
-                activate(nonlinearity_, row, n_, y, flags_.data() + (i - begin) * n_);
-                apply(nonlinearity_.dropout, row * n_, n_, y, scratch_.words.data());
-                if (out_.is_narrow()) narrow_row(y, n_, out_.narrow(row * n_));
-                if (!rounded_.codes) continue;
-                largest =
-                    std::max(largest, round_row(rounded_, row * n_, n_, y, scratch_.flags.data()));
-            }
-            uint8_t* positive = nonlinearity_.positive;
-            if (positive)
-                pack_bits(flags_.data(), (past - begin) * n_, positive + (first + begin) * n_ / 8);
-        }
-        return largest;
-    }
-
-protected:
-    int64_t n_;
-    Border<float> out_;
-    Scratch scratch_;
-
-private:
-    int64_t unit() const { return n_ % 8 ? 8 : 1; }  // of rows that begin at a byte of `positive`
-
-    const Nonlinearity& nonlinearity_;
-    const Coded& rounded_;
-    Aligned<uint8_t> flags_;
-};
 
 // Applies the epilogue to rows of a product with a weight on one thread.
 class Epilogue : RowEpilogue {
@@ -104,16 +22,13 @@ public:
         if (straight()) {
             Magnitude largest = 0;
             for (int64_t row = 0; row < rows; ++row) {
-                largest = std::max(
-                    largest, round_sums(first + row, sums + row * stride, factors(first + row)));
+                const float* factor = factors(first + row);
+                const auto read = [&](int64_t i, __mmask16 there) LSQ_FORCED {
+                    return scaled(sums + row * stride, factor, op_.bias, i, there);
+                };
+                largest = std::max(largest, end_straight(first + row, read));
             }
             return largest;
-        }
-        if (plain()) {
-            for (int64_t row = 0; row < rows; ++row) {
-                store_scaled((first + row) * n_, sums + row * stride, factors(first + row));
-            }
-            return 0;
         }
 #endif
         return end_sums(first, rows, sums, stride);
@@ -151,70 +66,12 @@ private:
     }
 
 #if defined(LSQ_WIDE)
-    // Whether rows go from sums to codes in registers.
-    bool straight() const {
-        const Coded& to = op_.rounded;
-        const Nonlinearity& end = op_.nonlinearity;
-        if (!to.codes || to.error || op_.out || end.before || !is_cut(end.activation) || n_ % 8)
-            return false;
-        return WideClip::fits(to.clip[0]);
-    }
-
-    // Whether sums are only scaled.
-    bool plain() const {
-        const Nonlinearity& end = op_.nonlinearity;
-        return !op_.rounded.codes && !end.before && end.activation == Activation::none &&
-               !end.dropout.threshold;
-    }
-
-    void store_scaled(int64_t at, const int32_t* sums, const float* factor) const {
-        const float* bias = op_.bias;
-        each_sixteen(n_, [&](int64_t i, __mmask16 there) {
-            store_sixteen(out_, at + i, there, scaled(sums, factor, bias, i, there));
-        });
-    }
-
     // Scales 16 sums from column i on, with a bias if there is one.
     static __m512 scaled(const int32_t* sums, const float* factor, const float* bias, int64_t i,
                          __mmask16 there) {
         const __m512 sum = _mm512_cvtepi32_ps(_mm512_maskz_loadu_epi32(there, sums + i));
         const __m512 y = _mm512_mul_ps(sum, _mm512_maskz_loadu_ps(there, factor + i));
         return bias ? _mm512_add_ps(y, _mm512_maskz_loadu_ps(there, bias + i)) : y;
-    }
-
-    // -> the largest magnitude
-    Magnitude round_sums(int64_t row, const int32_t* sums, const float* factor) {
-        const Dropout& dropout = op_.nonlinearity.dropout;
-        const int64_t first = row * n_;
-        const uint32_t* words = scratch_.words.data();
-        const float *bias = op_.bias, clip = op_.rounded.clip[0];
-        const bool drops = dropout.threshold,
-                   is_relu = op_.nonlinearity.activation == Activation::relu;
-        if (drops) philox(dropout.key[0], dropout.subsequence, first, n_, scratch_.words.data());
-        const __m512i limit = _mm512_set1_epi32(static_cast<int32_t>(dropout.threshold));
-        const __m512 keep = _mm512_set1_ps(dropout.keep), zero = _mm512_setzero_ps();
-        const WideClip wide(clip, clip / op_.rounded.largest);
-        __m512i largest = _mm512_setzero_si512();
-        WideBits outside, positive;
-        each_sixty_four(
-            n_,
-            [&](int64_t i, int64_t at, __mmask16 there) {
-                __m512 y = scaled(sums, factor, bias, i, there);
-                if (is_relu) {
-                    positive.add(at, _mm512_cmp_ps_mask(y, zero, _CMP_GT_OQ));
-                    y = _mm512_max_ps(zero, y);  // NaN stays NaN
-                }
-                if (drops) {
-                    const __m512i word = _mm512_maskz_loadu_epi32(there, words + i);
-                    y = _mm512_maskz_mul_ps(_mm512_cmpge_epu32_mask(word, limit), y, keep);
-                }
-                outside.add(at, wide.round(y, there, op_.rounded.codes + first + i, largest));
-            },
-            [&](int64_t column, int64_t count) {
-                outside.store(op_.rounded.clipped, first + column, count);
-                positive.store(op_.nonlinearity.positive, first + column, count);
-            });
-        return _mm512_reduce_max_epu32(largest);
     }
 
 #endif

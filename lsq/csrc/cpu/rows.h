@@ -54,6 +54,12 @@ inline void decode(const int8_t* codes, int64_t n, float scale, float* x) {
     for (int64_t i = 0; i < n; ++i) x[i] = static_cast<float>(codes[i]) * scale;
 }
 
+// x [n] *= factor.
+inline void multiply(float factor, int64_t n, float* x) {
+#pragma omp simd
+    for (int64_t i = 0; i < n; ++i) x[i] *= factor;
+}
+
 // to [n] += x.
 inline void add_to(const float* x, int64_t n, float* to) {
 #pragma omp simd

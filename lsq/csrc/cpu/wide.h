@@ -11,13 +11,16 @@
 
 #include "../include/arithmetic.h"
 
+// Of functions whose vectors must stay in registers.
+#define LSQ_FORCED __attribute__((always_inline))
+
 namespace lsq {
 
 constexpr __mmask16 kAllLanes = 0xFFFF;
 
 // Calls use(i, mask) for each 16 of n values.
 template <class Use>
-void each_sixteen(int64_t n, const Use& use) {
+LSQ_FORCED inline void each_sixteen(int64_t n, const Use& use) {
     int64_t i = 0;
     for (; i + 16 <= n; i += 16) use(i, kAllLanes);
     if (i < n) use(i, static_cast<__mmask16>((1u << (n - i)) - 1));
@@ -29,7 +32,7 @@ public:
     void add(int64_t at, __mmask16 mask) { bits_ |= static_cast<uint64_t>(mask) << at; }
 
     // Makes one store, because other threads write nearby; none if `out` is null.
-    void store(uint8_t* out, int64_t first, int64_t count) {
+    LSQ_FORCED void store(uint8_t* out, int64_t first, int64_t count) {
         if (out && count == 64) std::memcpy(out + first / 8, &bits_, 8);
         if (out && count < 64) std::memcpy(out + first / 8, &bits_, (count + 7) / 8);
         bits_ = 0;
@@ -41,7 +44,7 @@ private:
 
 // Calls use(i, i % 64, mask) for each 16 of n values, store(first, count) after each 64.
 template <class Use, class Store>
-void each_sixty_four(int64_t n, const Use& use, const Store& store) {
+LSQ_FORCED inline void each_sixty_four(int64_t n, const Use& use, const Store& store) {
     int64_t i = 0;
     for (; i + 64 <= n; i += 64) {
 #pragma GCC unroll 4
@@ -49,7 +52,7 @@ void each_sixty_four(int64_t n, const Use& use, const Store& store) {
         store(i, 64);
     }
     if (i == n) return;
-    each_sixteen(n - i, [&](int64_t j, __mmask16 there) { use(i + j, j, there); });
+    each_sixteen(n - i, [&](int64_t j, __mmask16 there) LSQ_FORCED { use(i + j, j, there); });
     store(i, n - i);
 }
 
