@@ -15,7 +15,7 @@ _ALLOWED = {
     "emulator": "native",
     "quant": "",
     "reference": "quant",
-    "graphs": "",
+    "graphs": "native",
     "config": "quant",
     "memory": "extras files native",
     "program": "config native quant",

@@ -7,6 +7,8 @@ from functools import cached_property
 
 import torch
 
+from lsq.native import loader
+
 MOST = 2**31 - 1
 """Nodes and edges are counted in 32 bits."""
 
@@ -41,11 +43,25 @@ class Adjacency:
             nodes = int(edges.max()) + 1 if edges.numel() else 0
         _check_count("nodes", nodes)
         _check_count("edges", edges.shape[1])
+        if edges.is_cpu and loader.available():
+            return cls._sorted(edges.contiguous(), nodes)
         _check_indices(edges, nodes)
         sources, targets = edges
         order = torch.argsort(targets, stable=True)
         ends = torch.bincount(targets, minlength=nodes).cumsum(0)
         return cls(indptr=torch.cat([ends.new_zeros(1), ends]).int(), indices=sources[order].int())
+
+    @classmethod
+    def _sorted(cls, edges: torch.Tensor, nodes: int) -> Adjacency:
+        """Sort edges by the C++ library."""
+        count = edges.shape[1]
+        indptr, indices = (torch.empty(size, dtype=torch.int32) for size in (nodes + 1, count))
+        outside = torch.empty(1, dtype=torch.int64)
+        wide = edges.dtype == torch.int64
+        loader.call("lsq_sort_edges", edges, wide, count, nodes, indptr, indices, outside)
+        if outside >= 0:
+            _refuse(edges, int(outside), nodes)
+        return cls(indptr=indptr, indices=indices)
 
     @classmethod
     def from_csr(cls, indptr: torch.Tensor, indices: torch.Tensor) -> Adjacency:
@@ -102,6 +118,48 @@ class Adjacency:
         found.__dict__["transposed"] = self
         return found
 
+    def subgraph(self, nodes: torch.Tensor) -> Adjacency:
+        """Return the edges between given nodes, which are numbered anew in the given order.
+
+        Args:
+            nodes: whole numbers [n], none of them twice.
+
+        Raises:
+            ValueError: nodes are not whole numbers in one dimension, one is not in the graph, or
+                one is given twice.
+        """
+        if nodes.dim() != 1 or not _whole(nodes):
+            raise ValueError(
+                f"nodes are {nodes.dtype} {list(nodes.shape)}; give whole numbers in one dimension"
+            )
+        outside = ((nodes < 0) | (nodes >= self.nodes)).nonzero()
+        if len(outside):
+            raise ValueError(
+                f"node {int(nodes[outside[0]])} is not in the graph, whose nodes are 0 to"
+                f" {self.nodes - 1}"
+            )
+        nodes, count = nodes.long().contiguous(), len(nodes)
+        order = torch.arange(count, dtype=torch.int32, device=nodes.device)
+        positions = self.indices.new_full((self.nodes,), -1)
+        positions[nodes] = order
+        twice = (positions[nodes] != order).nonzero()
+        if len(twice):
+            raise ValueError(f"node {int(nodes[twice[0]])} is given twice; give each node once")
+        degrees = self.degrees[nodes]
+        most = int(degrees.sum())
+        if self.indices.is_cpu and loader.available():
+            begins, kept = self.indptr.new_empty(count + 1), self.indices.new_empty(most)
+            arguments = (self.indptr, self.indices, nodes, count, positions, begins, kept)
+            loader.call("lsq_subgraph", *arguments)
+            return Adjacency(indptr=begins, indices=kept[: int(begins[-1])].clone())
+        rows = order.repeat_interleave(degrees, output_size=most)
+        first = self.indptr[nodes] - (degrees.cumsum(0) - degrees)
+        edges = first[rows] + torch.arange(most, device=nodes.device)
+        sources = positions[self.indices[edges]]
+        inside = sources >= 0
+        ends = torch.bincount(rows[inside], minlength=count).cumsum(0)
+        return Adjacency(indptr=torch.cat([ends.new_zeros(1), ends]).int(), indices=sources[inside])
+
     @property
     def targets(self) -> torch.Tensor:
         """The target of each edge, int32 [E]."""
@@ -138,8 +196,11 @@ def _check_indices(edges: torch.Tensor, nodes: int) -> None:
     """Raise ValueError, naming the first edge with an index outside of [0, nodes)."""
     outside = ((edges < 0) | (edges >= nodes)).any(dim=0).nonzero()
     if len(outside):
-        edge = int(outside[0])
-        raise ValueError(
-            f"edge {edge} has the nodes {edges[:, edge].tolist()}, but the graph has {nodes} nodes:"
-            f" indices must be at least 0 and below {nodes}"
-        )
+        _refuse(edges, int(outside[0]), nodes)
+
+
+def _refuse(edges: torch.Tensor, edge: int, nodes: int) -> None:
+    raise ValueError(
+        f"edge {edge} has the nodes {edges[:, edge].tolist()}, but the graph has {nodes} nodes:"
+        f" indices must be at least 0 and below {nodes}"
+    )

@@ -102,12 +102,12 @@ class NumberFormat:
             )
         if stored == 1:  # by a table of all bytes, in a fraction of the time and memory
             every = torch.arange(256, device=packed.device)[:, None]
-            digits = every // self._weights(packed.device) % self._radix
-            return digits.to(torch.uint8)[packed.int()].flatten()[:numel].view(shape)
+            digits = (every // self._weights(packed.device) % self._radix).to(torch.uint8)
+            return digits.index_select(0, packed.int()).flatten()[:numel].view(shape)
         shifts = 8 * torch.arange(stored, device=packed.device)
         words = (packed.view(-1, stored).to(torch.int64) << shifts).sum(1, keepdim=True)
-        digits = words // self._weights(packed.device) % self._radix
-        return digits.flatten()[:numel].view(shape).to(torch.uint8)
+        digits = words >> self._width * torch.arange(count, device=packed.device) & self._radix - 1
+        return digits.to(torch.uint8).flatten()[:numel].view(shape)
 
     def _weights(self, device: torch.device) -> Tensor:
         """Return the weight of each digit of a word."""
