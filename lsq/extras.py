@@ -48,6 +48,10 @@ EXTRAS = {
         {name: name for name in ("matplotlib", "tabulate", "tensorboard")},
     ),
     "ctranslate2": Extra("`lsq export --to ctranslate2`", {"ctranslate2": "ctranslate2"}),
+    "graphs": Extra(
+        "batches of graphs, cut by METIS",
+        {name: name for name in ("torch_geometric", "pymetis")},
+    ),
     "cuda13": Extra(
         "kernels on a GPU",
         {

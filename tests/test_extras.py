@@ -99,6 +99,7 @@ def test_require_names_all_that_is_missing(monkeypatch):
         ("tensorboard.compat", "tensorboard", "study"),
         ("num2words", "num2words", "text"),
         ("ctranslate2", "ctranslate2", "ctranslate2"),
+        ("torch_geometric.nn", "torch_geometric", "graphs"),
         ("nvidia.cu13", "cuda-bindings", "cuda13"),
         ("peft.utils", "peft", None),
     ],
