@@ -15,7 +15,7 @@ _ALLOWED = {
     "emulator": "native",
     "quant": "",
     "reference": "quant",
-    "graphs": "native",
+    "graphs": "extras files native",
     "config": "quant",
     "memory": "extras files native",
     "program": "config native quant",

@@ -1,5 +1,13 @@
-"""Graphs: which edges lead to a node (`Adjacency`)."""
+"""Graphs: which edges lead to a node (`Adjacency`), and their parts (`partition`)."""
 
-from lsq.graphs.adjacency import Adjacency
+from typing import TYPE_CHECKING
 
-__all__ = ["Adjacency"]
+from lsq.extras import lazily
+
+if TYPE_CHECKING:
+    from lsq.graphs.adjacency import Adjacency
+    from lsq.graphs.metis import partition
+
+__all__ = ["Adjacency", "partition"]
+
+__getattr__ = lazily(__name__, {"Adjacency": "adjacency", "partition": "metis"})
