@@ -15,7 +15,7 @@ _ALLOWED = {
     "emulator": "native",
     "quant": "",
     "reference": "quant",
-    "graphs": "extras files native",
+    "graphs": "extras files native quant",
     "config": "quant",
     "memory": "extras files native",
     "program": "config native quant",

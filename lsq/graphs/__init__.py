@@ -1,4 +1,4 @@
-"""Graphs: which edges lead to a node (`Adjacency`), and their parts (`partition`)."""
+"""Graphs: which edges lead to a node (`Adjacency`), their parts, and batches of parts."""
 
 from typing import TYPE_CHECKING
 
@@ -6,8 +6,11 @@ from lsq.extras import lazily
 
 if TYPE_CHECKING:
     from lsq.graphs.adjacency import Adjacency
+    from lsq.graphs.loader import ClusterLoader
     from lsq.graphs.metis import partition
 
-__all__ = ["Adjacency", "partition"]
+__all__ = ["Adjacency", "ClusterLoader", "partition"]
 
-__getattr__ = lazily(__name__, {"Adjacency": "adjacency", "partition": "metis"})
+_FILES = {"Adjacency": "adjacency", "ClusterLoader": "loader", "partition": "metis"}
+
+__getattr__ = lazily(__name__, _FILES)

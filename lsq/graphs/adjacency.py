@@ -39,6 +39,8 @@ class Adjacency:
                 f"edges are {edges.dtype} {list(edges.shape)}; give whole numbers [2, edges], the"
                 " sources in the first row and the targets in the second"
             )
+        if hasattr(edges, "as_tensor"):  # EdgeIndex of PyTorch Geometric, which has no memory
+            edges = edges.as_tensor()
         if nodes is None:
             nodes = int(edges.max()) + 1 if edges.numel() else 0
         _check_count("nodes", nodes)
