@@ -1,4 +1,4 @@
-// Edges of graphs, sorted by their targets, and those between chosen nodes: lsq/graphs/adjacency.py.
+// Edges of graphs, sorted by their targets, and those between chosen nodes.
 #include "rows.h"
 
 namespace {
