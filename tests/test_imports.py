@@ -26,7 +26,7 @@ _ALLOWED = {
     "optim": "native ops program run",
     "layers": "config dist extras gemm native ops program quant run",
     "observe": "config dist extras layers ops program quant run",
-    "models": "config dist extras files layers native observe program quant run",
+    "models": "config dist extras files graphs layers native observe program quant run",
     "text": "config extras files",
     "study": "config extras files layers ops program quant",
     "serving": "config extras files layers models native ops program quant run text",

@@ -120,6 +120,16 @@ class Adjacency:
         found.__dict__["transposed"] = self
         return found
 
+    @cached_property
+    def filled(self) -> Adjacency:
+        """The graph with nodes without edges, and places behind `indices`, up to sizes that many
+        graphs share: 16 sizes between two powers of two."""
+        begins = self.indptr.new_full((_filled(self.nodes) + 1,), self.edges)
+        begins[: self.nodes + 1] = self.indptr
+        indices = self.indices.new_zeros(_filled(self.edges))
+        indices[: self.edges] = self.indices
+        return Adjacency(indptr=begins, indices=indices)
+
     def subgraph(self, nodes: torch.Tensor) -> Adjacency:
         """Return the edges between given nodes, which are numbered anew in the given order.
 
@@ -187,6 +197,11 @@ class Adjacency:
 
 def _whole(given: torch.Tensor) -> bool:
     return given.dtype in (torch.int32, torch.int64)
+
+
+def _filled(count: int) -> int:
+    step = max(16, 2 ** (max(count - 1, 1).bit_length() - 5))
+    return -(-count // step) * step
 
 
 def _check_count(name: str, count: int) -> None:

@@ -22,6 +22,13 @@ class InPlace(ProgramModule):
 
     takes_float_states = True
     float_class: type[nn.Module]
+    any_width = False
+    """Whether weights of widths that int8 products do not take are converted, too."""
+
+    @classmethod
+    def covers(cls, path: str) -> bool:
+        """Whether a program multiplies by the linear layer at `path` inside of the module."""
+        return True
 
     def take_place(self, quant: QuantConfig, path: str) -> None:
         """Set up the module at `path` after its class has changed; ValueError without a program."""

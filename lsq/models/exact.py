@@ -29,7 +29,9 @@ RECORDER = "transformers.utils.output_capturing"
 """Module whose hooks only record, and only where a fused layer runs its own code."""
 REHEARSAL = "lsq.run.step"
 """Module whose hooks note what each module keeps while memory is planned."""
-TRUSTED = ("torch", "transformers")
+GEOMETRIC = "torch_geometric."
+"""Begin of the modules of PyTorch Geometric, whose layers' methods it generates from templates."""
+TRUSTED = ("torch", "transformers", "torch_geometric")
 """Packages whose functions a layer may call, or be decorated with."""
 
 
@@ -99,8 +101,10 @@ def patched(kind: type[nn.Module]) -> str | None:
 def _strange(function: FunctionType, owner: type) -> str | None:
     while isinstance(getattr(function, "__wrapped__", None), FunctionType) and _trusted(function):
         function = function.__wrapped__
-    if _home(function) != owner.__module__:
-        return f"that {_home(function)} defines"
+    home = _home(function)
+    generated = home.startswith(GEOMETRIC) and owner.__module__.startswith(GEOMETRIC)
+    if home != owner.__module__ and not generated:
+        return f"that {home} defines"
     for name in function.__code__.co_names:
         called = function.__globals__.get(name)
         if isinstance(called, FunctionType) and not _trusted(called):

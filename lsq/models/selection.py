@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from lsq.config import DIMENSION_MULTIPLE, QuantConfig
-from lsq.layers.in_place import InPlace
+from lsq.layers.in_place import InPlace, class_in_place
 from lsq.layers.linear import Projection, QuantizedLinear, in_out_of
 from lsq.models.architectures import fused_class
 from lsq.models.exact import patched
@@ -183,10 +183,12 @@ def conversions(
     adapters = _adapters(names)
     heads = _heads(names) if fused and not _packed(quant) else set()
     linears: list[Conversion] = []
-    obstacles: dict[str, str] = {}
-    """Names of linear layers -> why no whole layer around them is converted."""
+    obstacles: dict[str, bool] = {}
+    """Names of linear layers around which no whole layer is converted -> whether because of their
+    widths alone."""
     for name, module, (inputs, outputs) in _linears(names):
         adapter, head = id(module) in adapters, id(module) in heads
+        narrow = None
         reason = obstacle = (
             ("is lsq's already" if id(module) in inside and not adapter else None)
             or ("skip names it" if skips(module, name) else None)
@@ -200,18 +202,19 @@ def conversions(
                 f"shares its weight with the embedding {embedding} (tied=True converts it)"
             )
             # whole layers gain at any width, and a head may have any number of outputs
-            obstacle = _unfit(inputs, outputs, 1, tiles) or shared
+            narrow = _unfit(inputs, outputs, 1, tiles)
+            obstacle = narrow or shared
             reason = _unfit(inputs, inputs if head else outputs, minimum_width, tiles)
             reason = reason or (None if head else shared)
         if obstacle not in (None, FLOAT_MODE, IN_ATTENTION) and not adapter:
-            obstacles[name] = obstacle
+            obstacles[name] = obstacle == narrow
         kind = None
         if reason is None and head:
             from lsq.layers.head import head_class  # late: other models do not need it
 
             kind = head_class()
         elif reason is None:
-            kind = QuantizedLinear if type(module) is nn.Linear else in_out_of(type(module))
+            kind = _kind_of(module)
         layer = Layer(
             name=name,
             inputs=inputs,
@@ -222,20 +225,41 @@ def conversions(
         )
         linears.append(Conversion(module=module, kind=kind, entry=layer))
     wholes = _wholes(names, quant, obstacles) if fused else []
-    converted = [whole.entry.name for whole in wholes if whole.kind is not None]
+    converted = [whole for whole in wholes if whole.kind is not None]
     return [*wholes, *(_within(linear, converted) for linear in linears)]
 
 
+def _kind_of(module: nn.Module) -> type[InPlace]:
+    """Return the class that a linear layer becomes."""
+    if type(module) is nn.Linear:
+        return QuantizedLinear
+    if _is_conv1d(module):
+        return in_out_of(type(module))
+    return class_in_place(Projection, type(module), f"Quantized{type(module).__name__}")
+
+
+def _inside(name: str, whole: str, kind: type[InPlace]) -> bool:
+    """Whether a linear layer's weight is one of the program of the whole layer around it."""
+    prefix = f"{whole}." if whole else ""
+    return name.startswith(prefix) and kind.covers(name.removeprefix(prefix))
+
+
 def _wholes(
-    names: Mapping[str, nn.Module], quant: QuantConfig, obstacles: Mapping[str, str]
+    names: Mapping[str, nn.Module], quant: QuantConfig, obstacles: Mapping[str, bool]
 ) -> list[Conversion]:
-    wholes = []
+    wholes: list[Conversion] = []
     for name, module in names.items():
         kind = fused_class(module)
-        if kind is None:
+        around = [one for one in wholes if one.kind and _inside(name, one.entry.name, one.kind)]
+        if kind is None or around:
             continue
         prefix = f"{name}." if name else ""
-        left = next((linear for linear in obstacles if linear.startswith(prefix)), None)
+        lefts = [
+            linear
+            for linear, narrow in obstacles.items()
+            if _inside(linear, name, kind) and not (narrow and kind.any_width)
+        ]
+        left = next(iter(lefts), None)
         reason = None
         if left is not None:  # the report gives its reason beside its name
             reason = f"its {left.removeprefix(prefix)} is left"
@@ -250,13 +274,13 @@ def _wholes(
     return wholes
 
 
-def _within(linear: Conversion, wholes: list[str]) -> Conversion:
+def _within(linear: Conversion, wholes: list[Conversion]) -> Conversion:
     """Leave a linear layer to the converted layer that holds it, if there is one."""
     if linear.entry.adapter:
         return linear
     for whole in reversed(wholes):
-        if not whole or linear.entry.name.startswith(f"{whole}."):
-            entry = replace(linear.entry, within=whole, reason=None)
+        if _inside(linear.entry.name, whole.entry.name, whole.kind):
+            entry = replace(linear.entry, within=whole.entry.name, reason=None)
             return replace(linear, kind=None, entry=entry)
     return linear
 
@@ -318,6 +342,12 @@ def _is_conv1d(module: nn.Module) -> bool:
     return known and isinstance(weight, torch.Tensor) and weight.dim() == 2
 
 
+def _is_geometric(module: nn.Module) -> bool:
+    """Whether it is the Linear of PyTorch Geometric."""
+    kind = type(module)
+    return kind.__name__ == "Linear" and kind.__module__ == "torch_geometric.nn.dense.linear"
+
+
 def _linears(names: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module, tuple[int, int]]]:
     """Yield (name, module, (inputs, outputs)) of every weight of a linear layer."""
     for name, module in names.items():
@@ -327,6 +357,8 @@ def _linears(names: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module, t
             yield name, module, (module.in_features, module.out_features)
         elif _is_conv1d(module):
             yield name, module, tuple(module.weight.shape)
+        elif _is_geometric(module):
+            yield name, module, (module.in_channels, module.out_channels)
         elif isinstance(module, nn.MultiheadAttention):  # its out_proj is a linear layer
             for own, weight in module.named_parameters(prefix=name, recurse=False):
                 if own.endswith("_weight"):
@@ -365,10 +397,10 @@ def _packed(quant: QuantConfig) -> bool:
 
 
 def _unusual(module: nn.Module, quant: QuantConfig) -> str | None:
-    kind, conv1d = type(module), _is_conv1d(module)
+    kind, conv1d, geometric = type(module), _is_conv1d(module), _is_geometric(module)
     if isinstance(module, nn.MultiheadAttention | NonDynamicallyQuantizableLinear):
         return IN_ATTENTION
-    if kind is not nn.Linear and not conv1d:
+    if kind is not nn.Linear and not (conv1d or geometric):
         return f"is a {kind.__name__}, which may compute something else"
     if "forward" in vars(module):
         return "has a forward of its own, as hooks of accelerate put it in; convert first"
@@ -386,6 +418,8 @@ def _unusual(module: nn.Module, quant: QuantConfig) -> str | None:
         return f"has a weight of {module.weight.dtype}"
     if conv1d:
         sizes, outputs = (module.nx, module.nf), module.nf
+    elif geometric:
+        sizes, outputs = (module.out_channels, module.in_channels), module.out_channels
     else:
         sizes, outputs = (module.out_features, module.in_features), module.out_features
     if tuple(module.weight.shape) != sizes:

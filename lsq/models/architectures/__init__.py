@@ -1,4 +1,4 @@
-"""Classes of layers of transformers and PyTorch for which there is a program."""
+"""Classes of layers of transformers, PyTorch and PyTorch Geometric for which there is a program."""
 
 from __future__ import annotations
 
@@ -32,10 +32,18 @@ _NAMES = {
     },
     "t5.block_class": ["T5Block", "MT5Block"],
     "pytorch.EncoderLayer": ["TransformerEncoderLayer"],
+    "graph.GCNStack": ["GCN"],
+    "graph.SAGEStack": ["GraphSAGE"],
+    "graph.GCNLayer": ["GCNConv"],
+    "graph.SAGELayer": ["SAGEConv"],
+    "graph.GINLayer": ["GINConv"],
+    "graph.GraphConvLayer": ["GraphConv"],
 }
 LAYERS = {name: home for home, names in _NAMES.items() for name in names}
 """Name of a layer's class -> "file.name" in this folder: the class to use, or a function of the
 layer that returns it."""
+_PACKAGES = {"pytorch": "torch.nn.", "graph": "torch_geometric.nn."}
+"""File in this folder -> begin of the modules with its layers, if not those of transformers."""
 
 
 def fused_class(layer: nn.Module) -> type[FusedLayer] | None:
@@ -44,7 +52,7 @@ def fused_class(layer: nn.Module) -> type[FusedLayer] | None:
     if kind.__name__ not in LAYERS:
         return None
     file, name = LAYERS[kind.__name__].split(".")
-    if not kind.__module__.startswith("torch.nn." if file == "pytorch" else "transformers.models."):
+    if not kind.__module__.startswith(_PACKAGES.get(file, "transformers.models.")):
         return None
     base = getattr(import_module(f"lsq.models.architectures.{file}"), name)
     base = base if isinstance(base, type) else base(layer)

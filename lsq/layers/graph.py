@@ -1,0 +1,119 @@
+"""Programs of graph layers: a product of each node's row, then sums over its neighbours.
+
+Sums follow the product, in either order the same values: a layer sums its outputs, which are
+rounded once under a clip of their own. M nodes, E edges.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+
+import torch
+
+from lsq.config import QuantConfig
+from lsq.layers.builder import Epilogue, LayerBuilder, Mode, Result, cached
+from lsq.ops.aggregate import Aggregate, Edges
+from lsq.ops.nonlinearity import Activation
+from lsq.program.program import Program
+from lsq.program.tensor import Kind, VirtualTensor, fan_in
+from lsq.program.values import Rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphLayer:
+    """One layer: sums over neighbours of x weight^T, plus x root^T, bias and epilogue."""
+
+    prefix: str = ""
+    """Begins the names of the layer's clips."""
+    inputs: int
+    outputs: int
+    weight: str | None
+    """Name of the neighbours' weight [outputs, inputs]; None: x itself is summed."""
+    root: str | None = None
+    """Name of the weight [outputs, inputs] of a node's own row."""
+    bias: str | None = None
+    own: bool = False
+    """Whether a node is its own neighbour, as often as the input `own` says."""
+    factor: bool = False
+    """Whether sums are multiplied by the input `factor` [M]."""
+    scaled: bool = False
+    """Whether rows are multiplied by `factor` before they are rounded, too, as in GCN."""
+    activation: Activation = Activation.none
+    dropout: float = 0.0
+
+
+@cached
+def graph_layers(
+    quant: QuantConfig, nodes: int, edges: int, layers: Sequence[GraphLayer], mode: Mode
+) -> Program:
+    """Build x [M, K] -> y [M, N], layer after layer on one graph.
+
+    The first layer's rows come multiplied by `factor` where it is `scaled`.
+    """
+    b = mode.builder("graph", quant)
+    given = _Graph.declared(b, nodes, edges, layers)
+    first = layers[0]
+    x = b.input("x", (nodes, first.inputs))
+    rows = b.round(x, first.prefix + "input_clip")
+    for layer, following in zip_longest(layers, layers[1:]):
+        y = _layer(b, given, rows, layer, following)
+        rows = y.rows
+    b.output(y.out)
+    return b.build()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Graph:
+    edges: Edges
+    reversed_edges: Edges | None
+    own: VirtualTensor | None
+    factor: VirtualTensor | None
+
+    @classmethod
+    def declared(
+        cls, b: LayerBuilder, nodes: int, edges: int, layers: Sequence[GraphLayer]
+    ) -> "_Graph":
+        def given(prefix: str) -> Edges:
+            return Edges(
+                indptr=b.input(prefix + "indptr", (nodes + 1,), torch.int32),
+                indices=b.input(prefix + "indices", (edges,), torch.int32),
+            )
+
+        return cls(
+            edges=given(""),
+            reversed_edges=given("reversed_") if b.backward else None,
+            own=b.input("own", (1,)) if any(one.own for one in layers) else None,
+            factor=b.input("factor", (nodes,)) if any(one.factor for one in layers) else None,
+        )
+
+
+def _layer(
+    b: LayerBuilder, given: _Graph, x: Rows, layer: GraphLayer, following: GraphLayer | None
+) -> Result:
+    shape, prefix = (layer.outputs, layer.inputs), layer.prefix
+    bound, size = fan_in(layer.inputs), (x.tensor.shape[0], layer.outputs)
+    root = None
+    if layer.root is not None:
+        root = b.project(x, layer.root, shape, Epilogue(name=prefix + "root"), bound=bound).floats
+    if layer.weight is not None:
+        end = Epilogue(name=prefix + "neighbours", clip=prefix + "neighbours_clip")
+        accumulates = root is not None
+        x = b.project(x, layer.weight, shape, end, bound=bound, accumulates=accumulates)
+    bias = layer.bias and b.parameter(layer.bias, size[1:], Kind.BIAS, bound=bound)
+    y = b.result(prefix + "y", size, following and following.prefix + "input_clip")
+    b.add(
+        Aggregate(
+            edges=given.edges,
+            reversed_edges=given.reversed_edges,
+            x=x,
+            own=given.own if layer.own else None,
+            factor=given.factor if layer.factor else None,
+            root=root,
+            bias=bias,
+            nonlinearity=b.nonlinearity(prefix + "y", size, layer.activation, layer.dropout),
+            next_factor=given.factor if following and following.scaled else None,
+            out=y.out,
+            rounded=y.rounded,
+        )
+    )
+    return y

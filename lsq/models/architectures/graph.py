@@ -1,0 +1,455 @@
+"""Graph layers of PyTorch Geometric, and its models of several such layers.
+
+Weights are padded with zeros to widths that int8 products take, and so are nodes and edges, so that
+few programs are built. N nodes, D columns.
+"""
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from lsq.config import DIMENSION_MULTIPLE, QuantConfig
+from lsq.graphs.adjacency import Adjacency
+from lsq.layers.builder import Mode
+from lsq.layers.coded_weight import CodedWeight
+from lsq.layers.graph import GraphLayer, graph_layers
+from lsq.layers.in_place import InPlace
+from lsq.layers.linear import result_dtype
+from lsq.layers.model_formats import tensor_names
+from lsq.layers.module import ProgramModule, beside_the_graph, held
+from lsq.models.batch import remembered
+from lsq.models.exact import altered, module_at, patched
+from lsq.models.reading import activation_of
+from lsq.ops.nonlinearity import Activation
+from lsq.program.program import Program
+from lsq.program.tensor import CLIPS
+from lsq.run.backends import backend
+
+SUMS = ("sum", "add")
+WEIGHTED = "its edges have weights, and sums of codes have none"
+
+
+class Graph(InPlace):
+    """Layers of PyTorch Geometric that run as one program.
+
+    The float code of the class runs, in floats, in passes that the program does not fit: edge
+    weights, sources and targets that are different nodes, hooks on inner modules.
+    """
+
+    STATE = (*ProgramModule.STATE, "layers", "departed")
+    any_width = True
+
+    @classmethod
+    def layers_of(cls, module: nn.Module) -> tuple[GraphLayer, ...]:
+        """Read the layers of a float module; raises ValueError if no program computes them."""
+        raise NotImplementedError
+
+    @classmethod
+    def check(cls, module: nn.Module) -> None:
+        """Raise a ValueError for a module that may compute something else than the program."""
+        change = patched(type(module)) or altered(module)
+        if change:
+            raise ValueError(f"it has {change}")
+        for layer in cls.layers_of(module):
+            for path in filter(None, (layer.weight, layer.root)):
+                weight = module.get_parameter(path)
+                if not isinstance(weight, nn.Parameter) or nn.parameter.is_lazy(weight):
+                    raise ValueError(f"its {path} has no size yet: run a pass first")
+
+    @classmethod
+    def config_of(cls, module: nn.Module, quant: QuantConfig) -> tuple[GraphLayer, ...]:
+        return cls.layers_of(module)
+
+    def take_place(self, quant: QuantConfig, path: str) -> None:
+        self.layers, self.departed = self.layers_of(self), frozenset()
+        trained = any(parameter.requires_grad for parameter in self.parameters())
+        self.begin(quant)
+        if quant.formats_differ:
+            mode = Mode(training=True, backward=False, backend=backend("reference"))
+            names = tensor_names(self._smallest(mode), self.state_names)
+            self.begin(quant.at(path, *names))
+        self.declare(self._smallest, measure=False)
+        self.let_clips_learn(trained)
+
+    def _smallest(self, mode: Mode) -> Program:
+        return graph_layers(self.quant, 1, 1, self.layers, mode)
+
+    # Parameters: those of programs have the paths of the layer's own
+
+    def state_name(self, name: str) -> str:
+        return name.replace(".", "_") if name.endswith("_clip") else name
+
+    def _holder(self, path: str) -> tuple[nn.Module, str]:
+        return super()._holder(self.state_name(path))
+
+    def prunable(self) -> list[str]:
+        return []
+
+    def sources(self, name: str) -> list[Tensor]:
+        return [super().own_parameter(self.state_name(name))]
+
+    def own_parameter(self, name: str) -> Tensor:
+        (found,) = self.sources(name)
+        declared = self.declared[name]
+        if declared.kind in CLIPS or found.shape == declared.shape:
+            return found
+        found = found.decode() if isinstance(found, CodedWeight) else found
+        sizes = zip(reversed(declared.shape), reversed(found.shape), strict=True)
+        return functional.pad(found, [side for new, old in sizes for side in (0, new - old)])
+
+    # Passes
+
+    def forward(self, x: Tensor, edge_index: object, *arguments, **options) -> Tensor:
+        return self._pass(x, edge_index, arguments, options)
+
+    @beside_the_graph
+    def _pass(self, x: Tensor, edge_index: object, arguments: Sequence, options: Mapping) -> Tensor:
+        reason = self._departure(x, edge_index, (*arguments, *options.values()))
+        if reason is None and not self.schedule.float_fallback:
+            graph = _edges_of(edge_index, len(x), loops=self.counts_loops)
+            if graph is not None:
+                return self.over(x, graph)
+            reason = WEIGHTED
+        if reason is not None and reason not in self.departed:
+            self.departed |= {reason}
+            warnings.warn(
+                f"a {type(self).__name__} runs its own code in floats, in the place of its program,"
+                f" since {reason}",
+                stacklevel=3,
+            )
+        y = self.float_class.forward(self, x, edge_index, *arguments, **options)
+        return held(y, self.clips().values())
+
+    def _departure(self, x: object, edge_index: object, others: Sequence) -> str | None:
+        """Return the reason to run the layer's own code in this pass, or None."""
+        if not isinstance(x, Tensor) or x.dim() != 2 or not x.numel():
+            return "its nodes are no tensor [nodes, columns]"
+        if any(other is not None for other in others):
+            return "it was called with more than nodes and edges, such as weights of edges"
+        if not isinstance(edge_index, Adjacency | Tensor):
+            return f"its edges are a {type(edge_index).__name__}"
+        for name, inner in self.named_modules():
+            change = altered(inner) if name and not isinstance(inner, InPlace) else None
+            if change and self.covers(name):
+                return f"its {name} has {change}"
+            if getattr(inner, "_explain", None) or any(
+                hooks for key, hooks in vars(inner).items() if key.endswith(_HOOKS) and hooks
+            ):
+                return "it is explained, or has hooks on its messages"
+        return None
+
+    @property
+    def counts_loops(self) -> bool:
+        """Whether an edge from a node to itself counts besides the layer's own term."""
+        return True
+
+    def own_term(self, edges: "_Edges") -> Tensor:
+        """Return how often a node is its own neighbour, float32 [1]."""
+        raise NotImplementedError
+
+    def over(self, x: Tensor, edges: "_Edges") -> Tensor:
+        """Run the program on x [N, D] and a graph."""
+        adjacency, first, mode = edges.adjacency.filled, self.layers[0], self.mode_of({"x": x})
+        layers = self._layers_now()
+        inputs = {"indptr": adjacency.indptr, "indices": adjacency.indices}
+        if mode.backward:
+            back = edges.adjacency.transposed.filled
+            inputs |= {"reversed_indptr": back.indptr, "reversed_indices": back.indices}
+        if any(layer.own for layer in layers):
+            inputs["own"] = self.own_term(edges)
+        factor = None
+        if any(layer.factor for layer in layers):
+            factor = inputs["factor"] = self.factor(edges, inputs.get("own"))
+        inputs["x"] = _filled(
+            x, adjacency.nodes, first.inputs, factor if first.scaled else None
+        )
+        program = graph_layers(self.quant, adjacency.nodes, len(adjacency.indices), layers, mode)
+        (y,) = self.execute(program, inputs)
+        return y[: len(x), : self._outputs()].to(result_dtype(x))
+
+    def _layers_now(self) -> tuple[GraphLayer, ...]:
+        """Return the layers with what users may change between passes."""
+        return self.layers
+
+    def factor(self, edges: "_Edges", own: Tensor | None) -> Tensor:
+        """Return the factors of nodes, float32 [at least N]."""
+        return edges.kept("mean", lambda: edges.degrees.clamp(min=1).reciprocal())
+
+    def _outputs(self) -> int:
+        last = self.layers[-1]
+        return last.outputs if last.weight is None else len(self.sources(last.weight)[0])
+
+
+_HOOKS = tuple(
+    f"_{stage}_forward{kind}_hooks"
+    for stage in ("propagate", "message", "aggregate", "message_and_aggregate")
+    for kind in ("", "_pre")
+)
+
+
+def _wide(width: int) -> int:
+    """Round a width up to one that int8 products take."""
+    return -(-width // DIMENSION_MULTIPLE) * DIMENSION_MULTIPLE
+
+
+def _filled(x: Tensor, nodes: int, columns: int, factor: Tensor | None) -> Tensor:
+    """Return x [N, D], each row times its factor, with zeros up to [nodes, columns]."""
+    rows, width = x.shape
+    if width > columns:
+        raise ValueError(f"the nodes have {width} columns; this layer takes at most {columns}")
+    if factor is None and (rows, width) == (nodes, columns):
+        return x
+    if torch.is_grad_enabled() and x.requires_grad:
+        x = x if factor is None else x * factor[:rows, None]
+        return functional.pad(x, (0, columns - width, 0, nodes - rows))
+    made = torch.zeros(nodes, columns, dtype=x.dtype, device=x.device)
+    inside = made[:rows, :width]
+    if factor is None:
+        inside.copy_(x)
+    else:
+        torch.mul(x, factor[:rows, None], out=inside)
+    return made
+
+
+class _Edges:
+    """A graph as layers read it, and what they have computed from it."""
+
+    def __init__(self, adjacency: Adjacency, listed: bool = False):
+        self.adjacency, self._kept = adjacency, {}
+        self.listed = listed
+        """Whether edges were listed, and not given as a sparse tensor."""
+        degrees = adjacency.degrees.float()
+        self.degrees = functional.pad(degrees, (0, adjacency.filled.nodes - adjacency.nodes))
+
+    def kept(self, name: object, make: Callable[[], Tensor]) -> Tensor:
+        """Return the result of the first call of `make` under this name."""
+        if name not in self._kept:
+            self._kept[name] = make()
+        return self._kept[name]
+
+
+def _edges_of(edge_index: Adjacency | Tensor, nodes: int, *, loops: bool) -> _Edges | None:
+    """Return the edges among N nodes; None if they have weights.
+
+    `loops`: whether edges from a node to itself count where edges are listed; in a sparse tensor
+    they always do, as in PyTorch Geometric.
+    """
+    key: tuple = (nodes, loops)
+    if isinstance(edge_index, Tensor):
+        inner = edge_index
+        if edge_index.layout == torch.sparse_csr:
+            inner = edge_index.values()
+        key += (None if inner.is_inference() else inner._version,)
+    return remembered(
+        "edges", (edge_index,), key, lambda: _read(edge_index, nodes, loops), exact=False
+    )
+
+
+def _check_nodes(found: int, nodes: int) -> None:
+    if found != nodes:
+        raise ValueError(f"the graph has {found} nodes, but there are {nodes} rows of features")
+
+
+def _read(edge_index: Tensor | Adjacency, nodes: int, loops: bool) -> _Edges | None:
+    if isinstance(edge_index, Adjacency):
+        _check_nodes(edge_index.nodes, nodes)
+        return _Edges(edge_index)
+    if edge_index.layout in (torch.sparse_coo, torch.sparse_csc):
+        edge_index = edge_index.to_sparse_csr()
+    if edge_index.layout == torch.sparse_csr:
+        _check_nodes(len(edge_index), nodes)
+        values = edge_index.values()
+        if values.dim() != 1 or not bool((values == 1).all()):
+            return None
+        return _Edges(Adjacency.from_csr(edge_index.crow_indices(), edge_index.col_indices()))
+    edges = edge_index.as_tensor() if hasattr(edge_index, "as_tensor") else edge_index
+    if not loops and edges.dim() == 2 and len(edges) == 2:
+        edges = edges[:, edges[0] != edges[1]]
+    return _Edges(Adjacency.from_edges(edges, nodes), listed=True)
+
+
+def _check_sums(conv: nn.Module, allowed: Sequence[str]) -> None:
+    """Raise ValueError unless `conv` sends messages as its class does by default."""
+    if conv.aggr not in allowed:
+        raise ValueError(f"its aggr is {conv.aggr!r}; sums of codes know {', '.join(allowed)}")
+    if conv.flow != "source_to_target" or conv.node_dim != -2 or conv.decomposed_layers != 1:
+        raise ValueError("its flow, node_dim or decomposed_layers is not the default")
+
+
+def _layer(prefix: str, weight: str, module: nn.Module, **fields) -> GraphLayer:
+    shape = module_at(module, weight.rpartition(".")[0]).weight.shape
+    outputs, inputs = map(_wide, shape) if len(shape) == 2 else (0, 0)
+    for name in ("root", "bias"):
+        if fields.get(name) is not None:
+            fields[name] = prefix + fields[name]
+    return GraphLayer(
+        prefix=prefix, weight=prefix + weight, inputs=inputs, outputs=outputs, **fields
+    )
+
+
+def _gcn(conv: nn.Module, prefix: str = "") -> GraphLayer:
+    _check_sums(conv, SUMS)
+    bias = None if conv.bias is None else "bias"
+    return _layer(
+        prefix,
+        "lin.weight",
+        conv,
+        bias=bias,
+        own=conv.add_self_loops,
+        factor=conv.normalize,
+        scaled=conv.normalize,
+    )
+
+
+def _sage(conv: nn.Module, prefix: str = "") -> GraphLayer:
+    _check_sums(conv, ("mean", *SUMS))
+    if conv.project:
+        raise ValueError("it projects before it aggregates (project=True)")
+    return _layer(
+        prefix,
+        "lin_l.weight",
+        conv,
+        root="lin_r.weight" if conv.root_weight else None,
+        bias=None if conv.lin_l.bias is None else "lin_l.bias",
+        factor=conv.aggr == "mean",
+    )
+
+
+class GCNLayer(Graph):
+    """GCNConv: D^-1/2 (A + I) D^-1/2 x weight^T + bias (Kipf and Welling 2017, equation 2)."""
+
+    @classmethod
+    def layers_of(cls, module: nn.Module) -> tuple[GraphLayer, ...]:
+        return (_gcn(module),)
+
+    @property
+    def _convolution(self) -> nn.Module:
+        return self
+
+    @property
+    def counts_loops(self) -> bool:
+        return not self._convolution.add_self_loops
+
+    def own_term(self, edges: _Edges) -> Tensor:
+        # PyTorch Geometric reads `improved` for sparse tensors alone, if edges have no weights
+        times = 2.0 if self._convolution.improved and not edges.listed else 1.0
+        device = edges.degrees.device
+        return edges.kept(("own", times), lambda: torch.full((1,), times, device=device))
+
+    def factor(self, edges: _Edges, own: Tensor | None) -> Tensor:
+        def make() -> Tensor:
+            degrees = edges.degrees if own is None else edges.degrees + own
+            return degrees.rsqrt().masked_fill(degrees == 0, 0.0)
+
+        return edges.kept(("gcn", own if own is None else id(own)), make)
+
+
+class SAGELayer(Graph):
+    """SAGEConv: the mean or sum of neighbours (Hamilton et al. 2017), then weights and bias."""
+
+    @classmethod
+    def layers_of(cls, module: nn.Module) -> tuple[GraphLayer, ...]:
+        return (_sage(module),)
+
+    def over(self, x: Tensor, edges: _Edges) -> Tensor:
+        y = super().over(x, edges)
+        return functional.normalize(y, p=2.0, dim=-1) if self.normalize else y
+
+
+class GraphConvLayer(Graph):
+    """GraphConv: a weight of neighbours and a weight of the node (Morris et al. 2019)."""
+
+    @classmethod
+    def layers_of(cls, module: nn.Module) -> tuple[GraphLayer, ...]:
+        _check_sums(module, ("mean", *SUMS))
+        bias = None if module.lin_rel.bias is None else "lin_rel.bias"
+        fields = {"root": "lin_root.weight", "bias": bias, "factor": module.aggr == "mean"}
+        return (_layer("", "lin_rel.weight", module, **fields),)
+
+
+class GINLayer(Graph):
+    """GINConv: nn((1 + eps) x + sum of neighbours) (Xu et al. 2019); nn is converted by itself."""
+
+    @classmethod
+    def layers_of(cls, module: nn.Module) -> tuple[GraphLayer, ...]:
+        _check_sums(module, SUMS)
+        return (GraphLayer(inputs=DIMENSION_MULTIPLE, outputs=DIMENSION_MULTIPLE, weight=None, own=True),)
+
+    @classmethod
+    def covers(cls, path: str) -> bool:
+        return not path.startswith("nn")
+
+    def own_term(self, edges: _Edges) -> Tensor:
+        return (1.0 + self.eps.detach()).float().view(1)
+
+    def over(self, x: Tensor, edges: _Edges) -> Tensor:
+        width = _wide(x.shape[1])
+        if width != self.layers[0].inputs:
+            self.layers = (replace(self.layers[0], inputs=width, outputs=width),)
+        y = super().over(x, edges)[:, : x.shape[1]]
+        if self.eps.requires_grad:  # its own gradient, of a term that is zero
+            y = y + (self.eps - self.eps.detach()) * x
+        return self.nn(y)
+
+
+class GraphStack(Graph):
+    """A model of PyTorch Geometric: layers of one kind with an activation and dropout between."""
+
+    STATE = (*Graph.STATE, "activation")
+
+    @classmethod
+    def layers_of(cls, module: nn.Module) -> tuple[GraphLayer, ...]:
+        if module.jk_mode is not None or any(type(one) is not nn.Identity for one in module.norms):
+            raise ValueError("it has norms or jumping knowledge between its layers")
+        activation = Activation.none
+        if module.act is not None:
+            activation = Activation[activation_of(module.act)]
+        read, found = cls.read(), []
+        for number, conv in enumerate(module.convs):
+            if type(conv).__name__ != cls.CONVOLUTION:
+                raise ValueError(f"its convs.{number} is a {type(conv).__name__}")
+            found.append(read(conv, f"convs.{number}."))
+        kinds = {(one.own, one.factor, one.scaled) for one in found}
+        if len(kinds) > 1:
+            raise ValueError("its layers normalise or aggregate in different ways")
+        *inner, last = found
+        return (*(replace(one, activation=activation) for one in inner), last)
+
+    def _layers_now(self) -> tuple[GraphLayer, ...]:
+        dropout = self.dropout.p if self.training else 0.0
+        *inner, last = self.layers
+        return (*(replace(one, dropout=dropout) for one in inner), last)
+
+
+class GCNStack(GraphStack, GCNLayer):
+    """GCN of PyTorch Geometric."""
+
+    CONVOLUTION = "GCNConv"
+
+    @classmethod
+    def read(cls):
+        return _gcn
+
+    @property
+    def _convolution(self) -> nn.Module:
+        return self.convs[0]
+
+
+class SAGEStack(GraphStack):
+    """GraphSAGE of PyTorch Geometric."""
+
+    CONVOLUTION = "SAGEConv"
+
+    @classmethod
+    def read(cls):
+        return _unnormalised_sage
+
+
+def _unnormalised_sage(conv: nn.Module, prefix: str) -> GraphLayer:
+    if conv.normalize:
+        raise ValueError("its layers normalise their results")
+    return _sage(conv, prefix)
