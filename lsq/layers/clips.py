@@ -180,6 +180,12 @@ class ClippedModule(nn.Module):
             return list(self.parameters())
         return [parameter for parameter in self._parameters.values() if parameter is not None]
 
+    def first_parameter(self) -> nn.Parameter:
+        """Return one parameter, which knows the module's device."""
+        if self._modules:
+            return next(self.parameters())
+        return next(one for one in self._parameters.values() if one is not None)
+
     def trained(self) -> bool:
         """Whether any of its parameters is trained."""
         return any([parameter.requires_grad for parameter in self.every_parameter()])

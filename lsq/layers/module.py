@@ -120,7 +120,7 @@ class ProgramModule(ClippedModule):
     @property
     def target(self) -> Backend:
         """The backend of the next pass."""
-        return self.backend or for_device(self.every_parameter()[0].device)
+        return self.backend or for_device(self.first_parameter().device)
 
     # One pass
 
@@ -241,7 +241,7 @@ class ProgramModule(ClippedModule):
         return self.schedule.activations_due(training=True)
 
     def _check_devices(self, inputs: dict[str, Tensor]) -> None:
-        device = self.every_parameter()[0].device
+        device = self.first_parameter().device
         for name, tensor in inputs.items():
             if tensor.device != device:
                 raise ValueError(

@@ -22,7 +22,7 @@ from lsq.layers.linear import result_dtype
 from lsq.layers.model_formats import tensor_names
 from lsq.layers.module import ProgramModule, beside_the_graph, held
 from lsq.models.batch import remembered
-from lsq.models.exact import altered, module_at, patched
+from lsq.models.exact import altered, module_at, named_inside, patched
 from lsq.models.reading import activation_of
 from lsq.ops.nonlinearity import Activation
 from lsq.program.program import Program
@@ -132,12 +132,13 @@ class Graph(InPlace):
             return "it was called with more than nodes and edges, such as weights of edges"
         if not isinstance(edge_index, Adjacency | Tensor):
             return f"its edges are a {type(edge_index).__name__}"
-        for name, inner in self.named_modules():
-            change = altered(inner) if name and not isinstance(inner, InPlace) else None
-            if change and self.covers(name):
+        for name, inner in [("", self), *named_inside(self)]:
+            change = altered(inner) if name and self.covers(name) else None
+            if change:
                 return f"its {name} has {change}"
-            if getattr(inner, "_explain", None) or any(
-                hooks for key, hooks in vars(inner).items() if key.endswith(_HOOKS) and hooks
+            state = vars(inner)
+            if "_propagate_forward_hooks" in state and (
+                state["_explain"] or any([state[hooks] for hooks in _HOOKS])
             ):
                 return "it is explained, or has hooks on its messages"
         return None
@@ -164,9 +165,7 @@ class Graph(InPlace):
         factor = None
         if any(layer.factor for layer in layers):
             factor = inputs["factor"] = self.factor(edges, inputs.get("own"))
-        inputs["x"] = _filled(
-            x, adjacency.nodes, first.inputs, factor if first.scaled else None
-        )
+        inputs["x"] = _filled(x, adjacency.nodes, first.inputs, factor if first.scaled else None)
         program = graph_layers(self.quant, adjacency.nodes, len(adjacency.indices), layers, mode)
         (y,) = self.execute(program, inputs)
         return y[: len(x), : self._outputs()].to(result_dtype(x))
@@ -189,6 +188,7 @@ _HOOKS = tuple(
     for stage in ("propagate", "message", "aggregate", "message_and_aggregate")
     for kind in ("", "_pre")
 )
+"""Names of PyTorch Geometric's own hooks."""
 
 
 def _wide(width: int) -> int:
@@ -377,7 +377,11 @@ class GINLayer(Graph):
     @classmethod
     def layers_of(cls, module: nn.Module) -> tuple[GraphLayer, ...]:
         _check_sums(module, SUMS)
-        return (GraphLayer(inputs=DIMENSION_MULTIPLE, outputs=DIMENSION_MULTIPLE, weight=None, own=True),)
+        return (
+            GraphLayer(
+                inputs=DIMENSION_MULTIPLE, outputs=DIMENSION_MULTIPLE, weight=None, own=True
+            ),
+        )
 
     @classmethod
     def covers(cls, path: str) -> bool:
