@@ -5,12 +5,12 @@ rounded once under a clip of their own. M nodes, E edges.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 import torch
 
-from lsq.config import QuantConfig
+from lsq.config import DIMENSION_MULTIPLE, QuantConfig
 from lsq.layers.builder import Epilogue, LayerBuilder, Mode, Result, cached
 from lsq.ops.aggregate import Aggregate, Edges
 from lsq.ops.nonlinearity import Activation
@@ -38,8 +38,29 @@ class GraphLayer:
     """Whether sums are multiplied by the input `factor` [M]."""
     scaled: bool = False
     """Whether rows are multiplied by `factor` before they are rounded, too, as in GCN."""
-    activation: Activation = Activation.none
+    activation: str = "none"
+    """Name of an Activation."""
     dropout: float = 0.0
+
+    columns: int
+    """Columns of the result: `outputs`, or more where codes are padded."""
+
+
+def filled(layers: Sequence[GraphLayer], coded: bool, multiple: int) -> tuple[GraphLayer, ...]:
+    """Pad the widths of layers, if they multiply codes: results to DIMENSION_MULTIPLE, nodes to
+    `multiple`."""
+    if not coded:
+        return tuple(layers)
+    found, inputs = [], _padded(layers[0].inputs, multiple)
+    for layer in layers:
+        columns = inputs if layer.weight is None else _padded(layer.outputs, DIMENSION_MULTIPLE)
+        found.append(replace(layer, inputs=inputs, columns=columns))
+        inputs = columns
+    return tuple(found)
+
+
+def _padded(width: int, multiple: int) -> int:
+    return -(-width // multiple) * multiple
 
 
 @cached
@@ -91,14 +112,15 @@ def _layer(
     b: LayerBuilder, given: _Graph, x: Rows, layer: GraphLayer, following: GraphLayer | None
 ) -> Result:
     shape, prefix = (layer.outputs, layer.inputs), layer.prefix
-    bound, size = fan_in(layer.inputs), (x.tensor.shape[0], layer.outputs)
+    bound, size = fan_in(layer.inputs), (x.tensor.shape[0], layer.columns)
+    options = {"bound": bound, "rows": layer.columns if b.quant.coded else None}
     root = None
     if layer.root is not None:
-        root = b.project(x, layer.root, shape, Epilogue(name=prefix + "root"), bound=bound).floats
+        root = b.project(x, layer.root, shape, Epilogue(name=prefix + "root"), **options).floats
     if layer.weight is not None:
         end = Epilogue(name=prefix + "neighbours", clip=prefix + "neighbours_clip")
         accumulates = root is not None
-        x = b.project(x, layer.weight, shape, end, bound=bound, accumulates=accumulates)
+        x = b.project(x, layer.weight, shape, end, accumulates=accumulates, **options)
     bias = layer.bias and b.parameter(layer.bias, size[1:], Kind.BIAS, bound=bound)
     y = b.result(prefix + "y", size, following and following.prefix + "input_clip")
     b.add(
@@ -110,7 +132,9 @@ def _layer(
             factor=given.factor if layer.factor else None,
             root=root,
             bias=bias,
-            nonlinearity=b.nonlinearity(prefix + "y", size, layer.activation, layer.dropout),
+            nonlinearity=b.nonlinearity(
+                prefix + "y", size, Activation[layer.activation], layer.dropout
+            ),
             next_factor=given.factor if following and following.scaled else None,
             out=y.out,
             rounded=y.rounded,

@@ -27,6 +27,8 @@ class Backend:
     """Whether operations leave partial sums over rows, which one operation adds up at the end."""
     transposed_weights: bool = False
     """Whether int8 products of input gradients read transposed codes, as further inputs."""
+    column_multiple: int = 1
+    """What the inputs of an int8 product must be a multiple of."""
     refillable: bool = False
     """Whether a prepared pass uses tensors that are put into its operations later."""
     packed_rows: int = 0

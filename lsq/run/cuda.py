@@ -113,6 +113,7 @@ class CUDA(Backend):
     refillable = True
     leaves_sums = True
     transposed_weights = True
+    column_multiple = 16
     packed_rows = 64  # one row of tiles: each tile unpacks the codes that it multiplies
     starts_scales = True
 

@@ -5,18 +5,18 @@ few programs are built. N nodes, D columns.
 """
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lsq.config import DIMENSION_MULTIPLE, QuantConfig
+from lsq.config import QuantConfig
 from lsq.graphs.adjacency import Adjacency
 from lsq.layers.builder import Mode
 from lsq.layers.coded_weight import CodedWeight
-from lsq.layers.graph import GraphLayer, graph_layers
+from lsq.layers.graph import GraphLayer, filled, graph_layers
 from lsq.layers.in_place import InPlace
 from lsq.layers.linear import result_dtype
 from lsq.layers.model_formats import tensor_names
@@ -24,9 +24,8 @@ from lsq.layers.module import ProgramModule, beside_the_graph, held
 from lsq.models.batch import remembered
 from lsq.models.exact import altered, module_at, named_inside, patched
 from lsq.models.reading import activation_of
-from lsq.ops.nonlinearity import Activation
 from lsq.program.program import Program
-from lsq.program.tensor import CLIPS
+from lsq.program.tensor import Parameter
 from lsq.run.backends import backend
 
 SUMS = ("sum", "add")
@@ -40,7 +39,7 @@ class Graph(InPlace):
     weights, sources and targets that are different nodes, hooks on inner modules.
     """
 
-    STATE = (*ProgramModule.STATE, "layers", "departed")
+    STATE = (*ProgramModule.STATE, "layers", "departed", "inside", "holders", "widths")
     any_width = True
 
     @classmethod
@@ -66,6 +65,7 @@ class Graph(InPlace):
 
     def take_place(self, quant: QuantConfig, path: str) -> None:
         self.layers, self.departed = self.layers_of(self), frozenset()
+        self.inside, self.holders, self.widths = [], {}, {}
         trained = any(parameter.requires_grad for parameter in self.parameters())
         self.begin(quant)
         if quant.formats_differ:
@@ -76,7 +76,7 @@ class Graph(InPlace):
         self.let_clips_learn(trained)
 
     def _smallest(self, mode: Mode) -> Program:
-        return graph_layers(self.quant, 1, 1, self.layers, mode)
+        return graph_layers(self.quant, 1, 1, self._fit(self.layers), mode)
 
     # Parameters: those of programs have the paths of the layer's own
 
@@ -86,20 +86,46 @@ class Graph(InPlace):
     def _holder(self, path: str) -> tuple[nn.Module, str]:
         return super()._holder(self.state_name(path))
 
+    def take_parameters(self, every: Iterable[Parameter]) -> None:
+        super().take_parameters(every)
+        self._look_inside()
+
     def prunable(self) -> list[str]:
         return []
 
+    def _look_inside(self) -> None:
+        """Note the inner modules, and which of them hold the parameters of programs."""
+        self.inside, self.holders = [one for _, one in named_inside(self)], {}
+        for name in self.declared:
+            holder, last = self._holder(name)
+            self.holders[name] = holder._parameters, last
+
     def sources(self, name: str) -> list[Tensor]:
-        return [super().own_parameter(self.state_name(name))]
+        parameters, last = self.holders[name]
+        return [parameters[last]]
 
     def own_parameter(self, name: str) -> Tensor:
-        (found,) = self.sources(name)
-        declared = self.declared[name]
-        if declared.kind in CLIPS or found.shape == declared.shape:
+        parameters, last = self.holders[name]
+        found, width = parameters[last], self.widths.get(name)
+        if width is None or found.shape[-1] == width:
             return found
         found = found.decode() if isinstance(found, CodedWeight) else found
-        sizes = zip(reversed(declared.shape), reversed(found.shape), strict=True)
-        return functional.pad(found, [side for new, old in sizes for side in (0, new - old)])
+        return functional.pad(found, (0, width - found.shape[-1]))
+
+    def _fit(self, layers: Sequence[GraphLayer]) -> tuple[GraphLayer, ...]:
+        """Return layers of widths that the next pass takes; own_parameter will pad to them."""
+        layers = filled(layers, self.quant.coded, self.target.column_multiple)
+        self.widths = {
+            name: width
+            for layer in layers
+            for name, width in (
+                (layer.weight, layer.inputs),
+                (layer.root, layer.inputs),
+                (layer.bias, layer.columns),
+            )
+            if name is not None
+        }
+        return layers
 
     # Passes
 
@@ -132,7 +158,10 @@ class Graph(InPlace):
             return "it was called with more than nodes and edges, such as weights of edges"
         if not isinstance(edge_index, Adjacency | Tensor):
             return f"its edges are a {type(edge_index).__name__}"
-        for name, inner in [("", self), *named_inside(self)]:
+        inside = list(named_inside(self))
+        if [one for _, one in inside] != self.inside:
+            self._look_inside()
+        for name, inner in [("", self), *inside]:
             change = altered(inner) if name and self.covers(name) else None
             if change:
                 return f"its {name} has {change}"
@@ -154,8 +183,9 @@ class Graph(InPlace):
 
     def over(self, x: Tensor, edges: "_Edges") -> Tensor:
         """Run the program on x [N, D] and a graph."""
-        adjacency, first, mode = edges.adjacency.filled, self.layers[0], self.mode_of({"x": x})
-        layers = self._layers_now()
+        adjacency, mode = edges.adjacency.filled, self.mode_of({"x": x})
+        layers = self._fit(self._layers_now())
+        first = layers[0]
         inputs = {"indptr": adjacency.indptr, "indices": adjacency.indices}
         if mode.backward:
             back = edges.adjacency.transposed.filled
@@ -168,7 +198,7 @@ class Graph(InPlace):
         inputs["x"] = _filled(x, adjacency.nodes, first.inputs, factor if first.scaled else None)
         program = graph_layers(self.quant, adjacency.nodes, len(adjacency.indices), layers, mode)
         (y,) = self.execute(program, inputs)
-        return y[: len(x), : self._outputs()].to(result_dtype(x))
+        return y[: len(x), : layers[-1].outputs].to(result_dtype(x))
 
     def _layers_now(self) -> tuple[GraphLayer, ...]:
         """Return the layers with what users may change between passes."""
@@ -178,10 +208,6 @@ class Graph(InPlace):
         """Return the factors of nodes, float32 [at least N]."""
         return edges.kept("mean", lambda: edges.degrees.clamp(min=1).reciprocal())
 
-    def _outputs(self) -> int:
-        last = self.layers[-1]
-        return last.outputs if last.weight is None else len(self.sources(last.weight)[0])
-
 
 _HOOKS = tuple(
     f"_{stage}_forward{kind}_hooks"
@@ -189,11 +215,6 @@ _HOOKS = tuple(
     for kind in ("", "_pre")
 )
 """Names of PyTorch Geometric's own hooks."""
-
-
-def _wide(width: int) -> int:
-    """Round a width up to one that int8 products take."""
-    return -(-width // DIMENSION_MULTIPLE) * DIMENSION_MULTIPLE
 
 
 def _filled(x: Tensor, nodes: int, columns: int, factor: Tensor | None) -> Tensor:
@@ -281,13 +302,17 @@ def _check_sums(conv: nn.Module, allowed: Sequence[str]) -> None:
 
 
 def _layer(prefix: str, weight: str, module: nn.Module, **fields) -> GraphLayer:
-    shape = module_at(module, weight.rpartition(".")[0]).weight.shape
-    outputs, inputs = map(_wide, shape) if len(shape) == 2 else (0, 0)
+    outputs, inputs = module_at(module, weight.rpartition(".")[0]).weight.shape
     for name in ("root", "bias"):
         if fields.get(name) is not None:
             fields[name] = prefix + fields[name]
     return GraphLayer(
-        prefix=prefix, weight=prefix + weight, inputs=inputs, outputs=outputs, **fields
+        prefix=prefix,
+        weight=prefix + weight,
+        inputs=inputs,
+        outputs=outputs,
+        columns=outputs,
+        **fields,
     )
 
 
@@ -377,11 +402,8 @@ class GINLayer(Graph):
     @classmethod
     def layers_of(cls, module: nn.Module) -> tuple[GraphLayer, ...]:
         _check_sums(module, SUMS)
-        return (
-            GraphLayer(
-                inputs=DIMENSION_MULTIPLE, outputs=DIMENSION_MULTIPLE, weight=None, own=True
-            ),
-        )
+        width = 1  # that of its nodes from the first pass on
+        return (GraphLayer(inputs=width, outputs=width, columns=width, weight=None, own=True),)
 
     @classmethod
     def covers(cls, path: str) -> bool:
@@ -391,10 +413,10 @@ class GINLayer(Graph):
         return (1.0 + self.eps.detach()).float().view(1)
 
     def over(self, x: Tensor, edges: _Edges) -> Tensor:
-        width = _wide(x.shape[1])
+        width = x.shape[1]
         if width != self.layers[0].inputs:
-            self.layers = (replace(self.layers[0], inputs=width, outputs=width),)
-        y = super().over(x, edges)[:, : x.shape[1]]
+            self.layers = (replace(self.layers[0], inputs=width, outputs=width, columns=width),)
+        y = super().over(x, edges)
         if self.eps.requires_grad:  # its own gradient, of a term that is zero
             y = y + (self.eps - self.eps.detach()) * x
         return self.nn(y)
@@ -403,15 +425,11 @@ class GINLayer(Graph):
 class GraphStack(Graph):
     """A model of PyTorch Geometric: layers of one kind with an activation and dropout between."""
 
-    STATE = (*Graph.STATE, "activation")
-
     @classmethod
     def layers_of(cls, module: nn.Module) -> tuple[GraphLayer, ...]:
         if module.jk_mode is not None or any(type(one) is not nn.Identity for one in module.norms):
             raise ValueError("it has norms or jumping knowledge between its layers")
-        activation = Activation.none
-        if module.act is not None:
-            activation = Activation[activation_of(module.act)]
+        activation = "none" if module.act is None else activation_of(module.act)
         read, found = cls.read(), []
         for number, conv in enumerate(module.convs):
             if type(conv).__name__ != cls.CONVOLUTION:
