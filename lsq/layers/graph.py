@@ -6,6 +6,7 @@ rounded once under a clip of their own. M nodes, E edges.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import zip_longest
 
 import torch
@@ -46,17 +47,27 @@ class GraphLayer:
     """Columns of the result: `outputs`, or more where codes are padded."""
 
 
-def filled(layers: Sequence[GraphLayer], coded: bool, multiple: int) -> tuple[GraphLayer, ...]:
+@lru_cache
+def filled(layers: tuple[GraphLayer, ...], coded: bool, multiple: int) -> tuple[GraphLayer, ...]:
     """Pad the widths of layers, if they multiply codes: results to DIMENSION_MULTIPLE, nodes to
     `multiple`."""
     if not coded:
-        return tuple(layers)
+        return layers
     found, inputs = [], _padded(layers[0].inputs, multiple)
     for layer in layers:
         columns = inputs if layer.weight is None else _padded(layer.outputs, DIMENSION_MULTIPLE)
         found.append(replace(layer, inputs=inputs, columns=columns))
         inputs = columns
     return tuple(found)
+
+
+@lru_cache
+def widths(layers: tuple[GraphLayer, ...]) -> dict[str, int]:
+    """Return the last dimension of each weight and bias, by name."""
+    found = {}
+    for layer in layers:
+        found |= {layer.weight: layer.inputs, layer.root: layer.inputs, layer.bias: layer.columns}
+    return {name: width for name, width in found.items() if name is not None}
 
 
 def _padded(width: int, multiple: int) -> int:

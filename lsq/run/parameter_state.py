@@ -58,37 +58,50 @@ class Stamp:
         than FEW_ROWS `rows`, a few changed values of a large tensor may be missed."""
         if len(tensors) != len(self._counted):
             return set(range(max(len(tensors), len(self._counted))))
-        return {
+        moved = {
             number
             for number, tensor in enumerate(tensors)
             if self._counted[number] != _counted(tensor)
-            or not self._same(number, tensor, whole=rows >= FEW_ROWS)
         }
+        return moved | self._differ(tensors, moved, whole=rows >= FEW_ROWS)
+
+    def _differ(self, tensors: Sequence[Tensor], known: set[int], *, whole: bool) -> set[int]:
+        """Return the indices of tensors, but for the known ones, with other values."""
+        here = [one for one, tensor in enumerate(tensors) if tensor.device.type == "cpu"]
+        here = [one for one in here if one not in known]
+        summed = []
+        if self.exact:
+            summed = [one for one in here if whole or tensors[one].numel() <= SMALL]
+        sums = checksums([tensors[one] for one in summed]) if summed else ()
+        found = {one for one, sum in zip(summed, sums, strict=True) if sum != self._sums[one]}
+        for one in here:
+            if one not in summed and not torch.equal(self._samples[one], _sample(tensors[one])):
+                found.add(one)
+        return found
 
     def same_values(self, tensors: Sequence[Tensor]) -> bool:
         """Return whether `tensors` hold the values of the first tensors of the record, wherever
         they lie; always True off the CPU."""
         return self._sums[: len(tensors)] == [checksum(tensor) for tensor in tensors]
 
-    def _same(self, number: int, tensor: Tensor, *, whole: bool) -> bool:
-        if tensor.device.type != "cpu":
-            return True
-        total = self._sums[number]
-        if whole and total is not None and tensor.numel() > SMALL:
-            return total == checksum(tensor)
-        return torch.equal(self._samples[number], _sample(tensor))
-
 
 def checksum(tensor: Tensor) -> int | None:
     """Return a checksum of all values in their order; None off the CPU."""
     if tensor.device.type != "cpu":
         return None
-    values = tensor.detach().contiguous()
+    return checksums([tensor])[0]
+
+
+def checksums(tensors: Sequence[Tensor]) -> list[int]:
+    """Return the checksums of CPU tensors, by one call of the C++ library if it is there."""
+    values = [tensor.detach().contiguous() for tensor in tensors]
     if not loader.available():
-        return zlib.crc32(values.view(-1).view(torch.uint8).numpy())
-    found = torch.empty(1, dtype=torch.int64, device="cpu")
-    loader.call("lsq_checksum", values, values.nbytes, found)
-    return found.item()
+        return [zlib.crc32(one.view(-1).view(torch.uint8).numpy()) for one in values]
+    parts = [number for one in values for number in (one.data_ptr(), one.nbytes)]
+    given = torch.tensor(parts, dtype=torch.int64, device="cpu")
+    found = torch.empty(len(values), dtype=torch.int64, device="cpu")
+    loader.call("lsq_checksums", given, len(values), found)
+    return found.tolist()
 
 
 def _counted(tensor: Tensor) -> tuple:

@@ -28,6 +28,33 @@ Magnitude round_chunk(const Round& op, int64_t first, int64_t n) {
     return round_row(op.rounded, first, n, lsq::read(x, first, n, wide), outside);
 }
 
+// Checksum of bytes and their order, run by run.
+uint64_t checksum(const uint8_t* data, int64_t bytes) {
+    constexpr int64_t kLanes = 16, kRun = 8 * kLanes * 512;
+    constexpr uint64_t kFactor = 0x9E3779B97F4A7C15u;
+    const int64_t runs = (bytes + kRun - 1) / kRun;
+    uint64_t total = 0;
+#pragma omp parallel for schedule(static) reduction(+ : total) if (runs > 8)
+    for (int64_t run = 0; run < runs; ++run) {
+        const int64_t first = run * kRun, count = std::min(kRun, bytes - first);
+        uint64_t sums[kLanes] = {}, order[kLanes] = {};
+        const auto add = [&](const uint8_t* from, int64_t size) {
+            uint64_t words[kLanes] = {};
+            std::memcpy(words, from, size);
+#pragma omp simd
+            for (int64_t j = 0; j < kLanes; ++j) order[j] += sums[j] += words[j];
+        };
+        const int64_t whole = count / (8 * kLanes) * (8 * kLanes);
+        for (int64_t i = 0; i < whole; i += 8 * kLanes) add(data + first + i, 8 * kLanes);
+        if (whole < count) add(data + first + whole, count - whole);
+        uint64_t mixed = run + 1;
+        for (int64_t j = 0; j < kLanes; ++j)
+            mixed = ((mixed ^ sums[j]) * kFactor ^ order[j]) * kFactor;
+        total += mixed ^ mixed >> 32;
+    }
+    return total;
+}
+
 }  // namespace
 
 LSQ_OPERATION(Round, op) {
@@ -87,29 +114,10 @@ LSQ_OPERATION(Add, op) {
     for (int64_t i = 0; i < op.count; ++i) out[i] = a[i] + b[i];
 }
 
-// Checksum of bytes and their order, run by run.
-LSQ_EXPORT void lsq_checksum(const uint8_t* data, int64_t bytes, uint64_t* checksum) {
-    constexpr int64_t kLanes = 16, kRun = 8 * kLanes * 512;
-    constexpr uint64_t kFactor = 0x9E3779B97F4A7C15u;
-    const int64_t runs = (bytes + kRun - 1) / kRun;
-    uint64_t total = 0;
-#pragma omp parallel for schedule(static) reduction(+ : total) if (runs > 8)
-    for (int64_t run = 0; run < runs; ++run) {
-        const int64_t first = run * kRun, count = std::min(kRun, bytes - first);
-        uint64_t sums[kLanes] = {}, order[kLanes] = {};
-        const auto add = [&](const uint8_t* from, int64_t size) {
-            uint64_t words[kLanes] = {};
-            std::memcpy(words, from, size);
-#pragma omp simd
-            for (int64_t j = 0; j < kLanes; ++j) order[j] += sums[j] += words[j];
-        };
-        const int64_t whole = count / (8 * kLanes) * (8 * kLanes);
-        for (int64_t i = 0; i < whole; i += 8 * kLanes) add(data + first + i, 8 * kLanes);
-        if (whole < count) add(data + first + whole, count - whole);
-        uint64_t mixed = run + 1;
-        for (int64_t j = 0; j < kLanes; ++j)
-            mixed = ((mixed ^ sums[j]) * kFactor ^ order[j]) * kFactor;
-        total += mixed ^ mixed >> 32;
+// Checksums of `count` pieces of memory, each given by its address and its bytes.
+LSQ_EXPORT void lsq_checksums(const int64_t* given, int64_t count, uint64_t* found) {
+    for (int64_t i = 0; i < count; ++i) {
+        const auto* data = reinterpret_cast<const uint8_t*>(given[2 * i]);
+        found[i] = checksum(data, given[2 * i + 1]);
     }
-    *checksum = total;
 }

@@ -7,6 +7,7 @@ few programs are built. N nodes, D columns.
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from lsq.config import QuantConfig
 from lsq.graphs.adjacency import Adjacency
 from lsq.layers.builder import Mode
 from lsq.layers.coded_weight import CodedWeight
-from lsq.layers.graph import GraphLayer, filled, graph_layers
+from lsq.layers.graph import GraphLayer, filled, graph_layers, widths
 from lsq.layers.in_place import InPlace
 from lsq.layers.linear import result_dtype
 from lsq.layers.model_formats import tensor_names
@@ -95,7 +96,10 @@ class Graph(InPlace):
 
     def _look_inside(self) -> None:
         """Note the inner modules, and which of them hold the parameters of programs."""
-        self.inside, self.holders = [one for _, one in named_inside(self)], {}
+        self.inside, self.holders = [], {}
+        for path, inner in named_inside(self):
+            around, _, last = path.rpartition(".")
+            self.inside.append((path, module_at(self, around)._modules, last, inner))
         for name in self.declared:
             holder, last = self._holder(name)
             self.holders[name] = holder._parameters, last
@@ -112,19 +116,10 @@ class Graph(InPlace):
         found = found.decode() if isinstance(found, CodedWeight) else found
         return functional.pad(found, (0, width - found.shape[-1]))
 
-    def _fit(self, layers: Sequence[GraphLayer]) -> tuple[GraphLayer, ...]:
+    def _fit(self, layers: tuple[GraphLayer, ...]) -> tuple[GraphLayer, ...]:
         """Return layers of widths that the next pass takes; own_parameter will pad to them."""
         layers = filled(layers, self.quant.coded, self.target.column_multiple)
-        self.widths = {
-            name: width
-            for layer in layers
-            for name, width in (
-                (layer.weight, layer.inputs),
-                (layer.root, layer.inputs),
-                (layer.bias, layer.columns),
-            )
-            if name is not None
-        }
+        self.widths = widths(layers)
         return layers
 
     # Passes
@@ -158,13 +153,12 @@ class Graph(InPlace):
             return "it was called with more than nodes and edges, such as weights of edges"
         if not isinstance(edge_index, Adjacency | Tensor):
             return f"its edges are a {type(edge_index).__name__}"
-        inside = list(named_inside(self))
-        if [one for _, one in inside] != self.inside:
+        if any([modules.get(last) is not inner for _, modules, last, inner in self.inside]):
             self._look_inside()
-        for name, inner in [("", self), *inside]:
-            change = altered(inner) if name and self.covers(name) else None
+        for path, _, _, inner in (("", None, "", self), *self.inside):
+            change = altered(inner) if path and self.covers(path) else None
             if change:
-                return f"its {name} has {change}"
+                return f"its {path} has {change}"
             state = vars(inner)
             if "_propagate_forward_hooks" in state and (
                 state["_explain"] or any([state[hooks] for hooks in _HOOKS])
@@ -422,6 +416,11 @@ class GINLayer(Graph):
         return self.nn(y)
 
 
+@lru_cache
+def _with_dropout(layers: tuple[GraphLayer, ...], dropout: float) -> tuple[GraphLayer, ...]:
+    return (*(replace(one, dropout=dropout) for one in layers[:-1]), layers[-1])
+
+
 class GraphStack(Graph):
     """A model of PyTorch Geometric: layers of one kind with an activation and dropout between."""
 
@@ -442,9 +441,7 @@ class GraphStack(Graph):
         return (*(replace(one, activation=activation) for one in inner), last)
 
     def _layers_now(self) -> tuple[GraphLayer, ...]:
-        dropout = self.dropout.p if self.training else 0.0
-        *inner, last = self.layers
-        return (*(replace(one, dropout=dropout) for one in inner), last)
+        return _with_dropout(self.layers, self.dropout.p if self.training else 0.0)
 
 
 class GCNStack(GraphStack, GCNLayer):
