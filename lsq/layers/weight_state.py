@@ -56,6 +56,15 @@ def rounded_weights(program: Program) -> tuple[RoundedWeight, ...]:
     return found
 
 
+def rows_of(program: Program) -> int:
+    """Return the most rows of an input, looked up once."""
+    found = program.prepared.get("rows")
+    if found is None:
+        rows = [one.shape[0] for one in program.inputs if one.shape]
+        found = program.prepared["rows"] = max(rows, default=1)
+    return found
+
+
 class WeightState:
     """The codes of one module's weights; `sums`: checksums to begin with, by name.
 
@@ -93,7 +102,7 @@ class WeightState:
 
     def drop_outdated(self, module: nn.Module, program: Program) -> list[str]:
         """Drop codes of changed weights; return names of those whose clips must be measured."""
-        replaced = []
+        replaced, rows = [], rows_of(program)
         for weight in rounded_weights(program) if self._weights else ():
             codes = self._weights.get(weight.name)
             if codes is None or codes.stamp is None or not codes.stamp.exact:
@@ -101,7 +110,6 @@ class WeightState:
             parts, clip = module.sources(weight.name), module.own_parameter(weight.clip)
             if module.changes(parts, clip):
                 continue
-            rows = max((one.shape[0] for one in program.inputs if one.shape), default=1)
             changed = codes.stamp.changed([*parts, clip], rows=rows)
             if changed:
                 self.forget(weight.name)
