@@ -22,6 +22,7 @@ _ALLOWED = {
     "gemm": "extras files native program",
     "ops": "config gemm native program quant",
     "run": "emulator gemm memory native program",
+    "bits": "native ops quant run",
     "dist": "config extras ops quant run",
     "optim": "native ops program run",
     "layers": "config dist extras gemm native ops program quant run",

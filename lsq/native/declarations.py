@@ -36,7 +36,7 @@ TENSORS = {
     "Codes": "int8_t",
     "Bits": "uint8_t",
     "Offsets": "int32_t",
-    "Nodes": "int32_t",
+    "Integers": "int32_t",
     "Indices": "int64_t",
     "Key": "int64_t",
     "Bytes": "uint8_t",

@@ -17,7 +17,7 @@ import torch
 from lsq.native.launch import check
 from lsq.ops.nonlinearity import Nonlinearity, epilogue
 from lsq.ops.sums import PartialSums
-from lsq.program.declare import Activations, Floats, In, Nodes, Offsets, Out, Value, extent
+from lsq.program.declare import Activations, Floats, In, Integers, Offsets, Out, Value, extent
 from lsq.program.operation import Operation
 from lsq.program.values import Coded, RoundedGradient, Rows
 
@@ -26,7 +26,7 @@ class Edges(Value):
     """The edges of a graph by the node that they lead to (lsq.graphs.Adjacency)."""
 
     indptr: In[Offsets]  # [M + 1], where the edges of each node begin.
-    indices: In[Nodes]  # [E or more], where each edge comes from.
+    indices: In[Integers]  # [E or more], where each edge comes from.
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """Reference: the sums [M, H] of the neighbours' rows of x [M, H]."""

@@ -45,8 +45,8 @@ Bits = Annotated[torch.Tensor, torch.uint8]
 """One bit for each element: element i is bit i % 8 of byte i // 8."""
 Offsets = Annotated[torch.Tensor, torch.int32]
 """First row of each sequence, and the end of the last (cu_seqlens)."""
-Nodes = Annotated[torch.Tensor, torch.int32]
-"""Rows of another tensor, below the bound in Operation.limits."""
+Integers = Annotated[torch.Tensor, torch.int32]
+"""Sums of products of codes; numbers of nodes or tiles, below a bound in Operation.limits."""
 Indices = Annotated[torch.Tensor, torch.int64]
 """Whole numbers from 0 up to the bound in Operation.limits."""
 Key = Annotated[torch.Tensor, torch.int64]

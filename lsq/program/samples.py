@@ -78,7 +78,7 @@ class Sampler:
                 return self.whole(0x3C, 0x3F, shape, dtype)
             case "Key":
                 return KEY
-            case "Indices" | "Nodes":
+            case "Indices" | "Integers":
                 return self.whole(0, (limit or SMALLEST_LIMIT) - 1, shape, dtype)
         if limit is None:
             raise ValueError(
