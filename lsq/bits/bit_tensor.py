@@ -234,9 +234,8 @@ class BitTensor:
 
     def _bytes(self) -> Tensor:
         """Return the codes of all lines, int8; unsigned ones of 8 bits wrap around."""
-        codes = torch.empty(
-            _lines_first(self.shape, self.along), dtype=torch.int8, device=self.device
-        )
+        lines = _lines_first(self.shape, self.along)
+        codes = self.planes.new_empty(lines, dtype=torch.int8)
         backends.run(UnpackBits(matrix=self._matrix, codes=codes))
         return codes
 
@@ -306,7 +305,7 @@ class BitTensor:
         return sums
 
     def _sums_to_write(self, columns: int) -> Tensor:
-        return torch.empty(self.shape[0], columns, dtype=torch.int32, device=self.device)
+        return self.planes.new_empty((self.shape[0], columns), dtype=torch.int32)
 
 
 def padded(codes: Tensor, lines: int) -> Tensor:

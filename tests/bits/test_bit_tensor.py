@@ -9,6 +9,7 @@ import torch
 
 from lsq.bits import BitTensor, to_bits
 from lsq.quant.stored import BYTES_SUMMED
+from lsq.run import backends
 from tests.native.levels import LEVELS, library_of
 from tests.ops.compare import refused
 
@@ -94,6 +95,19 @@ def test_both_ways_give_the_exact_sums(way, signed):
         a, b = operands(5, 131, 19, a_bits, b_bits, signed)
         wanted = a.codes().numpy().astype(numpy.int64) @ b.codes().numpy().astype(numpy.int64)
         assert numpy.array_equal(a._sums(b, way).numpy(), wanted)
+
+
+@pytest.mark.parametrize("signed", [SIGNS, SIGNS[::-1], (False, False)])
+@pytest.mark.parametrize("way", WAYS)
+def test_kernels_give_the_exact_sums(way, signed, monkeypatch):
+    """In the emulator, as on a GPU."""
+    monkeypatch.setattr(backends, "run", backends.backend("emulated").run)
+    monkeypatch.setattr(BitTensor, "device", torch.device("cuda"))
+    for a_bits, b_bits in ((1, 2), (8, 8), (8, 3)):
+        a, b = operands(5, 131, 19, a_bits, b_bits, signed)
+        wanted = a.codes().long() @ b.codes().long()
+        assert torch.equal(a._sums(b, way).long(), wanted)
+        assert a._rounded(b, way, 3, 9.0, "columns").codes().shape == (5, 19)
 
 
 @pytest.mark.parametrize("level", LEVELS)

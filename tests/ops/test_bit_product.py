@@ -12,12 +12,14 @@ from lsq.ops.bit_product import (
     BitProduct,
     BitRounding,
     BitTiles,
+    ByteProduct,
     RoundBits,
     UnpackBits,
     padded_shape,
 )
 from tests.native.levels import LEVELS, library_of
-from tests.ops.compare import empty, on_cpu
+from tests.ops.compare import empty, on_cpu, refused
+from tests.ops.cuda import compare_cuda
 
 SHAPES = [(1, 1, 1), (3, 130, 5), (41, 300, 77), (9, 257, 24)]
 """Rows, inputs, columns."""
@@ -191,3 +193,60 @@ def test_the_number_of_threads_changes_nothing(popcounts):
         sums.append(on_cpu(operation).sums)
     torch.set_num_threads(before)
     assert torch.equal(*sums)
+
+
+PAIRS = [(1, 1), (1, 2), (2, 3), (3, 2), (1, 8), (4, 4)]
+"""Bits of a and of b; all pairs are specialisations of one kernel."""
+
+
+def check_kernels(a_bits, b_bits, signed, shapes=SHAPES):
+    """Sums and rounded planes are those of the reference and of numpy."""
+    for shape in shapes:
+        a = drawn(shape[:2], a_bits, signed[0])
+        b = drawn(shape[1:], b_bits, signed[1], seed=1)
+        bits = {"a_bits": a_bits, "b_bits": b_bits, "signed": signed}
+        found = compare_cuda(product(a, b, **bits))
+        assert numpy.array_equal(found.sums.numpy(), a @ b)
+        for by_column in (False, True):
+            out = to_write(shape[0], shape[2], 3, by_column)
+            end = {"factor": torch.tensor([0.7]), "rule": rounding_of(2.5), "out": out}
+            compare_cuda(product(a, b, **bits, **end))
+
+
+def turns():
+    """Three pairs of tiles, and planes of three bits."""
+    check_kernels(1, 2, (False, True), [(9, 700, 40)])
+    for by_column in (False, True):
+        x = torch.randn(41, 48)
+        compare_cuda(RoundBits(x=x, rule=rounding_of(0.4), out=to_write(41, 48, 3, by_column)))
+    matrix = matrix_of(drawn((41, 139), 3, True), 3, True, False)
+    compare_cuda(UnpackBits(matrix=matrix, codes=empty(41, 139, dtype=torch.int8)))
+
+
+@pytest.mark.parametrize("a_bits, b_bits", PAIRS[:3])
+def test_sums_on_cuda(a_bits, b_bits):
+    check_kernels(a_bits, b_bits, (a_bits > 1, True))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("signed", [(True, True), (True, False), (False, True), (False, False)])
+@pytest.mark.parametrize("a_bits, b_bits", [*PAIRS, (8, 8)])
+def test_all_signs_on_cuda(a_bits, b_bits, signed):
+    check_kernels(a_bits, b_bits, signed)
+
+
+def test_bytes_on_cuda():
+    x, codes = (torch.randint(-128, 128, (rows, 48), dtype=torch.int8) for rows in (5, 32))
+    sums = empty(5, 32, dtype=torch.int32)
+    found = compare_cuda(ByteProduct(x=x, codes=codes, sums=sums))
+    assert torch.equal(found.sums.long(), x.long() @ codes.long().t())
+
+
+def test_larger_matrices_than_a_grid_are_refused():
+    planes = torch.empty(1, 8, 0, dtype=torch.uint8)
+    matrix = BitMatrix(planes=planes, is_signed=False, by_column=False)
+    columns = 65535 * 32 + 1
+    sums = torch.empty(1, columns, dtype=torch.int32, device="meta")
+    operation = BitProduct(a=matrix, b=matrix, rows=1, columns=columns, popcounts=False, sums=sums)
+    with refused("2,097,121 columns are more than 2,097,120: multiply parts"):
+        operation.cuda()

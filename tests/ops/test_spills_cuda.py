@@ -17,6 +17,10 @@ ROWS = [row_defines(512), row_defines(1024)]
 ROTATED = {"FLOAT": 1, "ROUNDED": 1, "ROTATED": 64, "WIDTH": 64}
 KERNELS = {
     "attention_rows.cu": [{**row_defines(1536), "FLOAT": 1, "KEYS": 0, "ROUNDED": 1}],
+    "bit_product.cu": [
+        {"A_BITS": a, "B_BITS": b, "A_SIGNED": signed, "B_SIGNED": 1}
+        for a, b, signed in ((1, 2, 0), (2, 2, 1), (3, 4, 1))
+    ],
     "cached_attention.cu": [
         {"LEAST": cached_attention_cuda.LEAST, "STARTED": 1, "WIDTH": width}
         for width in (8, 40, 64, 120, 128)

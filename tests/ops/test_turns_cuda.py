@@ -20,6 +20,7 @@ from lsq.ops.rounding import Round
 from lsq.ops.sums import FinishSums, PartialSums
 from tests.ops import (
     cuda,
+    test_bit_product,
     test_borders,
     test_cached_attention,
     test_calibration,
@@ -257,6 +258,7 @@ CASES = {
     "attention.cu": attentions,
     "attention_gradient.cu": attentions,
     "attention_rows.cu": attentions,
+    "bit_product.cu": test_bit_product.turns,
     "cached_attention.cu": test_cached_attention.turns,
     "calibration.cu": test_calibration.turns,
     "elementwise.cu": elementwise,
