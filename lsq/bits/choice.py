@@ -20,9 +20,9 @@ EMULATED_SM = 100
 MOST_ON_GPU = 4
 """Products of bits that take as long as one of int8 on sm_80 to sm_90: counted by instructions, not
 measured."""
-MOST_OF_ONE_ROW = {1: 4, 2: 4, 3: 6}
-"""Bits of the right operand -> products of bits that take as long as one of bytes on a CPU; of more
-bits bytes are faster. Like all numbers here: benchmarks/bench_bits.py, Xeon with AMX."""
+COLUMNS_OF_A_ROW = 80
+"""Columns, of 1 bit each, that planes multiply while a row is unpacked to bytes. Like the numbers
+of `on_cpu`: measured by benchmarks/bench_bits.py on a Xeon with AMX."""
 WITHOUT_POPCOUNTS = 2.6
 """Times as long as products of bits take without VPOPCNTDQ, where bytes have VNNI."""
 
@@ -44,7 +44,8 @@ def planned(a: BitTensor, b: BitTensor) -> Plan:
     if a.planes.device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(a.planes.device)
         return on_gpu(10 * major + minor, b.bits, a.bits, share)
-    return on_cpu(b.bits, a.bits, a.shape[0], share, popcounts=counts_bits())
+    rows, columns = a.shape[0], b.shape[1]
+    return on_cpu(b.bits, a.bits, rows, columns, share, popcounts=counts_bits())
 
 
 def counts_bits() -> bool:
@@ -60,9 +61,15 @@ def on_gpu(sm: int, w: int, a: int, share: float) -> Plan:
 
 
 def on_cpu(
-    w: int, a: int, rows: int, share: float, instructions: str | None = None, popcounts: bool = True
+    w: int,
+    a: int,
+    rows: int,
+    columns: int,
+    share: float,
+    instructions: str | None = None,
+    popcounts: bool = True,
 ) -> Plan:
-    """Plan a product with `w` bits of so many rows of `a` bits.
+    """Plan a product of so many rows of `a` bits with columns of `w` bits.
 
     Args:
         share: of the tiles of `a` that are not zero.
@@ -76,11 +83,12 @@ def on_cpu(
     if not popcounts and instructions != tiles.PLAIN:
         work *= WITHOUT_POPCOUNTS
     if rows == 1:
-        most = MOST_OF_ONE_ROW.get(w, 0.0)
+        most = 6.0 if w == 3 else max(4.0, w)
     else:
         most = min(4.5, 2.9 + 12 / rows) if w == 1 else 3.0
         if instructions == "amx":
-            most = min(most, 0.79 + 13 / rows)
+            most = min(most, 0.62 + 19 / rows)
+        most += COLUMNS_OF_A_ROW / columns
     return _compared(work, most, f"measured for {rows} rows beside {instructions}")
 
 

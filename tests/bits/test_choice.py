@@ -14,11 +14,13 @@ def chosen(rows: int, instructions: str, popcounts: bool = True) -> set[tuple[in
     """(bits of the right operand, of the left one) whose products are made by planes."""
     pairs = ((w, a) for w in (1, 2, 3, 4, 8) for a in (1, 2, 3, 4, 8))
     return {
-        pair for pair in pairs if on_cpu(*pair, rows, 1.0, instructions, popcounts).way == "planes"
+        pair
+        for pair in pairs
+        if on_cpu(*pair, rows, 2048, 1.0, instructions, popcounts).way == "planes"
     }
 
 
-ONE = {(1, 1), (1, 2), (1, 3), (1, 4), (2, 1), (2, 2), (3, 1), (3, 2)}
+ONE = {(1, 1), (1, 2), (1, 3), (1, 4), (2, 1), (2, 2), (3, 1), (3, 2), (4, 1), (8, 1)}
 EIGHT = {(1, 1), (1, 2), (1, 3), (1, 4), (2, 1), (3, 1)}
 
 
@@ -28,7 +30,8 @@ def test_pairs_that_planes_multiply():
         assert chosen(1, instructions) == ONE
     assert chosen(8, "avx512_vnni") == EIGHT
     assert chosen(64, "avx512_vnni") == EIGHT - {(1, 4)}
-    assert chosen(8, "amx") == {(1, 1), (1, 2), (2, 1)}
+    assert chosen(8, "amx") == EIGHT - {(1, 4)}
+    assert chosen(16, "amx") == {(1, 1)}
     assert chosen(64, "amx") == set()
     assert chosen(64, "avx_vnni", popcounts=False) == {(1, 1)}
     assert chosen(64, tiles.PLAIN, popcounts=False) == EIGHT - {(1, 4)}
@@ -36,10 +39,11 @@ def test_pairs_that_planes_multiply():
 
 @pytest.mark.skipif(not loader.available(), reason="bytes need the C++ library")
 def test_tiles_of_zeros_count():
-    assert on_cpu(4, 1, 1000, 0.3, "amx").way == "bytes"
-    assert on_cpu(4, 1, 1000, 0.1, "amx").way == "planes"
+    assert on_cpu(4, 1, 1000, 2048, 0.3, "amx").way == "bytes"
+    assert on_cpu(4, 1, 1000, 2048, 0.15, "amx").way == "planes"
+    assert on_cpu(4, 1, 1000, 16, 0.3, "amx").way == "planes"  # unpacking takes longer
     sparse = torch.eye(1024)
-    b = to_bits(torch.randn(1024, 16), 4, along="columns")
+    b = to_bits(torch.randn(1024, 512), 4, along="columns")
     with mock.patch.object(tiles, "fastest", lambda: "avx512_vnni"):
         assert planned(to_bits(sparse, 1), b).way == "planes"
         assert planned(to_bits(torch.ones(1024, 1024), 1), b).way == "bytes"
@@ -55,7 +59,7 @@ def test_gpus():
 
 def test_without_a_library():
     with mock.patch.object(loader, "library", lambda: None):
-        assert on_cpu(8, 8, 64, 1.0).way == "planes"
+        assert on_cpu(8, 8, 64, 2048, 1.0).way == "planes"
         a = to_bits(torch.randn(3, 40), 2)
         b = to_bits(torch.randn(40, 5), 2, along="columns")
         assert torch.equal((a @ b).long(), a.codes().long() @ b.codes().long())
