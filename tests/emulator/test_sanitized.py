@@ -17,6 +17,7 @@ EVERY_KERNEL = (
     "tests/layers/test_programs_cuda.py",
     "tests/ops/test_rounding.py",
     "tests/ops/test_adam.py",
+    "tests/ops/test_aggregate.py",
     f"{STEPS}[emulator-tiles of 64 x 64, 3 stages-4]",
     f"{STEPS}[emulator-tiles of 64 x 64 by wgmma, 3 stages-4]",
     "tests/ops/test_project_fields_cuda.py::test_epilogues_are_those_of_int8[emulator-0-3-41]",

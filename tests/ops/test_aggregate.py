@@ -1,4 +1,5 @@
-"""Aggregate against sums over sparse matrices of scipy in int64 and float64."""
+"""Aggregate against sums over sparse matrices of scipy in int64 and float64; kernels against the
+reference."""
 
 import numpy as np
 import pytest
@@ -21,9 +22,12 @@ from tests.ops.compare import (
     rounded,
     to_round,
 )
+from tests.ops.cuda import DTYPES, compare_cuda, run
 
 SHAPES = [(1, 8), (17, 16), (41, 48), (70, 136), (45, 296), (33, 3)]
 """Nodes and columns: whole blocks of columns, parts of them, and single columns."""
+CUDA_SHAPES = [(41, 48), (11, 1040), (70, 136)]
+"""Nodes and columns: rows in part of a warp and in four warps, two vectors of columns."""
 CLIP = 1.6
 
 
@@ -175,15 +179,15 @@ def test_sums_of_codes_are_exact(nodes, columns, run):
 
 
 @pytest.mark.parametrize("code", [127, -127])
-def test_sums_of_70_000_equal_codes_are_exact(code):
+def test_sums_of_70_000_equal_codes_are_exact(code, runs):
     indptr = torch.tensor([0, 70_000, 70_000], dtype=torch.int32)
     indices = torch.arange(70_000, dtype=torch.int32) % 2
     operation = aggregate(Adjacency(indptr=indptr, indices=indices), 48)
     operation.x.coded.codes.fill_(code)
     operation.x.coded.scale[0] = 1.0
-    found = on_cpu(operation).out
-    assert found[0].unique().tolist() == [70_000 * code]
-    assert found[1].unique().tolist() == [0]
+    for found in runs(operation):
+        assert found.out[0].unique().tolist() == [70_000 * code]
+        assert found.out[1].unique().tolist() == [0]
 
 
 def test_all_parts_follow_the_formula():
@@ -216,18 +220,54 @@ def test_the_gradient_is_the_product_with_the_transposed_matrix(own):
     np.testing.assert_allclose(found.sum, g.sum(axis=0), rtol=1e-5, atol=1e-5)
 
 
-def test_a_bias_alone_needs_no_edges():
+def test_a_bias_alone_needs_no_edges(compared):
     operation = aggregate_gradient(graph(17), 16, next_factor=True)
     operation.edges = operation.dx = operation.dclip = None
-    compare(operation)
+    compared(operation)
 
 
-def test_nan_in_a_scale_reaches_every_node():
+def test_nan_in_a_scale_reaches_every_node(runs):
     operation = aggregate(graph(17), 16, rounds=True)
     operation.x.coded.scale[0] = float("nan")
-    found = on_cpu(operation)
-    assert found.out.isnan().all()
-    assert found.rounded.scale.isnan().all()
+    for found in runs(operation):
+        assert found.out.isnan().all()
+        assert found.rounded.scale.isnan().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("options", VARIANTS)
+@pytest.mark.parametrize("nodes, columns", CUDA_SHAPES)
+def test_sums_on_cuda(nodes, columns, options, dtype):
+    compare_cuda(aggregate(graph(nodes), columns, **options), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("options", GRADIENTS)
+@pytest.mark.parametrize("nodes, columns", CUDA_SHAPES)
+def test_gradients_on_cuda(nodes, columns, options, dtype):
+    """Half of the gradient's edges lead to one node, too."""
+    compare_cuda(aggregate_gradient(graph(nodes).transposed, columns, **options), dtype)
+
+
+def test_codes_alone_are_those_of_the_cpu_on_cuda():
+    operation = aggregate(graph(41), 48, own=1.0, factor=True, bias=True, rounds=True)
+    operation.out = None
+    compare_cuda(operation, exact=True)
+
+
+@pytest.mark.parametrize("columns", [8, 48])
+def test_no_nodes(columns, compared):
+    nothing = Adjacency.from_edges(torch.empty(2, 0, dtype=torch.int64), 0)
+    found = compared(aggregate(nothing, columns, rounds=True, bias=True))
+    assert found.rounded.scale.item() == pytest.approx(CLIP / 127)
+    assert not compared(aggregate_gradient(nothing, columns)).sum.any()
+
+
+def test_columns_that_are_no_multiple_of_8_are_refused_on_cuda():
+    with refused("what is summed over neighbours is 12; on CUDA it must be a multiple of 8"):
+        run(aggregate(graph(17), 12))
+    with refused("gradient summed over neighbours is 12; on CUDA it must be a multiple of 8"):
+        run(aggregate_gradient(graph(17), 12))
 
 
 def test_rows_with_scales_of_their_own_are_refused():

@@ -16,6 +16,15 @@ from tests.ops.cuda import DTYPES, in_dtype
 ROWS = [row_defines(512), row_defines(1024)]
 ROTATED = {"FLOAT": 1, "ROUNDED": 1, "ROTATED": 64, "WIDTH": 64}
 KERNELS = {
+    "aggregate.cu": [
+        {**row_defines(columns), **kind, "ACTIVATION": 2}
+        for columns in (256, 512, WIDEST)
+        for kind in (
+            {"FLOAT": 1, "ROUNDED": 1},
+            {"FLOAT": 0, "ROUNDED": 1, "CODED": 0},
+            {"FLOAT": 0, "ROUNDED": 0, "CODED": 0},
+        )
+    ],
     "attention_rows.cu": [{**row_defines(1536), "FLOAT": 1, "KEYS": 0, "ROUNDED": 1}],
     "bit_product.cu": [
         {"A_BITS": a, "B_BITS": b, "A_SIGNED": signed, "B_SIGNED": 1}

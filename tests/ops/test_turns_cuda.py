@@ -37,6 +37,7 @@ from tests.ops.cuda import compare_cuda
 from tests.ops.gradient_checks import add_up, assert_same_bits, gradients, pack, packed, unpack
 from tests.ops.test_adam import codes_of, numbers, state, step
 from tests.ops.test_adapter import adapt_with_end, adapter_input, adapter_input_gradient
+from tests.ops.test_aggregate import aggregate, aggregate_gradient, graph
 from tests.ops.test_attention import append_of, compare_both
 from tests.ops.test_embedding import embed, embed_gradient
 from tests.ops.test_gated import gated, gated_by_row, gated_gradient
@@ -252,9 +253,19 @@ def rotations():
             compare_cuda(gradient_of_rotation(forward))
 
 
+def sums_over_neighbours():
+    """One node has 143 edges, which are read 32 at a time."""
+    for nodes, columns in (FEW, WIDE):
+        for codes in (True, False):
+            edges, options = graph(nodes), {"codes": codes, "own": 1.0}
+            compare_cuda(aggregate(edges, columns, rounds=True, **options))
+            compare_cuda(aggregate_gradient(edges.transposed, columns, rounds=codes, **options))
+
+
 CASES = {
     "adam.cu": adam_steps,
     "adapter.cu": adapters,
+    "aggregate.cu": sums_over_neighbours,
     "attention.cu": attentions,
     "attention_gradient.cu": attentions,
     "attention_rows.cu": attentions,
