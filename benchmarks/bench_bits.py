@@ -18,10 +18,14 @@ import torch
 from torch import Tensor
 
 from lsq.bits import BitTensor, planned, to_bits
+from lsq.graphs import Adjacency
 from lsq.native import loader, tiles
+from lsq.ops.aggregate import Aggregate, Edges
 from lsq.ops.bit_product import BitProduct, ByteProduct, UnpackBits
 from lsq.ops.packed_weight import PackedWeight
 from lsq.program.operation import Operation
+from lsq.program.values import Coded, Rows
+from lsq.quant import Format, Grain
 from lsq.run.backends import backend
 
 WIDTHS = (1, 2, 3, 4, 8)
@@ -65,6 +69,24 @@ class Operands:
         weight = PackedWeight.of(self.b.codes().t().contiguous(), torch.ones(self.b.shape[1]))
         return prepared(ByteProduct(x=self.a.codes(), weight=weight, sums=self.sums))
 
+    def by_edges(self, edges: Tensor) -> Callable[[], None]:
+        """Sums over neighbours, as graph layers make them: floats, times 1."""
+        targets, sources = edges.nonzero().t()
+        graph = Adjacency.from_edges(torch.stack([sources, targets]), len(edges))
+        codes = Coded(
+            format=Format(name="features", bits=8, grain=Grain.TENSOR),
+            codes=self.b.codes(),
+            scale=torch.ones(1),
+        )
+        lists = Edges(indptr=graph.indptr, indices=graph.indices)
+        return prepared(
+            Aggregate(edges=lists, x=Rows(coded=codes), out=torch.empty(self.sums.shape))
+        )
+
+    def by_csr(self, edges: Tensor) -> Callable[[], object]:
+        matrix, b = edges.float().to_sparse_csr(), self.b.to_val()
+        return lambda: matrix @ b
+
     def by_float32(self) -> Callable[[], object]:
         a, b, out = self.a.to_val(), self.b.to_val(), torch.empty(self.sums.shape)
         return functools.partial(torch.mm, a, b, out=out)
@@ -79,7 +101,6 @@ def pairs(size: int, rows: tuple[int, ...]) -> Iterator[tuple[str, Operands, dic
 
 
 def graphs(nodes: tuple[int, ...], widths: tuple[int, ...]) -> Iterator[tuple[str, Operands, dict]]:
-    """A side with sums over a list of edges would be one more entry."""
     for count, width, bits in itertools.product(nodes, widths, FEATURE_BITS):
         clusters = torch.arange(count) // CLUSTER
         edges = (torch.rand(count, count) < DENSITY) & (clusters[:, None] == clusters)
@@ -90,7 +111,9 @@ def graphs(nodes: tuple[int, ...], widths: tuple[int, ...]) -> Iterator[tuple[st
             "planes, all tiles": one.by_planes(all_tiles=True),
             "bytes": one.by_bytes(),
             "int8": one.by_int8(),
+            "codes by edges": one.by_edges(edges),
             "torch float32": one.by_float32(),
+            "torch CSR": one.by_csr(edges),
         }
         yield f"{count} x {count} x {width}", one, ways
 
