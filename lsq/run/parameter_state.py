@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 import zlib
+from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -97,10 +98,9 @@ def checksums(tensors: Sequence[Tensor]) -> list[int]:
     values = [tensor.detach().contiguous() for tensor in tensors]
     if not loader.available():
         return [zlib.crc32(one.view(-1).view(torch.uint8).numpy()) for one in values]
-    parts = [number for one in values for number in (one.data_ptr(), one.nbytes)]
-    given = torch.tensor(parts, dtype=torch.int64, device="cpu")
-    found = torch.empty(len(values), dtype=torch.int64, device="cpu")
-    loader.call("lsq_checksums", given, len(values), found)
+    given = array("q", [number for one in values for number in (one.data_ptr(), one.nbytes)])
+    found = array("q", bytes(8 * len(values)))
+    loader.call("lsq_checksums", given.buffer_info()[0], len(values), found.buffer_info()[0])
     return found.tolist()
 
 
