@@ -37,6 +37,7 @@ class Trainer:
         release_memory,
         models.float_state_dict,
         lambda model: models.save_clips(model, "nowhere"),
+        lambda model: models.set_node_bits(model, None),
         sparsity.sparsify,
         sparsity.sparsity_of,
         dist.compress_gradients,

@@ -14,7 +14,7 @@ from lsq import extras
 from lsq.graphs.adjacency import Adjacency
 from lsq.graphs.metis import check_parts, partition
 from lsq.graphs.packed import Features, PackedBatch
-from lsq.quant import maximum_code
+from lsq.graphs.widths import widths_of
 
 if TYPE_CHECKING:
     from torch_geometric.data import Data
@@ -86,7 +86,7 @@ class ClusterLoader:
         self._features = None
         if bits is not None:
             degrees, x = self.adjacency.degrees, self._tensors.pop("x", None)
-            self._features = Features.of(_floats(x), degrees, _widths(bits))
+            self._features = Features.of(_floats(x), degrees, widths_of(bits))
         part = partition(self.adjacency, parts, seed, file)
         counts = part.bincount(minlength=parts)
         self._parts = torch.argsort(part, stable=True).split(counts[counts > 0].tolist())
@@ -160,17 +160,3 @@ def _floats(x: torch.Tensor | None) -> torch.Tensor:
             " bits out"
         )
     return x
-
-
-def _widths(bits: int | Mapping[int, int]) -> Mapping[int, int]:
-    """Return least degree -> bits. Raises ValueError: the degrees leave some nodes out, or a number
-    of bits is not allowed."""
-    widths = bits if isinstance(bits, Mapping) else {0: bits}
-    if 0 not in widths or not all(isinstance(least, int) and least >= 0 for least in widths):
-        raise ValueError(
-            f"bits is {dict(widths)}; its keys are the least degrees of nodes: whole numbers, 0"
-            " among them"
-        )
-    for width in widths.values():
-        maximum_code(width)
-    return widths

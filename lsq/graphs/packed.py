@@ -11,6 +11,7 @@ import torch
 
 from lsq import extras
 from lsq.graphs.adjacency import Adjacency
+from lsq.graphs.widths import groups_of
 from lsq.quant import calibrate, maximum_code, quantize
 from lsq.quant.tables import integer
 
@@ -87,7 +88,7 @@ class Features:
             multipliers=tuple(largest // maximum_code(width) for width in widths),
             scale=(clip / largest).item(),
         )
-        groups = torch.bucketize(degrees, torch.tensor(least, dtype=torch.int32), right=True) - 1
+        groups = groups_of(degrees, least)
         rows, tables = torch.empty(len(x), dtype=torch.int32), []
         for group, (width, multiplier) in enumerate(zip(widths, coding.multipliers, strict=True)):
             nodes = (groups == group).nonzero().flatten()

@@ -37,10 +37,19 @@ OUTDATED_COUNTS = ("calibrated", "passes")
 
 def save(destination: dict[str, torch.Tensor], prefix: str, quantization: QuantConfig) -> None:
     tables = declared_tables(getattr(quantization, name) for name in FAST_FORMATS)
-    text = json.dumps(fields_of(quantization) | ({DECLARED: tables} if tables else {}))
-    destination[prefix + NAME] = torch.tensor(
-        list(text.encode()), dtype=torch.float32, device="cpu"
+    destination[prefix + NAME] = entry_of(
+        fields_of(quantization) | ({DECLARED: tables} if tables else {})
     )
+
+
+def entry_of(value: Any) -> torch.Tensor:
+    """Return what JSON can hold as an entry of a state dict."""
+    return torch.tensor(list(json.dumps(value).encode()), dtype=torch.float32, device="cpu")
+
+
+def value_of(entry: torch.Tensor) -> Any:
+    """Return the value in an `entry_of`; TypeError, ValueError or OverflowError: it is damaged."""
+    return json.loads(bytes(map(round, entry.tolist())))
 
 
 def load(state_dict: dict[str, torch.Tensor], prefix: str, quantization: QuantConfig) -> None:
@@ -70,7 +79,7 @@ def read(entry: torch.Tensor, name: str) -> dict[str, Any]:
     """Return the fields in an entry of a state dict, and declare the numbers in it. Raises
     ValueError: it is damaged, or a number is declared here with other values."""
     try:
-        found = DEFAULTS | json.loads(bytes(map(round, entry.tolist())))
+        found = DEFAULTS | value_of(entry)
         tables = {**found.pop(DECLARED, {})}
     except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(

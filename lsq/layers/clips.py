@@ -206,7 +206,8 @@ class ClippedModule(nn.Module):
         for name in names:
             self.weight_masks.add(self, name)
 
-    def mask_names(self) -> list[str]:
+    def other_names(self) -> list[str]:
+        """Return the names of the entries in state dicts that only some modules have, as masks."""
         return [] if self.weight_masks is None else self.weight_masks.state_names(self)
 
     # Clips

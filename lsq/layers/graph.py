@@ -14,6 +14,7 @@ import torch
 from lsq.config import DIMENSION_MULTIPLE, QuantConfig
 from lsq.layers.builder import Epilogue, LayerBuilder, Mode, Result, cached
 from lsq.ops.aggregate import Aggregate, Edges
+from lsq.ops.coarsen import CoarsenRows
 from lsq.ops.nonlinearity import Activation
 from lsq.program.program import Program
 from lsq.program.tensor import Kind, VirtualTensor, fan_in
@@ -76,20 +77,28 @@ def _padded(width: int, multiple: int) -> int:
 
 @cached
 def graph_layers(
-    quant: QuantConfig, nodes: int, edges: int, layers: Sequence[GraphLayer], mode: Mode
+    quant: QuantConfig,
+    nodes: int,
+    edges: int,
+    layers: Sequence[GraphLayer],
+    mode: Mode,
+    coarsens: bool = False,
 ) -> Program:
     """Build x [M, K] -> y [M, N], layer after layer on one graph.
 
-    The first layer's rows come multiplied by `factor` where it is `scaled`.
+    The first layer's rows come multiplied by `factor` where it is `scaled`. `coarsens`: the codes
+    of a node have the width that the input `unit` [M] says.
     """
     b = mode.builder("graph", quant)
-    given = _Graph.declared(b, nodes, edges, layers)
+    given = _Graph.declared(b, nodes, edges, layers, coarsens)
     first = layers[0]
     x = b.input("x", (nodes, first.inputs))
     rows = b.round(x, first.prefix + "input_clip")
+    given.coarsen(b, rows)
     for layer, following in zip_longest(layers, layers[1:]):
         y = _layer(b, given, rows, layer, following)
         rows = y.rows
+        given.coarsen(b, rows)
     b.output(y.out)
     return b.build()
 
@@ -100,10 +109,16 @@ class _Graph:
     reversed_edges: Edges | None
     own: VirtualTensor | None
     factor: VirtualTensor | None
+    unit: VirtualTensor | None
 
     @classmethod
     def declared(
-        cls, b: LayerBuilder, nodes: int, edges: int, layers: Sequence[GraphLayer]
+        cls,
+        b: LayerBuilder,
+        nodes: int,
+        edges: int,
+        layers: Sequence[GraphLayer],
+        coarsens: bool,
     ) -> "_Graph":
         def given(prefix: str) -> Edges:
             return Edges(
@@ -116,7 +131,14 @@ class _Graph:
             reversed_edges=given("reversed_") if b.backward else None,
             own=b.input("own", (1,)) if any(one.own for one in layers) else None,
             factor=b.input("factor", (nodes,)) if any(one.factor for one in layers) else None,
+            unit=b.input("unit", (nodes,), torch.int8) if coarsens else None,
         )
+
+    def coarsen(self, b: LayerBuilder, x: Rows) -> None:
+        """Coarsen codes in place where nodes have widths of their own."""
+        if self.unit is not None and x.coded is not None:
+            codes, largest = x.coded.codes, x.coded.format.largest
+            b.add(CoarsenRows(codes=codes, unit=self.unit, coarse=codes, largest=largest))
 
 
 def _layer(
@@ -132,6 +154,7 @@ def _layer(
         end = Epilogue(name=prefix + "neighbours", clip=prefix + "neighbours_clip")
         accumulates = root is not None
         x = b.project(x, layer.weight, shape, end, accumulates=accumulates, **options)
+        given.coarsen(b, x)
     bias = layer.bias and b.parameter(layer.bias, size[1:], Kind.BIAS, bound=bound)
     y = b.result(prefix + "y", size, following and following.prefix + "input_clip")
     b.add(

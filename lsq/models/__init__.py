@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from lsq.models.clips import average_clips, declare_formats, load_clips, save_clips
     from lsq.models.conversion import convert, float_state_dict, revert
     from lsq.models.frozen import Frozen, freeze
+    from lsq.models.node_widths import set_node_bits
     from lsq.models.selection import Layer, Report
     from lsq.models.sparsity import Pruning, Sparsity, sparsify, sparsity_of
     from lsq.models.trainer import LsqCallback
@@ -17,6 +18,7 @@ _FILES = {
     **dict.fromkeys(("average_clips", "declare_formats", "load_clips", "save_clips"), "clips"),
     **dict.fromkeys(("convert", "float_state_dict", "revert"), "conversion"),
     **dict.fromkeys(("Frozen", "freeze"), "frozen"),
+    "set_node_bits": "node_widths",
     **dict.fromkeys(("Layer", "Report"), "selection"),
     **dict.fromkeys(("Pruning", "Sparsity", "sparsify", "sparsity_of"), "sparsity"),
 }
@@ -35,6 +37,7 @@ __all__ = [
     "load_clips",
     "revert",
     "save_clips",
+    "set_node_bits",
     "sparsify",
     "sparsity_of",
 ]

@@ -130,7 +130,8 @@ def average_clips(model: nn.Module, group: ProcessGroup | None = None) -> Remova
 
 
 def clip_names(model: nn.Module) -> set[str]:
-    """Return the names that conversion adds to the state dict of `model`: clips, formats, masks."""
+    """Return the names that conversion adds to the state dict of `model`: clips, formats, masks,
+    widths of nodes."""
     require_model(model)
     return {
         f"{prefix}.{name}" if prefix else name
@@ -140,7 +141,7 @@ def clip_names(model: nn.Module) -> set[str]:
             *map(module.state_name, module.clips()),
             *Schedule.NAMES,
             clip_format.NAME,
-            *module.mask_names(),
+            *module.other_names(),
         )
     }
 

@@ -24,7 +24,7 @@ def layer() -> QuantizedLinear:
 
 def test_one_bit_a_value(layer):
     assert layer.weight_kept.dtype == torch.float16 and layer.weight_kept.numel() == 16 * 32 / 8
-    assert layer.mask_names() == ["weight_kept"] and "weight_kept" in layer.state_dict()
+    assert layer.other_names() == ["weight_kept"] and "weight_kept" in layer.state_dict()
     assert layer.weight_masks.mask(layer, "weight").tolist() == [[False, True] * 8] * 32
 
 

@@ -24,6 +24,7 @@ from tests.ops import (
     test_borders,
     test_cached_attention,
     test_calibration,
+    test_coarsen,
     test_fake_quantize,
     test_input_gradient,
     test_project_fields_cuda,
@@ -197,6 +198,11 @@ def elementwise():
     compare_cuda(append_of(3, 7, 33, codes=True), exact=True)
 
 
+def coarsened_rows():
+    """Three blocks, of which the last is not full."""
+    compare_cuda(test_coarsen.drawn(101, 48), exact=True)
+
+
 def roundings():
     compare_cuda(Round(x=torch.randn(341, 48), rounded=to_round(341, 48, 1.0)), exact=True)
 
@@ -272,6 +278,7 @@ CASES = {
     "bit_product.cu": test_bit_product.turns,
     "cached_attention.cu": test_cached_attention.turns,
     "calibration.cu": test_calibration.turns,
+    "coarsen.cu": coarsened_rows,
     "elementwise.cu": elementwise,
     "fake_quantize.cu": test_fake_quantize.turns,
     "fake_quantize_gradient.cu": test_fake_quantize.gradient_turns,

@@ -22,6 +22,7 @@ from lsq.layers.in_place import InPlace
 from lsq.layers.linear import result_dtype
 from lsq.layers.model_formats import tensor_names
 from lsq.layers.module import ProgramModule, beside_the_graph, held
+from lsq.models import node_widths
 from lsq.models.batch import remembered
 from lsq.models.exact import altered, module_at, named_inside, patched
 from lsq.models.reading import activation_of
@@ -40,8 +41,10 @@ class Graph(InPlace):
     weights, sources and targets that are different nodes, hooks on inner modules.
     """
 
-    STATE = (*ProgramModule.STATE, "layers", "departed", "inside", "holders", "widths")
+    STATE = (*ProgramModule.STATE, "layers", "departed", "inside", "holders", "widths", "node_bits")
     any_width = True
+    node_bits: node_widths.Widths | None = None
+    """See lsq.models.set_node_bits."""
 
     @classmethod
     def layers_of(cls, module: nn.Module) -> tuple[GraphLayer, ...]:
@@ -190,7 +193,11 @@ class Graph(InPlace):
         if any(layer.factor for layer in layers):
             factor = inputs["factor"] = self.factor(edges, inputs.get("own"))
         inputs["x"] = _filled(x, adjacency.nodes, first.inputs, factor if first.scaled else None)
-        program = graph_layers(self.quant, adjacency.nodes, len(adjacency.indices), layers, mode)
+        coarsens = self.node_bits is not None
+        if coarsens:
+            inputs["unit"] = self.units(edges)
+        size = adjacency.nodes, len(adjacency.indices)
+        program = graph_layers(self.quant, *size, layers, mode, coarsens)
         (y,) = self.execute(program, inputs)
         return y[: len(x), : layers[-1].outputs].to(result_dtype(x))
 
@@ -201,6 +208,29 @@ class Graph(InPlace):
     def factor(self, edges: "_Edges", own: Tensor | None) -> Tensor:
         """Return the factors of nodes, float32 [at least N]."""
         return edges.kept("mean", lambda: edges.degrees.clamp(min=1).reciprocal())
+
+    def units(self, edges: "_Edges") -> Tensor:
+        """Return the units of the codes of nodes (lsq.ops.coarsen), int8 [at least N]."""
+        widths, largest = self.node_bits, self.quant.activations.largest
+        key = ("units", *widths.items(), largest)
+        return edges.kept(key, lambda: node_widths.units_of(edges.degrees, widths, largest))
+
+    # State
+
+    def __repr__(self) -> str:
+        shown = super().__repr__()
+        return shown if self.node_bits is None else f"{shown[:-1]}, node_bits={self.node_bits})"
+
+    def other_names(self) -> list[str]:
+        return [*super().other_names(), *([] if self.node_bits is None else [node_widths.NAME])]
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        node_widths.save(destination, prefix, self.node_bits)
+
+    def _load_from_state_dict(self, state_dict, prefix, *others):
+        node_widths.load(state_dict, prefix, self.node_bits)
+        super()._load_from_state_dict(state_dict, prefix, *others)
 
 
 _HOOKS = tuple(
