@@ -18,7 +18,7 @@ from functools import partial
 import common
 import scipy.sparse
 import torch
-from graphs import QUICK, SIZES, Size, draw
+from drawn_graphs import QUICK, SIZES, Size, draw
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad
 from torch_geometric.data import Data

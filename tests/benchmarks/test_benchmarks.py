@@ -41,6 +41,9 @@ def settings():
 def test_quick_run(name, tmp_path, monkeypatch, capsys, settings):
     if name == "bench_network" and bench_network.obstacle() is not None:
         pytest.skip(f"no pretended network: {bench_network.obstacle()}")
+    if name == "bench_graphs":
+        pytest.importorskip("torch_geometric")
+        pytest.importorskip("pymetis")
     written = tmp_path / "figures.json"
     script = str(BENCHMARKS / f"{name}.py")
     monkeypatch.chdir(tmp_path)

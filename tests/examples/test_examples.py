@@ -54,6 +54,15 @@ def test_lora(monkeypatch, capsys):
     assert "before" in capsys.readouterr().out
 
 
+def test_graphs(monkeypatch, capsys):
+    needed("torch_geometric", "pymetis")
+    graphs = example("graphs", monkeypatch)
+    results = graphs.main(["--epochs", "60", "--float"])
+    assert results.keys() == {"float32", "int8"} and all(one > 0.6 for one in results.values())
+    printed = capsys.readouterr().out
+    assert "3 of 3 linear layers run in int8" in printed and "finds the group of" in printed
+
+
 @pytest.mark.thorough
 @pytest.mark.timeout(300)
 def test_fsdp(tmp_path):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 pytest.importorskip("torch_geometric")
-from graphs import QUICK, SIZES, Small, draw, draw_small  # noqa: E402
+from drawn_graphs import QUICK, SIZES, Small, draw, draw_small  # noqa: E402
 from torch_geometric.utils import to_dense_adj  # noqa: E402
 
 
