@@ -51,12 +51,11 @@ class GraphLayer:
 @lru_cache
 def filled(layers: tuple[GraphLayer, ...], coded: bool, multiple: int) -> tuple[GraphLayer, ...]:
     """Pad the widths of layers, if they multiply codes: results to DIMENSION_MULTIPLE, nodes to
-    `multiple`."""
-    if not coded:
-        return layers
-    found, inputs = [], _padded(layers[0].inputs, multiple)
+    `multiple`. In floats only nodes may be padded already."""
+    nodes, results = (multiple, DIMENSION_MULTIPLE) if coded else (1, 1)
+    found, inputs = [], _padded(layers[0].inputs, nodes)
     for layer in layers:
-        columns = inputs if layer.weight is None else _padded(layer.outputs, DIMENSION_MULTIPLE)
+        columns = inputs if layer.weight is None else _padded(layer.outputs, results)
         found.append(replace(layer, inputs=inputs, columns=columns))
         inputs = columns
     return tuple(found)
@@ -89,7 +88,7 @@ def graph_layers(
     The first layer's rows come multiplied by `factor` where it is `scaled`. `coarsens`: the codes
     of a node have the width that the input `unit` [M] says.
     """
-    b = mode.builder("graph", quant)
+    b, layers = mode.builder("graph", quant), filled(tuple(layers), quant.coded, 1)
     given = _Graph.declared(b, nodes, edges, layers, coarsens)
     first = layers[0]
     x = b.input("x", (nodes, first.inputs))

@@ -123,13 +123,17 @@ class Sample:
         self, program: Program, gradients: Sequence[Tensor | None] | None
     ) -> dict[int | str, Tensor]:
         """Return outputs by number, and gradients by the name of the input or parameter."""
+        given = {
+            virtual.name: _fit(self.tensors[virtual.name], virtual)
+            for virtual in (*program.inputs, *program.parameters)
+        }
         leaves = {
-            virtual.name: self.tensors[virtual.name].detach().float().requires_grad_()
+            virtual.name: given[virtual.name].detach().float().requires_grad_()
             for virtual in program.differentiable
         }
         goes_back = gradients is not None and bool(leaves)
         with torch.set_grad_enabled(goes_back):
-            outputs = Execution(program, self.backend)({**self.tensors, **leaves})
+            outputs = Execution(program, self.backend)({**given, **leaves})
         results = dict(enumerate(output.detach() for output in outputs))
         if goes_back:
             of_outputs = [
@@ -170,6 +174,13 @@ def _smaller(
         name: PackedSequences(rows=rows[count - 1], count=count) for name, rows in ends.items()
     }
     return build(**arguments), None
+
+
+def _fit(tensor: Tensor, virtual: VirtualTensor) -> Tensor:
+    """Leave out zeros that pad a tensor for products of codes."""
+    if tensor.shape == virtual.shape:
+        return tensor
+    return tensor[tuple(slice(size) for size in virtual.shape)]
 
 
 def _part(tensor: Tensor, virtual: VirtualTensor, index: Tensor | None) -> Tensor:
