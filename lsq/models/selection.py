@@ -14,8 +14,8 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from lsq.config import DIMENSION_MULTIPLE, QuantConfig
 from lsq.layers.in_place import InPlace, class_in_place
 from lsq.layers.linear import Projection, QuantizedLinear, in_out_of
-from lsq.models.architectures import fused_class
-from lsq.models.exact import patched
+from lsq.models.architectures import GRAPH_LAYERS, fused_class
+from lsq.models.exact import GEOMETRIC, patched
 from lsq.quant.formats import format_choice
 
 Skip = str | Iterable[str] | Callable[[nn.Module, str], bool]
@@ -224,7 +224,7 @@ def conversions(
             adapter=adapter,
         )
         linears.append(Conversion(module=module, kind=kind, entry=layer))
-    wholes = _wholes(names, quant, obstacles) if fused else []
+    wholes = _wholes(names, quant, obstacles, skips) if fused else []
     converted = [whole for whole in wholes if whole.kind is not None]
     return [*wholes, *(_within(linear, converted) for linear in linears)]
 
@@ -245,24 +245,31 @@ def _inside(name: str, whole: str, kind: type[InPlace]) -> bool:
 
 
 def _wholes(
-    names: Mapping[str, nn.Module], quant: QuantConfig, obstacles: Mapping[str, bool]
+    names: Mapping[str, nn.Module],
+    quant: QuantConfig,
+    obstacles: Mapping[str, bool],
+    skips: Callable[[nn.Module, str], bool],
 ) -> list[Conversion]:
     wholes: list[Conversion] = []
     for name, module in names.items():
         kind = fused_class(module)
         around = [one for one in wholes if one.kind and _inside(name, one.entry.name, one.kind)]
-        if kind is None or around:
+        if around or kind is None and not _sends_messages(module):
             continue
         prefix = f"{name}." if name else ""
         lefts = [
             linear
             for linear, narrow in obstacles.items()
-            if _inside(linear, name, kind) and not (narrow and kind.any_width)
+            if kind and _inside(linear, name, kind) and not (narrow and kind.any_width)
         ]
         left = next(iter(lefts), None)
         reason = None
-        if left is not None:  # the report gives its reason beside its name
+        if kind is None:
+            reason = f"programs exist for {', '.join(GRAPH_LAYERS)}"
+        elif left is not None:  # the report gives its reason beside its name
             reason = f"its {left.removeprefix(prefix)} is left"
+        elif kind.any_width and skips(module, name):
+            reason = "skip names it"
         else:
             try:
                 kind.check(module)
@@ -292,7 +299,10 @@ def stacks_of(model: nn.Module, minimum_width: int) -> tuple[Stack, ...]:
         for prefix, module in model.named_modules()
         if not type(module).__module__.startswith("torch.nn.")
         for name, parameter in module.named_parameters(recurse=False)
-        if parameter.dim() == 3 and len(parameter) > 1 and min(parameter.shape[1:]) >= minimum_width
+        if not nn.parameter.is_lazy(parameter)
+        and parameter.dim() == 3
+        and len(parameter) > 1
+        and min(parameter.shape[1:]) >= minimum_width
     )
 
 
@@ -346,6 +356,14 @@ def _is_geometric(module: nn.Module) -> bool:
     """Whether it is the Linear of PyTorch Geometric."""
     kind = type(module)
     return kind.__name__ == "Linear" and kind.__module__ == "torch_geometric.nn.dense.linear"
+
+
+def _sends_messages(module: nn.Module) -> bool:
+    """Whether it is a graph layer of PyTorch Geometric, or of a user, that lsq has not changed."""
+    return not isinstance(module, InPlace) and any(
+        kind.__name__ == "MessagePassing" and kind.__module__.startswith(GEOMETRIC)
+        for kind in type(module).__mro__
+    )
 
 
 def _linears(names: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module, tuple[int, int]]]:

@@ -39,6 +39,7 @@ _NAMES = {
     "graph.GINLayer": ["GINConv"],
     "graph.GraphConvLayer": ["GraphConv"],
 }
+GRAPH_LAYERS = [name for home, names in _NAMES.items() for name in names if "graph." in home]
 LAYERS = {name: home for home, names in _NAMES.items() for name in names}
 """Name of a layer's class -> "file.name" in this folder: the class to use, or a function of the
 layer that returns it."""
