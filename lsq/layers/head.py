@@ -25,6 +25,8 @@ class Head(InPlace):
     stores nothing of size [M, V]. On the CPU, rows with ignored targets are left out.
     """
 
+    pads_rows = True
+
     def take_place(self, quant: QuantConfig, path: str) -> None:
         quant = quant.at(path, *ALONE)
         self.begin(quant)

@@ -24,6 +24,8 @@ class InPlace(ProgramModule):
     float_class: type[nn.Module]
     any_width = False
     """Whether weights of widths that int8 products do not take are converted, too."""
+    pads_rows = False
+    """Whether codes of weights have as many rows as int8 products take."""
 
     @classmethod
     def covers(cls, path: str) -> bool:

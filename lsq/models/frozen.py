@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from lsq.layers.coded_weight import CodedWeight
-from lsq.layers.head import Head
 from lsq.layers.in_place import InPlace
 from lsq.layers.programs import padded_words
 from lsq.layers.weight_state import encoded
@@ -124,13 +123,13 @@ def _freeze(module: InPlace, name: str) -> tuple[int, int, int]:
         module.schedule.measured_weights()
     declared, parts = module.declared[name], module.sources(name)
     values = module.own_parameter(name)
-    padded = padded_words(module.quant, len(values)) if isinstance(module, Head) else None
+    rows = values.shape[declared.in_out]
     codes = encoded(
         values,
         module.own_parameter(declared.clip),
         module.quant.weight_form(name),
         module.target,
-        rows=padded or values.shape[declared.in_out],
+        rows=padded_words(module.quant, rows) if module.pads_rows else rows,
         in_out=declared.in_out,
         absmax=not module.quant.learned,
     )
