@@ -24,7 +24,7 @@ from lsq.layers.model_formats import tensor_names
 from lsq.layers.module import ProgramModule, beside_the_graph, held
 from lsq.models import node_widths
 from lsq.models.batch import remembered
-from lsq.models.exact import altered, module_at, named_inside, patched
+from lsq.models.exact import GEOMETRIC, altered, module_at, named_inside, own_methods, patched
 from lsq.models.reading import activation_of
 from lsq.program.program import Program
 from lsq.program.tensor import Parameter
@@ -41,8 +41,18 @@ class Graph(InPlace):
     weights, sources and targets that are different nodes, hooks on inner modules.
     """
 
-    STATE = (*ProgramModule.STATE, "layers", "departed", "inside", "holders", "widths", "node_bits")
+    STATE = (
+        *ProgramModule.STATE,
+        "layers",
+        "departed",
+        "inside",
+        "places",
+        "widths",
+        "settings",
+        "node_bits",
+    )
     any_width = True
+    pads_rows = True
     node_bits: node_widths.Widths | None = None
     """See lsq.models.set_node_bits."""
 
@@ -57,19 +67,16 @@ class Graph(InPlace):
         change = patched(type(module)) or altered(module)
         if change:
             raise ValueError(f"it has {change}")
-        for layer in cls.layers_of(module):
-            for path in filter(None, (layer.weight, layer.root)):
-                weight = module.get_parameter(path)
-                if not isinstance(weight, nn.Parameter) or nn.parameter.is_lazy(weight):
-                    raise ValueError(f"its {path} has no size yet: run a pass first")
 
     @classmethod
     def config_of(cls, module: nn.Module, quant: QuantConfig) -> tuple[GraphLayer, ...]:
+        if quant.pruning is not None:
+            raise ValueError("weights of graph layers are not pruned, and sparsity asks for that")
         return cls.layers_of(module)
 
     def take_place(self, quant: QuantConfig, path: str) -> None:
         self.layers, self.departed = self.layers_of(self), frozenset()
-        self.inside, self.holders, self.widths = [], {}, {}
+        self.inside, self.places, self.widths = [], {}, {}
         trained = any(parameter.requires_grad for parameter in self.parameters())
         self.begin(quant)
         if quant.formats_differ:
@@ -78,6 +85,7 @@ class Graph(InPlace):
             self.begin(quant.at(path, *names))
         self.declare(self._smallest, measure=False)
         self.let_clips_learn(trained)
+        self.settings = self._settings()
 
     def _smallest(self, mode: Mode) -> Program:
         return graph_layers(self.quant, 1, 1, self._fit(self.layers), mode)
@@ -99,22 +107,28 @@ class Graph(InPlace):
 
     def _look_inside(self) -> None:
         """Note the inner modules, and which of them hold the parameters of programs."""
-        self.inside, self.holders = [], {}
+        self.inside, self.places = [], {}
         for path, inner in named_inside(self):
             around, _, last = path.rpartition(".")
             self.inside.append((path, module_at(self, around)._modules, last, inner))
         for name in self.declared:
             holder, last = self._holder(name)
-            self.holders[name] = holder._parameters, last
+            self.places[name] = holder._parameters, last
+
+    def _settings(self) -> list:
+        """Return what the program was built from, besides parameters."""
+        kinds = [type(inner) for path, _, _, inner in self.inside if self.covers(path)]
+        every = (vars(self), *(vars(inner) for _, _, _, inner in self.inside))
+        return kinds + [[one.get(name) for name in _SETTINGS] for one in every if "flow" in one]
 
     def sources(self, name: str) -> list[Tensor]:
-        parameters, last = self.holders[name]
+        parameters, last = self.places[name]
         return [parameters[last]]
 
     def own_parameter(self, name: str) -> Tensor:
-        parameters, last = self.holders[name]
+        parameters, last = self.places[name]
         found, width = parameters[last], self.widths.get(name)
-        if width is None or found.shape[-1] == width:
+        if width is None or found.shape[-1] >= width:
             return found
         found = found.decode() if isinstance(found, CodedWeight) else found
         return functional.pad(found, (0, width - found.shape[-1]))
@@ -134,7 +148,7 @@ class Graph(InPlace):
     def _pass(self, x: Tensor, edge_index: object, arguments: Sequence, options: Mapping) -> Tensor:
         reason = self._departure(x, edge_index, (*arguments, *options.values()))
         if reason is None and not self.schedule.float_fallback:
-            graph = _edges_of(edge_index, len(x), loops=self.counts_loops)
+            graph = _edges_of(edge_index, x, loops=self.counts_loops)
             if graph is not None:
                 return self.over(x, graph)
             reason = WEIGHTED
@@ -150,23 +164,32 @@ class Graph(InPlace):
 
     def _departure(self, x: object, edge_index: object, others: Sequence) -> str | None:
         """Return the reason to run the layer's own code in this pass, or None."""
-        if not isinstance(x, Tensor) or x.dim() != 2 or not x.numel():
-            return "its nodes are no tensor [nodes, columns]"
+        dense = isinstance(x, Tensor) and x.layout is torch.strided and x.is_floating_point()
+        if not dense or x.dim() != 2 or not x.numel():
+            return "its nodes are no dense tensor [nodes, columns] of floats, or there are none"
         if any(other is not None for other in others):
             return "it was called with more than nodes and edges, such as weights of edges"
         if not isinstance(edge_index, Adjacency | Tensor):
             return f"its edges are a {type(edge_index).__name__}"
         if any([modules.get(last) is not inner for _, modules, last, inner in self.inside]):
             self._look_inside()
+        if self._settings() != self.settings or any(
+            [parameters.get(last) is None for parameters, last in self.places.values()]
+        ):
+            return (
+                "it has changed since it was converted; lsq.revert(model) and lsq.convert(model)"
+                " look at it anew"
+            )
         for path, _, _, inner in (("", None, "", self), *self.inside):
-            change = altered(inner) if path and self.covers(path) else None
-            if change:
-                return f"its {path} has {change}"
             state = vars(inner)
-            if "_propagate_forward_hooks" in state and (
-                state["_explain"] or any([state[hooks] for hooks in _HOOKS])
-            ):
-                return "it is explained, or has hooks on its messages"
+            if "_propagate_forward_hooks" in state:
+                if state["_explain"] or any([state[hooks] for hooks in _HOOKS]):
+                    return "it is explained, or has hooks on its messages"
+                _forget_explanation(inner)
+            if self.covers(path):
+                change = altered(inner) if path else own_methods(self, self.float_class)
+                if change:
+                    return f"its {path} has {change}" if path else f"it has {change}"
         return None
 
     @property
@@ -182,7 +205,9 @@ class Graph(InPlace):
         """Run the program on x [N, D] and a graph."""
         adjacency, mode = edges.adjacency.filled, self.mode_of({"x": x})
         layers = self._fit(self._layers_now())
-        first = layers[0]
+        first, columns = layers[0], self.layers[0].inputs
+        if x.shape[1] != columns:
+            raise ValueError(f"the nodes have {x.shape[1]} columns, but this layer takes {columns}")
         inputs = {"indptr": adjacency.indptr, "indices": adjacency.indices}
         if mode.backward:
             back = edges.adjacency.transposed.filled
@@ -239,13 +264,22 @@ _HOOKS = tuple(
     for kind in ("", "_pre")
 )
 """Names of PyTorch Geometric's own hooks."""
+_SETTINGS = tuple(
+    "add_self_loops aggr flow node_dim _decomposed_layers normalize project root_weight".split()
+)
+"""Attributes of layers from which programs are built."""
+
+
+def _forget_explanation(conv: nn.Module) -> None:
+    """Drop the method that an explanation leaves in a layer, if it is that of its class."""
+    own = vars(conv).get("propagate")
+    if own is not None and getattr(own, "__func__", None) is type(conv).propagate:
+        del conv.propagate
 
 
 def _filled(x: Tensor, nodes: int, columns: int, factor: Tensor | None) -> Tensor:
     """Return x [N, D], each row times its factor, with zeros up to [nodes, columns]."""
     rows, width = x.shape
-    if width > columns:
-        raise ValueError(f"the nodes have {width} columns; this layer takes at most {columns}")
     if factor is None and (rows, width) == (nodes, columns):
         return x
     if torch.is_grad_enabled() and x.requires_grad:
@@ -273,45 +307,57 @@ class _Edges:
     def kept(self, name: object, make: Callable[[], Tensor]) -> Tensor:
         """Return the result of the first call of `make` under this name."""
         if name not in self._kept:
-            self._kept[name] = make()
+            with torch.inference_mode(False):  # training may use it, too
+                self._kept[name] = make()
         return self._kept[name]
 
 
-def _edges_of(edge_index: Adjacency | Tensor, nodes: int, *, loops: bool) -> _Edges | None:
-    """Return the edges among N nodes; None if they have weights.
+def _edges_of(edge_index: Adjacency | Tensor, x: Tensor, *, loops: bool) -> _Edges | None:
+    """Return the edges among the nodes x [N, D]; None if they have weights.
 
     `loops`: whether edges from a node to itself count where edges are listed; in a sparse tensor
     they always do, as in PyTorch Geometric.
     """
-    key: tuple = (nodes, loops)
+    key, stamped = (len(x), loops), False
+    given = edge_index.indptr if isinstance(edge_index, Adjacency) else edge_index
+    if given.device != x.device:
+        raise ValueError(
+            f"the edges are on {given.device}, but the nodes are on {x.device}; move one of the two"
+            " with .to()"
+        )
     if isinstance(edge_index, Tensor):
         inner = edge_index
         if edge_index.layout == torch.sparse_csr:
             inner = edge_index.values()
+        stamped = inner is edge_index and inner.is_inference()  # which has no version
         key += (None if inner.is_inference() else inner._version,)
     return remembered(
-        "edges", (edge_index,), key, lambda: _read(edge_index, nodes, loops), exact=False
+        "edges", (edge_index,), key, lambda: _read(edge_index, len(x), loops), exact=stamped
     )
 
 
-def _check_nodes(found: int, nodes: int) -> None:
-    if found != nodes:
-        raise ValueError(f"the graph has {found} nodes, but there are {nodes} rows of features")
+def _check_nodes(nodes: int, *found: int | None) -> None:
+    for one in found:
+        if one not in (None, nodes):
+            raise ValueError(f"the graph has {one} nodes, but there are {nodes} rows of features")
 
 
 def _read(edge_index: Tensor | Adjacency, nodes: int, loops: bool) -> _Edges | None:
     if isinstance(edge_index, Adjacency):
-        _check_nodes(edge_index.nodes, nodes)
+        _check_nodes(nodes, edge_index.nodes)
         return _Edges(edge_index)
     if edge_index.layout in (torch.sparse_coo, torch.sparse_csc):
         edge_index = edge_index.to_sparse_csr()
     if edge_index.layout == torch.sparse_csr:
-        _check_nodes(len(edge_index), nodes)
+        _check_nodes(nodes, *edge_index.shape)
         values = edge_index.values()
         if values.dim() != 1 or not bool((values == 1).all()):
             return None
         return _Edges(Adjacency.from_csr(edge_index.crow_indices(), edge_index.col_indices()))
-    edges = edge_index.as_tensor() if hasattr(edge_index, "as_tensor") else edge_index
+    edges = edge_index
+    if hasattr(edge_index, "as_tensor"):  # EdgeIndex of PyTorch Geometric
+        _check_nodes(nodes, *edge_index.sparse_size())
+        edges = edge_index.as_tensor()
     if not loops and edges.dim() == 2 and len(edges) == 2:
         edges = edges[:, edges[0] != edges[1]]
     return _Edges(Adjacency.from_edges(edges, nodes), listed=True)
@@ -320,24 +366,59 @@ def _read(edge_index: Tensor | Adjacency, nodes: int, loops: bool) -> _Edges | N
 def _check_sums(conv: nn.Module, allowed: Sequence[str]) -> None:
     """Raise ValueError unless `conv` sends messages as its class does by default."""
     if conv.aggr not in allowed:
-        raise ValueError(f"its aggr is {conv.aggr!r}; sums of codes know {', '.join(allowed)}")
+        raise ValueError(f"its aggr is {conv.aggr!r}; a program has {', '.join(allowed)}")
+    expected = f"{'Mean' if conv.aggr == 'mean' else 'Sum'}Aggregation"
+    if type(conv.aggr_module).__name__ != expected:
+        raise ValueError(f"its aggr_module is a {type(conv.aggr_module).__name__}")
     if conv.flow != "source_to_target" or conv.node_dim != -2 or conv.decomposed_layers != 1:
         raise ValueError("its flow, node_dim or decomposed_layers is not the default")
 
 
-def _layer(prefix: str, weight: str, module: nn.Module, **fields) -> GraphLayer:
-    outputs, inputs = module_at(module, weight.rpartition(".")[0]).weight.shape
-    for name in ("root", "bias"):
-        if fields.get(name) is not None:
-            fields[name] = prefix + fields[name]
+def _layer(
+    prefix: str,
+    weight: str,
+    conv: nn.Module,
+    *,
+    root: str | None = None,
+    bias: str | None = None,
+    **fields,
+) -> GraphLayer:
+    shapes = {
+        name: _check_linear(conv, name.removesuffix(".weight"), bias)
+        for name in (weight, root)
+        if name is not None
+    }
+    if len(set(shapes.values())) > 1:
+        raise ValueError(
+            "its weights are "
+            + " and ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
+        )
+    outputs, inputs = shapes[weight]
     return GraphLayer(
         prefix=prefix,
         weight=prefix + weight,
+        root=root and prefix + root,
+        bias=bias and prefix + bias,
         inputs=inputs,
         outputs=outputs,
         columns=outputs,
         **fields,
     )
+
+
+def _check_linear(conv: nn.Module, path: str, bias: str | None) -> torch.Size:
+    """Return the shape of a linear layer's weight; raises ValueError if it may compute something
+    else than a product, and the bias of the name `bias`."""
+    linear = module_at(conv, path)
+    kind = type(linear)
+    if kind.__name__ != "Linear" or not kind.__module__.startswith(GEOMETRIC):
+        raise ValueError(f"its {path} is a {kind.__module__}.{kind.__qualname__}")
+    weight = linear._parameters.get("weight")
+    if weight is None or nn.parameter.is_lazy(weight):
+        raise ValueError(f"its {path}.weight is no parameter with a size: run a pass first")
+    if linear.bias is not None and bias != f"{path}.bias":
+        raise ValueError(f"its {path} has a bias")
+    return weight.shape
 
 
 def _gcn(conv: nn.Module, prefix: str = "") -> GraphLayer:
@@ -458,6 +539,8 @@ class GraphStack(Graph):
     def layers_of(cls, module: nn.Module) -> tuple[GraphLayer, ...]:
         if module.jk_mode is not None or any(type(one) is not nn.Identity for one in module.norms):
             raise ValueError("it has norms or jumping knowledge between its layers")
+        if type(module.dropout) is not nn.Dropout:
+            raise ValueError(f"its dropout is a {type(module.dropout).__name__}")
         activation = "none" if module.act is None else activation_of(module.act)
         read, found = cls.read(), []
         for number, conv in enumerate(module.convs):
@@ -469,6 +552,12 @@ class GraphStack(Graph):
             raise ValueError("its layers normalise or aggregate in different ways")
         *inner, last = found
         return (*(replace(one, activation=activation) for one in inner), last)
+
+    def _departure(self, x: object, edge_index: object, others: Sequence) -> str | None:
+        dropout = self.dropout
+        if dropout.p == 1 or dropout.training is not self.training and dropout.p:
+            return "its dropout leaves nothing, or is not in the mode of the model"
+        return super()._departure(x, edge_index, others)
 
     def _layers_now(self) -> tuple[GraphLayer, ...]:
         return _with_dropout(self.layers, self.dropout.p if self.training else 0.0)
