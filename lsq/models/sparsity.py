@@ -67,7 +67,7 @@ def sparsify(
         if every:
             reason = f"skip leaves none of {len(every)}: skip less"
         elif program_modules(model):
-            reason = "its layers of lsq are projections onto a vocabulary, which stay dense"
+            reason = "its layers of lsq stay dense: projections onto a vocabulary, graph layers"
         else:
             reason = "none of its layers is lsq's: call lsq.convert(model) first"
         raise ValueError(f"{type(model).__name__} has no weight to prune; {reason}")

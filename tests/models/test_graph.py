@@ -17,6 +17,7 @@ import lsq
 from lsq.graphs import Adjacency
 from lsq.layers.memory import plan_memory
 from lsq.models.batch import _recent
+from lsq.models.sparsity import sparsify
 from lsq.observe.statistics import observe
 from lsq.study.sensitivity import sensitivity
 from tests.layers.shapes import decibels
@@ -758,11 +759,30 @@ def test_skip():
         assert lsq.convert(copy.deepcopy(model), skip=skip).fused == fused
 
 
+def test_conversion_on_the_meta_device():
+    with torch.device("meta"):
+        mine = KINDS["GCN"]()
+    lsq.convert(mine)
+    model = KINDS["GCN"]()
+    mine.to_empty(device="cpu").load_state_dict(model.state_dict())
+    assert decibels(model(X, EDGES), mine(X, EDGES).detach()) > 20
+
+
+def test_freezing_before_any_pass():
+    model = GCN(WIDTH, 20, 3, 7).requires_grad_(False)
+    mine = copy.deepcopy(model)
+    lsq.convert(mine)
+    lsq.freeze(mine)
+    assert decibels(model(X, EDGES), mine(X, EDGES)) > 20
+
+
 def test_sparsity_is_not_ignored():
     model = nn.ModuleList([GCNConv(64, 64), nn.Linear(64, 64)])
     report = lsq.convert(model, lsq.QuantConfig(sparsity="2:4"))
     assert not report.fused and len(report.converted) == 2
     assert "weights of graph layers are not pruned" in str(report)
+    with pytest.raises(ValueError, match="its layers of lsq stay dense: .* graph layers"):
+        sparsify(both(KINDS["GCN"], INT8)[1])
 
 
 def test_nothing_to_convert():

@@ -88,7 +88,7 @@ class Graph(InPlace):
         self.settings = self._settings()
 
     def _smallest(self, mode: Mode) -> Program:
-        return graph_layers(self.quant, 1, 1, self._fit(self.layers), mode)
+        return graph_layers(self.quant, 1, 1, self._fit(self.layers, mode), mode)
 
     # Parameters: those of programs have the paths of the layer's own
 
@@ -133,9 +133,9 @@ class Graph(InPlace):
         found = found.decode() if isinstance(found, CodedWeight) else found
         return functional.pad(found, (0, width - found.shape[-1]))
 
-    def _fit(self, layers: tuple[GraphLayer, ...]) -> tuple[GraphLayer, ...]:
+    def _fit(self, layers: tuple[GraphLayer, ...], mode: Mode) -> tuple[GraphLayer, ...]:
         """Return layers of widths that the next pass takes; own_parameter will pad to them."""
-        layers = filled(layers, self.quant.coded, self.target.column_multiple)
+        layers = filled(layers, self.quant.coded, mode.backend.column_multiple)
         self.widths = widths(layers)
         return layers
 
@@ -204,7 +204,7 @@ class Graph(InPlace):
     def over(self, x: Tensor, edges: "_Edges") -> Tensor:
         """Run the program on x [N, D] and a graph."""
         adjacency, mode = edges.adjacency.filled, self.mode_of({"x": x})
-        layers = self._fit(self._layers_now())
+        layers = self._fit(self._layers_now(), mode)
         first, columns = layers[0], self.layers[0].inputs
         if x.shape[1] != columns:
             raise ValueError(f"the nodes have {x.shape[1]} columns, but this layer takes {columns}")
