@@ -96,7 +96,7 @@ def convert(
         stacks=stacks_of(model, minimum_width),
         unknown=type(model).__name__ if unknown else None,
     )
-    if not report.converted and not report.fused:
+    if not report.converted and not (report.fused if quant.quantized else whole):
         fault = "has no linear layer to convert"
         if converted:
             fault = "is converted already; to convert it anew, call lsq.revert(model) first"
