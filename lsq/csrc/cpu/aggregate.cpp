@@ -80,8 +80,10 @@ struct Sources {
 
 // Sums of V vectors of codes over at most kFull sources; of the last vector, `last` codes -> sums.
 template <int V>
-void add_codes(const int8_t* codes, const Sources& from, int64_t n, int64_t last, int16_t* sums) {
-    Shorts sum[V] = {};
+inline void add_codes(const int8_t* codes, const Sources& from, int64_t n, int64_t last,
+                      Shorts (&sum)[V]) {
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) sum[v] = Shorts{};
     for (int64_t edge = 0; edge < from.count; ++edge) {
         const int8_t* row = codes + from.nodes[edge] * n;
         from.fetch_ahead(codes, n, edge);
@@ -90,7 +92,6 @@ void add_codes(const int8_t* codes, const Sources& from, int64_t n, int64_t last
         row += (V - 1) * kShorts;
         sum[V - 1] += last == kShorts ? widened(row) : widened(row, last);
     }
-    std::memcpy(sums, sum, sizeof sum);
 }
 
 // Sums of V vectors of floats, each row times its factor unless that is null -> sums [V * kLanes].
@@ -134,7 +135,9 @@ void each_block(int64_t n, const Take& take) {
 // Sums [n] have room for a vector behind them.
 void sum_codes(const int8_t* codes, const Sources& from, int64_t n, int16_t* sums) {
     each_block<kShorts, 4>(n, [&](auto vectors, int64_t c, int64_t last) {
-        add_codes<vectors.value>(codes + c, from, n, last, sums + c);
+        Shorts sum[vectors.value];
+        add_codes<vectors.value>(codes + c, from, n, last, sum);
+        std::memcpy(sums + c, sum, sizeof sum);
     });
 }
 
@@ -157,9 +160,14 @@ public:
 #if defined(LSQ_WIDE)
         if (op_.x.coded.codes && end_.straight()) {
             for (int64_t row = first; row < first + rows; ++row) {
-                with_sums(row, [&](const auto* sums) {
-                    largest = std::max(largest, end_sums(row, sums));
-                });
+                const Sources from(op_.edges, row);
+                if (from.count <= kFull) {
+                    largest = std::max(largest, end_short(row, from));
+                } else {
+                    with_sums(row, [&](const auto* sums) {
+                        largest = std::max(largest, end_sums(row, sums));
+                    });
+                }
             }
             return largest;
         }
@@ -203,11 +211,65 @@ private:
     }
 
 #if defined(LSQ_WIDE)
-    static __m512 sixteen(const int16_t* sums, __mmask16 there) {
-        return _mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(_mm256_maskz_loadu_epi16(there, sums)));
+    // What makes values of a row from its sums.
+    struct RowEnd {
+        const int8_t* codes;  // of the row itself; null: it is no neighbour of its own
+        const float *root, *bias;
+        __m512 own, factor;
+
+        LSQ_FORCED __m512 operator()(int64_t i, __mmask16 there, __m512 y) const {
+            if (codes) {
+                const __m128i sixteen = _mm_maskz_loadu_epi8(there, codes + i);
+                const __m512 of_own = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(sixteen));
+                y = _mm512_add_ps(y, _mm512_mul_ps(own, of_own));
+            }
+            y = _mm512_mul_ps(y, factor);
+            if (root) y = _mm512_add_ps(y, _mm512_maskz_loadu_ps(there, root + i));
+            return bias ? _mm512_add_ps(y, _mm512_maskz_loadu_ps(there, bias + i)) : y;
+        }
+    };
+
+    RowEnd row_end(int64_t row) const {
+        const float own = op_.own ? op_.own[0] : 0.0f;
+        return {own != 0.0f ? op_.x.coded.codes + row * n_ : nullptr,
+                op_.root ? op_.root + row * n_ : nullptr, op_.bias, _mm512_set1_ps(own),
+                _mm512_set1_ps(factor(row))};
     }
+
+    // Sums a row in registers, and takes its sums there -> the largest magnitude.
+    Magnitude end_short(int64_t row, const Sources& from) {
+        const RowEnd end = row_end(row);
+        const int8_t* codes = op_.x.coded.codes;
+        return end_.with_straight(row, [&](auto& straight) {
+            each_block<kShorts, 4>(n_, [&](auto vectors, int64_t c, int64_t last) {
+                constexpr int V = vectors.value;
+                Shorts sum[V];
+                add_codes<V>(codes + c, from, n_, last, sum);
+                int64_t column = c;
+#pragma GCC unroll 4
+                for (int v = 0; v < V; ++v) {
+#pragma GCC unroll 2
+                    for (int half = 0; half < 2; ++half) {
+                        const int64_t i = c + v * kShorts + 16 * half, left = n_ - i;
+                        if (left <= 0) break;
+                        const __mmask16 there = left < 16 ? (1u << left) - 1 : kAllLanes;
+                        const __m256i part = _mm512_extracti64x4_epi64((__m512i)sum[v], half);
+                        const __m512 y = _mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(part));
+                        straight.take(i, i % 64, there, end(i, there, y));
+                    }
+                    if (v % 2 == 0 && v + 1 < V) continue;
+                    straight.store(column, std::min<int64_t>(64, n_ - column));
+                    column += 64;
+                }
+            });
+        });
+    }
+
     static __m512 sixteen(const int32_t* sums, __mmask16 there) {
         return _mm512_cvtepi32_ps(_mm512_maskz_loadu_epi32(there, sums));
+    }
+    static __m512 sixteen(const int16_t* sums, __mmask16 there) {
+        return _mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(_mm256_maskz_loadu_epi16(there, sums)));
     }
     static __m512 sixteen(const float* sums, __mmask16 there) {
         return _mm512_maskz_loadu_ps(there, sums);
@@ -216,23 +278,9 @@ private:
     // Takes the sums of a row -> the largest magnitude.
     template <class Sum>
     Magnitude end_sums(int64_t row, const Sum* sums) {
-        const int8_t* codes = op_.x.coded.codes + row * n_;
-        const float *root = op_.root ? op_.root + row * n_ : nullptr, *bias = op_.bias;
-        const float own = op_.own ? op_.own[0] : 0.0f;
-        const __m512 times = _mm512_set1_ps(factor(row)), weight = _mm512_set1_ps(own);
+        const RowEnd end = row_end(row);
         return end_.end_straight(row, [&](int64_t i, __mmask16 there) LSQ_FORCED {
-            const auto load = [=](const float* from) {
-                return _mm512_maskz_loadu_ps(there, from + i);
-            };
-            __m512 y = sixteen(sums + i, there);
-            if (own != 0.0f) {
-                const __m128i sixteen = _mm_maskz_loadu_epi8(there, codes + i);
-                const __m512 of_own = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(sixteen));
-                y = _mm512_add_ps(y, _mm512_mul_ps(weight, of_own));
-            }
-            y = _mm512_mul_ps(y, times);
-            if (root) y = _mm512_add_ps(y, load(root));
-            return bias ? _mm512_add_ps(y, load(bias)) : y;
+            return end(i, there, sixteen(sums + i, there));
         });
     }
 

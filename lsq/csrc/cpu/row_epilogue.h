@@ -49,7 +49,14 @@ public:
     RowEpilogue(const Nonlinearity& nonlinearity, const Coded& rounded, Border<float> out,
                 int64_t n, const float* factor = nullptr)
         : n_(n), out_(out), scratch_(n), nonlinearity_(nonlinearity), rounded_(rounded),
-          factor_(factor), flags_(unit() * n) {}
+          factor_(factor), flags_(unit() * n)
+#if defined(LSQ_WIDE)
+          ,
+          wide_(rounded.codes ? rounded.clip[0] : 1.0f,
+                rounded.codes ? rounded.clip[0] / rounded.largest : 1.0f)
+#endif
+    {
+    }
 
     // read(i, y) sets y to row first + i. -> the largest magnitude
     template <class Read>
@@ -89,8 +96,38 @@ public:
 
     // Takes a row in registers: read(i, mask) makes sixteen of its values. -> the largest magnitude
     template <class Read>
-    Magnitude end_straight(int64_t row, const Read& read) {
-        return rounded_.codes ? end_straight<true>(row, read) : end_straight<false>(row, read);
+    LSQ_FORCED Magnitude end_straight(int64_t row, const Read& read) {
+        return with_straight(row, [&](auto& end) LSQ_FORCED {
+            each_sixty_four(
+                n_,
+                [&](int64_t i, int64_t at, __mmask16 there) LSQ_FORCED {
+                    end.take(i, at, there, read(i, there));
+                },
+                [&](int64_t column, int64_t count) LSQ_FORCED { end.store(column, count); });
+        });
+    }
+
+    // Calls use(end) for a row, with end.take(i, i % 64, mask, y) for sixteen values y from column
+    // i on, and end.store(column, count) after each 64. -> the largest magnitude
+    template <class Use>
+    LSQ_FORCED Magnitude with_straight(int64_t row, const Use& use) {
+        const Dropout& dropout = nonlinearity_.dropout;
+        if (dropout.threshold)
+            philox(dropout.key[0], dropout.subsequence, row * n_, n_, scratch_.words.data());
+        const bool simple = nonlinearity_.activation == Activation::none && !dropout.threshold;
+        if (!rounded_.codes && simple && !factor_) {
+            Straight<false, false> end(*this, row);
+            use(end);
+            return 0;
+        }
+        if (rounded_.codes) {
+            Straight<true, true> end(*this, row);
+            use(end);
+            return _mm512_reduce_max_epu32(end.largest);
+        }
+        Straight<false, true> end(*this, row);
+        use(end);
+        return 0;
     }
 
 #endif
@@ -102,46 +139,53 @@ protected:
 
 private:
 #if defined(LSQ_WIDE)
-    template <bool ROUNDS, class Read>
-    Magnitude end_straight(int64_t row, const Read& read) {
-        const Dropout& dropout = nonlinearity_.dropout;
-        const int64_t first = row * n_;
-        const uint32_t* words = scratch_.words.data();
-        const bool drops = dropout.threshold,
-                   is_relu = nonlinearity_.activation == Activation::relu;
-        if (drops) philox(dropout.key[0], dropout.subsequence, first, n_, scratch_.words.data());
-        const __m512i limit = _mm512_set1_epi32(static_cast<int32_t>(dropout.threshold));
-        const __m512 keep = _mm512_set1_ps(dropout.keep), zero = _mm512_setzero_ps(),
-                     factor = _mm512_set1_ps(factor_ ? factor_[row] : 1.0f);
-        const float clip = ROUNDS ? rounded_.clip[0] : 1.0f;
-        const WideClip wide(clip, ROUNDS ? clip / rounded_.largest : 1.0f);
+    // The end of one row. ROUNDS: to codes, else to floats. ENDS: there is an activation, dropout
+    // or factor.
+    template <bool ROUNDS, bool ENDS>
+    struct Straight {
+        const RowEpilogue& of;
+        const WideClip wide;
+        const int64_t first;
+        const uint32_t* words;
+        const bool drops, is_relu;
+        const __m512i limit;
+        const __m512 keep, factor;
         __m512i largest = _mm512_setzero_si512();
         WideBits outside, positive;
-        each_sixty_four(
-            n_,
-            [&](int64_t i, int64_t at, __mmask16 there) LSQ_FORCED {
-                __m512 y = read(i, there);
-                if (is_relu) {
-                    positive.add(at, _mm512_cmp_ps_mask(y, zero, _CMP_GT_OQ));
-                    y = _mm512_max_ps(zero, y);  // NaN stays NaN
-                }
-                if (drops) {
-                    const __m512i word = _mm512_maskz_loadu_epi32(there, words + i);
-                    y = _mm512_maskz_mul_ps(_mm512_cmpge_epu32_mask(word, limit), y, keep);
-                }
-                if (factor_) y = _mm512_mul_ps(y, factor);
-                if (ROUNDS) {
-                    outside.add(at, wide.round(y, there, rounded_.codes + first + i, largest));
-                } else {
-                    store_sixteen(out_, first + i, there, y);
-                }
-            },
-            [&](int64_t column, int64_t count) LSQ_FORCED {
-                if (ROUNDS) outside.store(rounded_.clipped, first + column, count);
-                positive.store(nonlinearity_.positive, first + column, count);
-            });
-        return _mm512_reduce_max_epu32(largest);
-    }
+
+        LSQ_FORCED Straight(const RowEpilogue& epilogue, int64_t row)
+            : of(epilogue), wide(epilogue.wide_), first(row * epilogue.n_),
+              words(epilogue.scratch_.words.data()),
+              drops(epilogue.nonlinearity_.dropout.threshold),
+              is_relu(epilogue.nonlinearity_.activation == Activation::relu),
+              limit(_mm512_set1_epi32(
+                  static_cast<int32_t>(epilogue.nonlinearity_.dropout.threshold))),
+              keep(_mm512_set1_ps(epilogue.nonlinearity_.dropout.keep)),
+              factor(_mm512_set1_ps(epilogue.factor_ ? epilogue.factor_[row] : 1.0f)) {}
+
+        LSQ_FORCED void take(int64_t i, int64_t at, __mmask16 there, __m512 y) {
+            if (ENDS && is_relu) {
+                const __m512 zero = _mm512_setzero_ps();
+                positive.add(at, _mm512_cmp_ps_mask(y, zero, _CMP_GT_OQ));
+                y = _mm512_max_ps(zero, y);  // NaN stays NaN
+            }
+            if (ENDS && drops) {
+                const __m512i word = _mm512_maskz_loadu_epi32(there, words + i);
+                y = _mm512_maskz_mul_ps(_mm512_cmpge_epu32_mask(word, limit), y, keep);
+            }
+            if (ENDS && of.factor_) y = _mm512_mul_ps(y, factor);
+            if (ROUNDS) {
+                outside.add(at, wide.round(y, there, of.rounded_.codes + first + i, largest));
+            } else {
+                store_sixteen(of.out_, first + i, there, y);
+            }
+        }
+
+        LSQ_FORCED void store(int64_t column, int64_t count) {
+            if (ROUNDS) outside.store(of.rounded_.clipped, first + column, count);
+            if (ENDS) positive.store(of.nonlinearity_.positive, first + column, count);
+        }
+    };
 
 #endif
     int64_t unit() const { return n_ % 8 ? 8 : 1; }  // of rows that begin at a byte of `positive`
@@ -150,6 +194,9 @@ private:
     const Coded& rounded_;
     const float* factor_;
     Aligned<uint8_t> flags_;
+#if defined(LSQ_WIDE)
+    WideClip wide_;
+#endif
 };
 
 }  // namespace lsq
