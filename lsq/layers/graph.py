@@ -29,6 +29,8 @@ class GraphLayer:
     """Begins the names of the layer's clips."""
     inputs: int
     outputs: int
+    columns: int
+    """Columns of the result: `outputs`, or more where codes are padded."""
     weight: str | None
     """Name of the neighbours' weight [outputs, inputs]; None: x itself is summed."""
     root: str | None = None
@@ -43,9 +45,6 @@ class GraphLayer:
     activation: str = "none"
     """Name of an Activation."""
     dropout: float = 0.0
-
-    columns: int
-    """Columns of the result: `outputs`, or more where codes are padded."""
 
 
 @lru_cache

@@ -8,9 +8,8 @@ using namespace lsq;
 
 namespace {
 
-constexpr int64_t kFull = 256;   // codes whose sum fits into 16 bits
-constexpr int64_t kAhead = 16;   // neighbours whose rows are fetched ahead
-
+constexpr int64_t kFull = 256;  // codes whose sum fits into 16 bits
+constexpr int64_t kAhead = 16;  // neighbours whose rows are fetched ahead
 
 #if defined(LSQ_WIDE)
 constexpr int kShorts = 32;

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -449,6 +450,12 @@ def _sage(conv: nn.Module, prefix: str = "") -> GraphLayer:
     )
 
 
+def _unnormalised_sage(conv: nn.Module, prefix: str) -> GraphLayer:
+    if conv.normalize:
+        raise ValueError("its layers normalise their results")
+    return _sage(conv, prefix)
+
+
 class GCNLayer(Graph):
     """GCNConv: D^-1/2 (A + I) D^-1/2 x weight^T + bias (Kipf and Welling 2017, equation 2)."""
 
@@ -535,6 +542,11 @@ def _with_dropout(layers: tuple[GraphLayer, ...], dropout: float) -> tuple[Graph
 class GraphStack(Graph):
     """A model of PyTorch Geometric: layers of one kind with an activation and dropout between."""
 
+    CONVOLUTION: ClassVar[str]
+    """Name of the class of its layers."""
+    read: ClassVar[Callable[[nn.Module, str], GraphLayer]]
+    """Reads one of its layers; raises ValueError if no program computes it."""
+
     @classmethod
     def layers_of(cls, module: nn.Module) -> tuple[GraphLayer, ...]:
         if module.jk_mode is not None or any(type(one) is not nn.Identity for one in module.norms):
@@ -542,11 +554,11 @@ class GraphStack(Graph):
         if type(module.dropout) is not nn.Dropout:
             raise ValueError(f"its dropout is a {type(module.dropout).__name__}")
         activation = "none" if module.act is None else activation_of(module.act)
-        read, found = cls.read(), []
+        found = []
         for number, conv in enumerate(module.convs):
             if type(conv).__name__ != cls.CONVOLUTION:
                 raise ValueError(f"its convs.{number} is a {type(conv).__name__}")
-            found.append(read(conv, f"convs.{number}."))
+            found.append(cls.read(conv, f"convs.{number}."))
         kinds = {(one.own, one.factor, one.scaled) for one in found}
         if len(kinds) > 1:
             raise ValueError("its layers normalise or aggregate in different ways")
@@ -567,10 +579,7 @@ class GCNStack(GraphStack, GCNLayer):
     """GCN of PyTorch Geometric."""
 
     CONVOLUTION = "GCNConv"
-
-    @classmethod
-    def read(cls):
-        return _gcn
+    read = staticmethod(_gcn)
 
     @property
     def _convolution(self) -> nn.Module:
@@ -581,13 +590,4 @@ class SAGEStack(GraphStack):
     """GraphSAGE of PyTorch Geometric."""
 
     CONVOLUTION = "SAGEConv"
-
-    @classmethod
-    def read(cls):
-        return _unnormalised_sage
-
-
-def _unnormalised_sage(conv: nn.Module, prefix: str) -> GraphLayer:
-    if conv.normalize:
-        raise ValueError("its layers normalise their results")
-    return _sage(conv, prefix)
+    read = staticmethod(_unnormalised_sage)
