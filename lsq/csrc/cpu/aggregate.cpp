@@ -252,7 +252,9 @@ private:
                         const int64_t i = c + v * kShorts + 16 * half, left = n_ - i;
                         if (left <= 0) break;
                         const __mmask16 there = left < 16 ? (1u << left) - 1 : kAllLanes;
-                        const __m256i part = _mm512_extracti64x4_epi64((__m512i)sum[v], half);
+                        const auto whole = (__m512i)sum[v];
+                        const __m256i part = half ? _mm512_extracti64x4_epi64(whole, 1)
+                                                  : _mm512_castsi512_si256(whole);
                         const __m512 y = _mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(part));
                         straight.take(i, i % 64, there, end(i, there, y));
                     }
