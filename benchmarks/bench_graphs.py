@@ -127,7 +127,6 @@ def aggregated(case: Case, *, rounds: bool) -> Run:
             "factor": torch.rand(nodes),
             "bias": torch.randn(codes.shape[1]),
             "nonlinearity": Nonlinearity(activation=Activation.relu),
-            "next_factor": torch.rand(nodes),
         }
     operation = Aggregate(
         edges=Edges(indptr=filled.indptr, indices=filled.indices),

@@ -49,6 +49,9 @@ class Task:
         """Yield the batches of an epoch."""
         raise NotImplementedError
 
+    def score_together(self) -> None:
+        """Let `right` read the whole graph at once, if it is in parts."""
+
     def right(self, model: nn.Module) -> tuple[float, float]:
         """Return the percentages of validation and of test that a model in eval mode gets right."""
         raise NotImplementedError
@@ -66,6 +69,9 @@ class Nodes(Task):
         self.data, self.kind, self.epochs = data, kind, epochs
         self.loader = ClusterLoader(data, parts=parts, batch=-(-parts // 4))
         self.held_out = list(ClusterLoader(data, parts=parts, batch=-(-parts // 4), shuffle=False))
+
+    def score_together(self) -> None:
+        self.held_out = [self.data]
 
     def model(self) -> nn.Module:
         return self.kind(self.data.num_features, out_channels=int(self.data.y.max()) + 1)
@@ -257,6 +263,8 @@ def compared(name: str, options: argparse.Namespace) -> Iterator[dict]:
     for seed in options.seeds:
         for side in options.sides:
             task = TASKS[name](seed, options.quick)
+            if options.together:
+                task.score_together()
             epochs = options.epochs or task.epochs
             found[side].append(train(task, SIDES[side], seed, epochs))
     print(f"{name}: done", file=sys.stderr, flush=True)
@@ -283,6 +291,9 @@ def main(arguments: list[str] | None = None) -> None:
         metavar="SEED",
         help="of graphs, weights, dropout and rounding",
     )
+    parser.add_argument(
+        "--together", action="store_true", help="score the whole graph at once, not parts of it"
+    )
     parser.add_argument("--epochs", type=common.positive, metavar="N", help="of each training")
     options = common.parse(parser, arguments)
     if options.quick:
@@ -292,6 +303,7 @@ def main(arguments: list[str] | None = None) -> None:
         options,
         packages=("torch_geometric", "pymetis", "scikit-learn"),
         baseline=options.sides[0],
+        together=options.together,
         learning_rate=LEARNING_RATE,
         weight_decay=WEIGHT_DECAY,
         dropout=DROPOUT,

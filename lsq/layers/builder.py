@@ -47,6 +47,8 @@ class Epilogue:
     name: str
     clip: str | None = None
     """Name of the clip that rounds the result; None: it stays a float."""
+    row_factor: VirtualTensor | None = None
+    """[M], of each row, before it is rounded."""
     activation: Activation = Activation.none
     dropout: float = 0.0
     dtype: torch.dtype = torch.float32
@@ -187,6 +189,7 @@ class LayerBuilder(Builder):
                 weight=unpacked(self, stored, count),
                 groups=groups,
                 bias=added,
+                row_factor=end.row_factor,
                 out=y.out,
                 rounded=y.rounded,
                 nonlinearity=self.nonlinearity(end.name, size, end.activation, end.dropout),

@@ -41,7 +41,7 @@ class GraphLayer:
     factor: bool = False
     """Whether sums are multiplied by the input `factor` [M]."""
     scaled: bool = False
-    """Whether rows are multiplied by `factor` before they are rounded, too, as in GCN."""
+    """Whether rows are multiplied by `factor` before they are summed, too, as in GCN."""
     activation: str = "none"
     """Name of an Activation."""
     dropout: float = 0.0
@@ -84,8 +84,7 @@ def graph_layers(
 ) -> Program:
     """Build x [M, K] -> y [M, N], layer after layer on one graph.
 
-    The first layer's rows come multiplied by `factor` where it is `scaled`. `coarsens`: the codes
-    of a node have the width that the input `unit` [M] says.
+    `coarsens`: the codes of a node have the width that the input `unit` [M] says.
     """
     b, layers = mode.builder("graph", quant), filled(tuple(layers), quant.coded, 1)
     given = _Graph.declared(b, nodes, edges, layers, coarsens)
@@ -149,7 +148,11 @@ def _layer(
     if layer.root is not None:
         root = b.project(x, layer.root, shape, Epilogue(name=prefix + "root"), **options).floats
     if layer.weight is not None:
-        end = Epilogue(name=prefix + "neighbours", clip=prefix + "neighbours_clip")
+        end = Epilogue(
+            name=prefix + "neighbours",
+            clip=prefix + "neighbours_clip",
+            row_factor=given.factor if layer.scaled else None,
+        )
         accumulates = root is not None
         x = b.project(x, layer.weight, shape, end, accumulates=accumulates, **options)
         given.coarsen(b, x)
@@ -167,7 +170,6 @@ def _layer(
             nonlinearity=b.nonlinearity(
                 prefix + "y", size, Activation[layer.activation], layer.dropout
             ),
-            next_factor=given.factor if following and following.scaled else None,
             out=y.out,
             rounded=y.rounded,
         )

@@ -1,16 +1,15 @@
 """Sums over the neighbours of each node of a graph, with the epilogue of a graph layer.
 
     z[i] = factor[i] * (sum over edges j -> i of x[j] + own * x[i]) + root[i] + bias
-    result[i] = next_factor[i] * dropout(activation(z[i])), as floats or rounded once to codes
+    result[i] = dropout(activation(z[i])), as floats or rounded once to codes
 
 Sums of codes are exact int32 sums. So the adjacency matrix has no weights: GCN's factors
-1 / sqrt(degree) (Kipf and Welling 2017, equation 2) are `next_factor` where x is made and `factor`
-where it is summed, and the mean over neighbours is a `factor`. M nodes, E edges, H columns.
+1 / sqrt(degree) (Kipf and Welling 2017, equation 2) are the `row_factor` of the product that makes
+x and the `factor` of its sums, and the mean over neighbours is a `factor`. M nodes, E edges, H
+columns.
 """
 
 from __future__ import annotations
-
-import math
 
 import torch
 
@@ -56,7 +55,6 @@ class Aggregate(Operation):
     root: In[Activations] | None  # [M, H]
     bias: In[Floats] | None  # [H]
     nonlinearity: Out[Nonlinearity] | None
-    next_factor: In[Floats] | None  # [M], not negative.
     out: Out[Activations] | None  # [M, H]
     rounded: Out[Coded] | None  # [M, H]
 
@@ -67,10 +65,6 @@ class Aggregate(Operation):
         check(
             self.x.coded is None or not self.x.coded.by_row,
             "codes with a scale for each row cannot be summed over rows; round them under one clip",
-        )
-        check(
-            self.root is None or self.next_factor is None,
-            "an Aggregate has root and next_factor, whose gradients differ; give it one of them",
         )
 
     def limits(self):
@@ -85,11 +79,7 @@ class Aggregate(Operation):
         z = z * (scale if self.factor is None else scale * self.factor[:, None])
         z = z if self.root is None else z + self.root
         z = z if self.bias is None else z + self.bias
-        if self.next_factor is None:
-            return epilogue(z, self.nonlinearity, self.rounded)
-        y = z if self.nonlinearity is None else self.nonlinearity.apply(z)
-        kept = self.nonlinearity and self.nonlinearity.keep(z)
-        return epilogue(y * self.next_factor[:, None], None, self.rounded) | {"nonlinearity": kept}
+        return epilogue(z, self.nonlinearity, self.rounded)
 
     def gradient(self, builder) -> None:
         upstream = builder.gradient_of(self.out if self.rounded is None else self.rounded.codes)
@@ -117,7 +107,7 @@ class Aggregate(Operation):
                 edges=self.reversed_edges if builder.needs_gradient(source) else None,
                 own=self.own,
                 factor=self.factor,
-                next_factor=self.next_factor,
+                row_factor=getattr(producer, "row_factor", None),
                 x=self.x.coded,
                 dx=dx,
                 rounded=rounded,
@@ -128,9 +118,10 @@ class Aggregate(Operation):
 
 
 class AggregateGradient(Operation):
-    """The gradient of the rows [M, H] that an Aggregate sums, before their rounding.
+    """The gradient of the rows [M, H] that an Aggregate sums, before their rounding and row_factor.
 
-    g[i] = next_factor[i] * gradient[i];   dx[j] = sum over edges j -> i of factor[i] * g[i]
+    dx[j] = row_factor[j] * (1 where x[j] is not clipped) * sum over edges j -> i of g[i]
+    g[i] = factor[i] * gradient[i]
 
     `gradient` has its activation and dropout undone by the operation that made it.
     """
@@ -139,11 +130,11 @@ class AggregateGradient(Operation):
     edges: In[Edges] | None  # Reversed: by the node that each edge leaves.
     own: In[Floats] | None  # [1]
     factor: In[Floats] | None  # [M]
-    next_factor: In[Floats] | None  # [M]
+    row_factor: In[Floats] | None  # [M]
     x: In[Coded] | None  # [M, H]; None in float mode.
     dx: Out[Activations] | None  # [M, H]
     rounded: Out[RoundedGradient] | None  # [M, H], in place of dx.
-    sum: Out[Floats] | None  # [H], of g over rows: the gradient of the bias.
+    sum: Out[Floats] | None  # [H], of gradient over rows: the gradient of the bias.
     dclip: Out[Floats] | None  # [1], gradient of x's clip.
     parts: Out[Floats] | None  # Parts of `sum` and `dclip`, in place of these; see lsq.ops.sums.
 
@@ -155,14 +146,14 @@ class AggregateGradient(Operation):
 
     def reference(self):
         g = self.gradient.float()
-        given = [one for one in (self.factor, self.next_factor) if one is not None]
-        total = (g if self.next_factor is None else g * self.next_factor[:, None]).sum(dim=0)
+        total = g.sum(dim=0)
         dx, dclip = None, torch.zeros(1, dtype=torch.float32)
         if self.edges is not None:
-            g = g * math.prod(given)[:, None] if given else g
+            g = g if self.factor is None else g * self.factor[:, None]
             dx = self.edges.sum(g)
             dx = dx if self.own is None else dx + self.own * g
             dx, dclip = (dx, dclip) if self.x is None else self.x.straight_through(dx)
+            dx = dx if self.row_factor is None else dx * self.row_factor[:, None]
         return {
             "dx": dx,
             "rounded": self.rounded and self.rounded.encode(dx),

@@ -2,6 +2,8 @@
 
     y = x weight^T + bias;   result = dropout(activation(y)), as floats or rounded once to codes
 
+or, in a graph layer, row_factor * x weight^T, rounded or not.
+
 A product of codes has exact int32 sums; one factor for each column makes floats of them. The
 ProjectInputGradient of the product that reads the result undoes this epilogue. Kept for it: a bit
 for each element for ReLU, the slope as int8 for GELU and SiLU. M rows, K inputs, P outputs.
@@ -13,7 +15,7 @@ import torch
 
 from lsq import gemm
 from lsq.native import loader
-from lsq.native.launch import FLOATS
+from lsq.native.launch import FLOATS, check
 from lsq.ops.fake_quantize import packed_groups
 from lsq.ops.gated import Gated
 from lsq.ops.grouped_product import GroupedCodes
@@ -37,6 +39,8 @@ class Project(Operation):
     groups: In[GroupedCodes] | None
     """[M, K], codes of x for a grouped weight, on the CPU."""
     bias: In[Floats] | None  # [P]
+    row_factor: In[Floats] | None
+    """[M], of each row, without bias and nonlinearity; only an Aggregate may read the result."""
     out: Out[Activations] | None  # [M, P]; from codes float32 or bfloat16, on the CPU too.
     rounded: Out[Coded] | None  # [M, P]; from codes, with P a multiple of 8.
     nonlinearity: Out[Nonlinearity] | None  # Activation and dropout, between bias and rounding.
@@ -45,6 +49,13 @@ class Project(Operation):
 
     rows = extent(0, "x.tensor")
     columns = extent(0, "weight")  # P.
+
+    def __post_init__(self):
+        check(
+            self.row_factor is None or (self.bias is None and self.nonlinearity is None),
+            "a product with row_factor has a bias, an activation or dropout; put it behind the sums"
+            " over neighbours",
+        )
 
     @size
     def out_dtype(self) -> int:
@@ -60,7 +71,7 @@ class Project(Operation):
 
     @property
     def has_epilogue(self) -> bool:
-        return self.bias is not None or self.nonlinearity is not None
+        return any(one is not None for one in (self.bias, self.row_factor, self.nonlinearity))
 
     @property
     def multiplies_fields(self) -> bool:
@@ -77,6 +88,7 @@ class Project(Operation):
         else:
             codes = self.weight.format.unpack(self.weight.codes, self.x.tensor.shape[1])
             y = gemm.reference(self.x.tensor, codes).float() * (self.x.scale * self.weight.scale)
+        y = y if self.row_factor is None else y * self.row_factor[:, None]
         return epilogue(y if self.bias is None else y + self.bias, self.nonlinearity, self.rounded)
 
     def cpu_scratch(self):
@@ -113,6 +125,10 @@ class Project(Operation):
         producer = builder.producer(source)
         end = {"nonlinearity": getattr(producer, "nonlinearity", None)}
         if isinstance(producer, Project):
+            check(
+                producer.row_factor is None,
+                f"{source.name} has a row_factor, which only the gradient of an Aggregate undoes",
+            )
             end["dx"], end["rounded"] = builder.product_gradient(source)
             end["sum"] = builder.bias_gradient(source)
         else:
@@ -136,10 +152,12 @@ class Project(Operation):
         arrived = builder.gradient_of(result)
         if arrived is None:  # the reader of the result has undone the epilogue
             return builder.product_gradient_of(result)
-        if self.nonlinearity is not None or self.rounded is not None:
+        ends = (self.nonlinearity, self.row_factor, self.rounded)
+        if any(one is not None for one in ends):
             raise ValueError(
                 f"the gradient of {result.name} comes from outside, where nothing undoes its"
-                " activation, dropout or rounding: a product at the end of a program has neither"
+                " activation, dropout, row_factor or rounding: a product at the end of a program"
+                " has none"
             )
         rounded = None
         if self.x.coded is not None and builder.quant.backward == "int8":

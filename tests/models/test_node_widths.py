@@ -189,8 +189,10 @@ def test_gradients_are_straight_through():
         weight = known[f"convs.{number}.lin.weight"]
         clip = known[f"{prefix}lin_weight_clip"].view(-1, 1)[: len(weight)]
         rounded = Coarse.apply(weight, clip, [8] * len(weight))
-        rows = Coarse.apply(factor * h, known[f"{prefix}input_clip"], widths)
-        sums = Coarse.apply(rows @ rounded.t(), known[f"{prefix}neighbours_clip"], widths)
+        rows = Coarse.apply(h, known[f"{prefix}input_clip"], widths)
+        sums = Coarse.apply(
+            factor * (rows @ rounded.t()), known[f"{prefix}neighbours_clip"], widths
+        )
         h = factor * (matrix @ sums) + known[f"convs.{number}.bias"]
         h = h if number else h.relu()
     (h * upstream).sum().backward()

@@ -69,7 +69,6 @@ def aggregate(
     rounds=False,
     own=None,
     factor=False,
-    next_factor=False,
     root=False,
     bias=False,
     activation=Activation.none,
@@ -92,7 +91,6 @@ def aggregate(
         x=Rows(coded=x) if codes else Rows(floats=torch.randn(nodes, columns)),
         own=None if own is None else torch.tensor([own]),
         factor=factors(nodes) if factor else None,
-        next_factor=factors(nodes) if next_factor else None,
         root=torch.randn(nodes, columns) if root else None,
         bias=torch.randn(columns) if bias else None,
         nonlinearity=end,
@@ -109,7 +107,7 @@ def aggregate_gradient(
     rounds=False,
     own=None,
     factor=False,
-    next_factor=False,
+    row_factor=False,
     bias=True,
     error=False,
 ) -> AggregateGradient:
@@ -119,7 +117,7 @@ def aggregate_gradient(
         edges=edges_of(adjacency.transposed),
         own=None if own is None else torch.tensor([own]),
         factor=factors(nodes) if factor else None,
-        next_factor=factors(nodes) if next_factor else None,
+        row_factor=factors(nodes) if row_factor else None,
         x=rounded(nodes, columns, error=error) if codes else None,
         dx=None if rounds else empty(nodes, columns),
         rounded=gradient_to_round(nodes, columns) if rounds else None,
@@ -136,7 +134,6 @@ VARIANTS = [
     {
         "own": 1.0,
         "factor": True,
-        "next_factor": True,
         "bias": True,
         "activation": Activation.relu,
         "dropout": 0.3,
@@ -144,12 +141,12 @@ VARIANTS = [
     },
     {"bias": True, "activation": Activation.gelu, "rounds": True},
     {"codes": False, "factor": True, "activation": Activation.silu, "dropout": 0.2},
-    {"activation": Activation.squared_relu, "next_factor": True},
+    {"activation": Activation.squared_relu},
 ]
 GRADIENTS = [
     {},
-    {"own": 1.0, "factor": True, "next_factor": True},
-    {"rounds": True, "own": 1.0, "factor": True, "next_factor": True},
+    {"own": 1.0, "factor": True, "row_factor": True},
+    {"rounds": True, "own": 1.0, "factor": True, "row_factor": True},
     {"codes": False, "own": 2.0, "bias": False},
     {"rounds": True, "factor": True, "error": True},
 ]
@@ -194,14 +191,10 @@ def test_all_parts_follow_the_formula():
     nodes, columns = 41, 24
     adjacency = graph(nodes)
     operation = aggregate(adjacency, columns, codes=False, own=1.25, factor=True, bias=True)
-    operation.next_factor = factors(nodes)
     operation.nonlinearity = Nonlinearity(activation=Activation.gelu, before=empty(nodes, columns))
-    x, factor, after = (
-        one.double().numpy()
-        for one in (operation.x.floats, operation.factor, operation.next_factor)
-    )
+    x, factor = (one.double().numpy() for one in (operation.x.floats, operation.factor))
     z = factor[:, None] * (matrix_of(adjacency) @ x + 1.25 * x) + operation.bias.double().numpy()
-    expected = after[:, None] * torch.nn.functional.gelu(torch.from_numpy(z)).numpy()
+    expected = torch.nn.functional.gelu(torch.from_numpy(z)).numpy()
     np.testing.assert_allclose(on_cpu(operation).out, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -210,18 +203,20 @@ def test_the_gradient_is_the_product_with_the_transposed_matrix(own):
     nodes, columns = 70, 40
     adjacency = graph(nodes)
     operation = aggregate_gradient(
-        adjacency, columns, codes=False, own=own, factor=True, next_factor=True
+        adjacency, columns, codes=False, own=own, factor=True, row_factor=True
     )
-    g = operation.gradient.double().numpy() * operation.next_factor.double().numpy()[:, None]
-    weighted = g * operation.factor.double().numpy()[:, None]
-    expected = matrix_of(adjacency).T @ weighted + (own or 0.0) * weighted
+    g, factor, after = (
+        one.double().numpy() for one in (operation.gradient, operation.factor, operation.row_factor)
+    )
+    weighted = g * factor[:, None]
+    expected = after[:, None] * (matrix_of(adjacency).T @ weighted + (own or 0.0) * weighted)
     found = on_cpu(operation)
     np.testing.assert_allclose(found.dx, expected, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(found.sum, g.sum(axis=0), rtol=1e-5, atol=1e-5)
 
 
 def test_a_bias_alone_needs_no_edges(compared):
-    operation = aggregate_gradient(graph(17), 16, next_factor=True)
+    operation = aggregate_gradient(graph(17), 16)
     operation.edges = operation.dx = operation.dclip = None
     compared(operation)
 
@@ -273,8 +268,3 @@ def test_columns_that_are_no_multiple_of_8_are_refused_on_cuda():
 def test_rows_with_scales_of_their_own_are_refused():
     with refused("cannot be summed over rows"):
         Aggregate(edges=edges_of(graph(17)), x=Rows(coded=by_row(rounded(17, 16))))
-
-
-def test_a_root_and_a_next_factor_are_refused():
-    with refused("root and next_factor"):
-        aggregate(graph(17), 16, root=True, next_factor=True)

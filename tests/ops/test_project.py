@@ -168,6 +168,31 @@ def test_products_of_floats(activation, dropout, rows, outputs):
     compare(float_project(rows, outputs, activation, dropout), exact=True)
 
 
+@pytest.mark.parametrize("rows", [0, *ROWS, BLOCK_ROWS + 1])
+@pytest.mark.parametrize("given", [operands, operands_by_row])
+def test_a_factor_of_each_row(rows, given, same_codes, compared):
+    given = {**given(rows), "bias": None, "row_factor": 0.2 + torch.rand(rows)}
+    same_codes(Project(**given, rounded=to_round(rows, 32, 0.7)))
+    found = compared(Project(**given, out=empty(rows, 32)))
+    y = found.x.tensor.double() @ found.weight.codes.double().t()
+    factor = found.x.scale.double() * found.weight.scale.double() * found.row_factor[:, None]
+    torch.testing.assert_close(found.out.double(), y * factor, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 41])
+def test_a_factor_of_each_row_of_floats(rows):
+    given = {"bias": None, "row_factor": 0.2 + torch.rand(rows)}
+    found = compare(float_project(rows, **given), exact=True)
+    expected = found.x.floats.double() @ found.weight.values.double().t()
+    expected *= found.row_factor.double()[:, None]
+    torch.testing.assert_close(found.out.double(), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_a_factor_of_each_row_beside_a_bias_is_refused():
+    with refused("a product with row_factor has a bias"):
+        Project(**operands(7), row_factor=torch.ones(7), out=empty(7, 32))
+
+
 def test_a_product_without_an_end():
     found = compare(float_project(41, bias=None))
     assert torch.equal(found.out, found.x.floats @ found.weight.values.t())
@@ -239,6 +264,18 @@ def test_an_end_that_nothing_undoes_is_refused():
         b.build()
 
 
+def test_a_factor_of_rows_that_no_sums_undo_is_refused():
+    b = builder()
+    x, factor = b.input("x", (7, 16)), b.input("factor", (7,))
+    weights = [b.weight(name, (16, 16)) for name in ("first", "second")]
+    y, z = b.tensor("y", (7, 16)), b.tensor("z", (7, 16))
+    b.add(Project(x=Rows(floats=x), weight=weights[0], out=y, row_factor=factor))
+    b.add(Project(x=Rows(floats=y), weight=weights[1], out=z))
+    b.output(z)
+    with refused("y has a row_factor, which only the gradient of an Aggregate undoes"):
+        b.build()
+
+
 def test_largest_sums_are_exact():
     given = operands(41, inner=2048)
     given["x"].tensor.fill_(127)
@@ -260,6 +297,8 @@ def test_no_way_to_multiply_changes_a_bit(way, activation):
 def test_products_of_floats_on_cuda(dtype, activation, rows):
     compare_cuda(float_project(rows, 48, activation, 0.3 if rows > 1 else 0.0), dtype)
     compare_cuda(float_project(rows, 33, bias=None), dtype)
+    factor = 0.2 + torch.rand(rows)
+    compare_cuda(float_project(rows, 48, bias=None, row_factor=factor), dtype)
 
 
 def test_widths_that_no_product_takes_are_refused_on_cuda():

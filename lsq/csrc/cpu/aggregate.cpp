@@ -151,7 +151,7 @@ class Aggregation {
 public:
     explicit Aggregation(const Aggregate& op)
         : op_(op), n_(op.columns), short_(n_ + kShorts), long_(n_), floats_(n_ + kLanes),
-          end_(op.nonlinearity, op.rounded, {op.out, 0}, n_, op.next_factor) {}
+          end_(op.nonlinearity, op.rounded, {op.out, 0}, n_) {}
 
     // -> the largest magnitude
     Magnitude operator()(int64_t first, int64_t rows) {
@@ -313,15 +313,6 @@ private:
     RowEpilogue end_;
 };
 
-// Factors [M] of the rows of a gradient; null: all are 1.
-const float* factors(const AggregateGradient& op, Aligned<float>& memory) {
-    if (!op.factor || !op.next_factor) return op.factor ? op.factor : op.next_factor;
-    memory.assign(op.factor, op.factor + op.rows);
-#pragma omp simd
-    for (int64_t row = 0; row < op.rows; ++row) memory[row] *= op.next_factor[row];
-    return memory.data();
-}
-
 }  // namespace
 
 LSQ_OPERATION(Aggregate, op) {
@@ -339,8 +330,6 @@ LSQ_OPERATION(Aggregate, op) {
 
 LSQ_OPERATION(AggregateGradient, op) {
     const int64_t n = op.columns;
-    Aligned<float> memory;
-    const float* factor = factors(op, memory);
     const float own = op.own ? op.own[0] : 0.0f;
     const Blocks blocks(op.rows);
     ColumnSums sums(blocks.count, n, op.sum);
@@ -349,20 +338,16 @@ LSQ_OPERATION(AggregateGradient, op) {
     for_blocks(blocks, n + kLanes, [&](int64_t block, int64_t row, Scratch& scratch) {
         const float* gradient = op.gradient + row * n;
         float* g = scratch.a.data();
-        if (op.sum) {
-            const float next = op.next_factor ? op.next_factor[row] : 1.0f;
-#pragma omp simd
-            for (int64_t i = 0; i < n; ++i) g[i] = gradient[i] * next;
-            sums.add(block, g);
-        }
+        if (op.sum) sums.add(block, gradient);
         if (!sink.wanted()) return;
-        sum_floats(op.gradient, factor, {op.edges, row}, n, g);
+        sum_floats(op.gradient, op.factor, {op.edges, row}, n, g);
         if (own != 0.0f) {
-            const float times = factor ? factor[row] : 1.0f;
+            const float times = op.factor ? op.factor[row] : 1.0f;
 #pragma omp simd
             for (int64_t i = 0; i < n; ++i) g[i] += own * (gradient[i] * times);
         }
         clips[block] += straight_through(op.x, row * n, n, g);
+        if (op.row_factor) multiply(op.row_factor[row], n, g);
         sink.add(block, row, g, scratch.b.data());
     });
     sums.write(op.sum);

@@ -13,7 +13,7 @@ public:
     explicit Epilogue(const Project& op)
         : RowEpilogue(op.nonlinearity, op.rounded, {op.out, op.out_dtype}, op.columns), op_(op),
           alpha_(op.x.coded.codes ? n_ : 0) {
-        if (op.x.coded.codes && !op.x.coded.by_row) set_factors(op.x.coded.scale[0]);
+        if (op.x.coded.codes && !scales_rows()) set_factors(op.x.coded.scale[0]);
     }
 
     // Sums of codes. -> the largest magnitude
@@ -40,7 +40,8 @@ public:
 
     // Floats, in place.
     Magnitude operator()(int64_t first, int64_t rows, const float*, int64_t) {
-        return end(first, rows, [&](int64_t, float* y) {
+        return end(first, rows, [&](int64_t i, float* y) {
+            if (op_.row_factor) multiply(op_.row_factor[first + i], n_, y);
             if (op_.bias) add_to(op_.bias, n_, y);
         });
     }
@@ -52,9 +53,14 @@ private:
         for (int64_t i = 0; i < n_; ++i) alpha_[i] = input * scale[i];
     }
 
+    bool scales_rows() const { return op_.x.coded.by_row || op_.row_factor; }
+
     // Factors of a row's sums.
     const float* factors(int64_t row) {
-        if (op_.x.coded.by_row) set_factors(op_.x.coded.scale[row]);
+        if (scales_rows()) {
+            const float scale = row_scale(op_.x.coded, row) * shared_scale(op_.x.coded);
+            set_factors(op_.row_factor ? scale * op_.row_factor[row] : scale);
+        }
         return alpha_.data();
     }
 

@@ -45,11 +45,10 @@ inline void activate(const Nonlinearity& end, int64_t row, int64_t n, float* y, 
 // Applies the epilogue to rows of n values on one thread: activation, dropout, rounding.
 class RowEpilogue {
 public:
-    // factor [M]: of each row, behind dropout; may be null.
     RowEpilogue(const Nonlinearity& nonlinearity, const Coded& rounded, Border<float> out,
-                int64_t n, const float* factor = nullptr)
+                int64_t n)
         : n_(n), out_(out), scratch_(n), nonlinearity_(nonlinearity), rounded_(rounded),
-          factor_(factor), flags_(unit() * n)
+          flags_(unit() * n)
 #if defined(LSQ_WIDE)
           ,
           wide_(rounded.codes ? rounded.clip[0] : 1.0f,
@@ -70,7 +69,6 @@ public:
                 read(i, y);
                 activate(nonlinearity_, row, n_, y, flags_.data() + (i - begin) * n_);
                 apply(nonlinearity_.dropout, row * n_, n_, y, scratch_.words.data());
-                if (factor_) multiply(factor_[row], n_, y);
                 if (out_.is_narrow()) narrow_row(y, n_, out_.narrow(row * n_));
                 if (!rounded_.codes) continue;
                 largest =
@@ -115,7 +113,7 @@ public:
         if (dropout.threshold)
             philox(dropout.key[0], dropout.subsequence, row * n_, n_, scratch_.words.data());
         const bool simple = nonlinearity_.activation == Activation::none && !dropout.threshold;
-        if (!rounded_.codes && simple && !factor_) {
+        if (!rounded_.codes && simple) {
             Straight<false, false> end(*this, row);
             use(end);
             return 0;
@@ -139,8 +137,7 @@ protected:
 
 private:
 #if defined(LSQ_WIDE)
-    // The end of one row. ROUNDS: to codes, else to floats. ENDS: there is an activation, dropout
-    // or factor.
+    // The end of one row. ROUNDS: to codes, else to floats. ENDS: there is an activation or dropout.
     template <bool ROUNDS, bool ENDS>
     struct Straight {
         const RowEpilogue& of;
@@ -149,7 +146,7 @@ private:
         const uint32_t* words;
         const bool drops, is_relu;
         const __m512i limit;
-        const __m512 keep, factor;
+        const __m512 keep;
         __m512i largest = _mm512_setzero_si512();
         WideBits outside, positive;
 
@@ -160,8 +157,7 @@ private:
               is_relu(epilogue.nonlinearity_.activation == Activation::relu),
               limit(_mm512_set1_epi32(
                   static_cast<int32_t>(epilogue.nonlinearity_.dropout.threshold))),
-              keep(_mm512_set1_ps(epilogue.nonlinearity_.dropout.keep)),
-              factor(_mm512_set1_ps(epilogue.factor_ ? epilogue.factor_[row] : 1.0f)) {}
+              keep(_mm512_set1_ps(epilogue.nonlinearity_.dropout.keep)) {}
 
         LSQ_FORCED void take(int64_t i, int64_t at, __mmask16 there, __m512 y) {
             if (ENDS && is_relu) {
@@ -173,7 +169,6 @@ private:
                 const __m512i word = _mm512_maskz_loadu_epi32(there, words + i);
                 y = _mm512_maskz_mul_ps(_mm512_cmpge_epu32_mask(word, limit), y, keep);
             }
-            if (ENDS && of.factor_) y = _mm512_mul_ps(y, factor);
             if (ROUNDS) {
                 outside.add(at, wide.round(y, there, of.rounded_.codes + first + i, largest));
             } else {
@@ -192,7 +187,6 @@ private:
 
     const Nonlinearity& nonlinearity_;
     const Coded& rounded_;
-    const float* factor_;
     Aligned<uint8_t> flags_;
 #if defined(LSQ_WIDE)
     WideClip wide_;

@@ -13,14 +13,7 @@
 
 namespace {
 
-// The product of up to two factors of a row.
-struct RowFactors {
-    const float *first, *second;  // may be null
-
-    LSQ_INLINE float operator()(int64_t row) const {
-        return (first ? first[row] : 1.0f) * (second ? second[row] : 1.0f);
-    }
-};
+LSQ_INLINE float factor_of(const float* factor, int64_t row) { return factor ? factor[row] : 1.0f; }
 
 LSQ_INLINE void add_row8(const Packed<int8_t>& row, float, int32_t (&sum)[kVector]) {
 #pragma unroll
@@ -36,11 +29,11 @@ LSQ_INLINE void add_row8(const Packed<T>& row, float factor, float (&sum)[kVecto
     for (int i = 0; i < kVector; ++i) sum[i] += x[i] * factor;
 }
 
-// Adds columns [column, column + 8) of the neighbours' rows of x, floats times their factors. All
-// threads of a warp must call this for the same row, also with columns beyond the last.
+// Adds columns [column, column + 8) of the neighbours' rows of x, floats times their factors, which
+// may be null. All threads of a warp must call this for the same row, also with columns beyond the last.
 template <class T, class Sum>
 LSQ_INLINE void sum_neighbours8(const T* x, const Edges& edges, int64_t row, int column,
-                                const RowFactors& factors, Sum (&sum)[kVector]) {
+                                const float* factors, Sum (&sum)[kVector]) {
     constexpr bool kScaled = sizeof(T) > 1;
     constexpr int kFlight = sizeof(T) == 4 ? 4 : 8;  // rows that are read ahead
     const int32_t *offsets = edges.indptr, *nodes = edges.indices;
@@ -50,7 +43,7 @@ LSQ_INLINE void sum_neighbours8(const T* x, const Edges& edges, int64_t row, int
     for (int64_t first = offsets[row]; first < end; first += kWarp) {
         const int count = end - first < kWarp ? static_cast<int>(end - first) : kWarp;
         const int32_t node = lane < count ? nodes[first + lane] : 0;
-        const float factor = kScaled && lane < count ? factors(node) : 1.0f;
+        const float factor = kScaled && lane < count ? factor_of(factors, node) : 1.0f;
 #pragma unroll 1
         for (int edge = 0; edge < count; edge += kFlight) {
             Packed<T> rows[kFlight];
@@ -84,7 +77,7 @@ LSQ_KERNEL __launch_bounds__(kThreads, CODED ? 3 : 2)
     const float scale = 1.0f;
     using Value = float;
 #endif
-    const float *own = op.own, *factor = op.factor, *next_factor = op.next_factor;
+    const float *own = op.own, *factor = op.factor;
     const Float* root = op.root;
     const ProjectEnd end{op};
     const int column = column_of(blockIdx.y);
@@ -92,7 +85,7 @@ LSQ_KERNEL __launch_bounds__(kThreads, CODED ? 3 : 2)
     for (int64_t row = kRows * static_cast<int64_t>(blockIdx.x) + row_in_block(); row < op.rows;
          row += kRows * gridDim.x) {
         Value sum[kVector] = {};
-        sum_neighbours8(x, op.edges, row, column, RowFactors{}, sum);
+        sum_neighbours8(x, op.edges, row, column, nullptr, sum);
         if (column >= COLUMNS) continue;
         const int64_t element = row * COLUMNS + column;
         float y[kVector], bias[kVector];
@@ -109,7 +102,6 @@ LSQ_KERNEL __launch_bounds__(kThreads, CODED ? 3 : 2)
         add8(bias, y);
         end.activate8(element, y);
         end.dropout.apply8(element, y);
-        if (next_factor) scale8(y, next_factor[row], y);
         if (end.out) store8(end.out + element, y);
         largest = Largest::join(largest, end.codes.write8(element, y));
     }
@@ -121,8 +113,7 @@ LSQ_EXPORT(lsq_aggregate)
 LSQ_KERNEL __launch_bounds__(kThreads, kSumming)
     lsq_aggregate_gradient(const AggregateGradient op, Out<float> partial) {
     const Float* gradient = op.gradient;
-    const float* own = op.own;
-    const RowFactors factors{op.factor, op.next_factor}, for_bias{nullptr, op.next_factor};
+    const float *own = op.own, *factor = op.factor, *row_factor = op.row_factor;
     const bool wanted = static_cast<bool>(op.edges.indptr);  // more than the bias
     const StraightThrough mask{op.x};
     GradientSink sink{op.dx, op.rounded};
@@ -135,20 +126,20 @@ LSQ_KERNEL __launch_bounds__(kThreads, kSumming)
 #pragma unroll
         for (int v = 0; v < kVectors; ++v) {
             if (!inside) continue;
-            if (wanted) sum_neighbours8(gradient, op.edges, row, column_of(v), factors, g[v]);
+            if (wanted) sum_neighbours8(gradient, op.edges, row, column_of(v), factor, g[v]);
             if (!has(v)) continue;
             const int64_t element = row * COLUMNS + column_of(v);
-            float here[kVector], added[kVector];
+            float here[kVector];
             load8(gradient + element, here);
-            scale8(here, for_bias(row), added);
-            sink.bias_sums.add(v, added);
+            sink.bias_sums.add(v, here);
             if (!wanted) continue;
             if (own) {
-                const float times = factors(row);
+                const float times = factor_of(factor, row);
 #pragma unroll
                 for (int i = 0; i < kVector; ++i) g[v][i] += own[0] * (here[i] * times);
             }
             clip += mask.apply8(element, g[v]);
+            if (row_factor) scale8(g[v], row_factor[row], g[v]);
         }
         if (wanted) sink.write(row, inside, g);
     }

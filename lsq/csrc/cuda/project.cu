@@ -41,9 +41,11 @@ LSQ_KERNEL __launch_bounds__(kPatchThreads, 2)
 #if SUMS
             ProductSum sum[kVector];
             unpack8(loaded[r], sum);
-            scale_sums8(sum, factor, row_scale(op.x.coded, row + r), y);
+            const float of_row = row_scale(op.x.coded, row + r) * row_factor(op, row + r);
+            scale_sums8(sum, factor, of_row, y);
 #else
             unpack8(loaded[r], y);
+            scale8(y, row_factor(op, row + r), y);
 #endif
             largest = Largest::join(largest, end.write8((row + r) * columns + column, added, y));
         }

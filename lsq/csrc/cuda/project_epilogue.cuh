@@ -16,6 +16,11 @@ namespace lsq {
 
 constexpr Activation kActivation = static_cast<Activation>(ACTIVATION);
 
+// What multiplies a row of a product of floats; of codes, besides their row_scale.
+LSQ_INLINE float row_factor(const Project& op, int64_t row) {
+    return op.row_factor ? op.row_factor[row] : 1.0f;
+}
+
 // Factors of sums of columns [column, column + 8), without row_scale; of a Project or a
 // SparseProject.
 template <class Operation>

@@ -30,7 +30,7 @@ LSQ_KERNEL __launch_bounds__(kProductThreads, kProductBlocks)
     for_sums(sums, stages, [&](int64_t row, const int32_t (&sum)[kVector]) {
         if (row >= op.rows || column >= op.columns) return;
         float y[kVector];
-        scale_sums8(sum, factor, row_scale(op.x.coded, row), y);
+        scale_sums8(sum, factor, row_scale(op.x.coded, row) * row_factor(op, row), y);
         largest = Largest::join(largest, end.write8(row * op.columns + column, added, y));
     });
     end.codes.finish<kProductThreads>(ticket, largest);

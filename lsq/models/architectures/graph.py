@@ -206,7 +206,7 @@ class Graph(InPlace):
         """Run the program on x [N, D] and a graph."""
         adjacency, mode = edges.adjacency.filled, self.mode_of({"x": x})
         layers = self._fit(self._layers_now(), mode)
-        first, columns = layers[0], self.layers[0].inputs
+        columns = self.layers[0].inputs
         if x.shape[1] != columns:
             raise ValueError(f"the nodes have {x.shape[1]} columns, but this layer takes {columns}")
         inputs = {"indptr": adjacency.indptr, "indices": adjacency.indices}
@@ -215,10 +215,9 @@ class Graph(InPlace):
             inputs |= {"reversed_indptr": back.indptr, "reversed_indices": back.indices}
         if any(layer.own for layer in layers):
             inputs["own"] = self.own_term(edges)
-        factor = None
         if any(layer.factor for layer in layers):
-            factor = inputs["factor"] = self.factor(edges, inputs.get("own"))
-        inputs["x"] = _filled(x, adjacency.nodes, first.inputs, factor if first.scaled else None)
+            inputs["factor"] = self.factor(edges, inputs.get("own"))
+        inputs["x"] = _filled(x, adjacency.nodes, layers[0].inputs)
         coarsens = self.node_bits is not None
         if coarsens:
             inputs["unit"] = self.units(edges)
@@ -278,21 +277,12 @@ def _forget_explanation(conv: nn.Module) -> None:
         del conv.propagate
 
 
-def _filled(x: Tensor, nodes: int, columns: int, factor: Tensor | None) -> Tensor:
-    """Return x [N, D], each row times its factor, with zeros up to [nodes, columns]."""
+def _filled(x: Tensor, nodes: int, columns: int) -> Tensor:
+    """Return x [N, D] with zeros up to [nodes, columns]."""
     rows, width = x.shape
-    if factor is None and (rows, width) == (nodes, columns):
+    if (rows, width) == (nodes, columns):
         return x
-    if torch.is_grad_enabled() and x.requires_grad:
-        x = x if factor is None else x * factor[:rows, None]
-        return functional.pad(x, (0, columns - width, 0, nodes - rows))
-    made = torch.zeros(nodes, columns, dtype=x.dtype, device=x.device)
-    inside = made[:rows, :width]
-    if factor is None:
-        inside.copy_(x)
-    else:
-        torch.mul(x, factor[:rows, None], out=inside)
-    return made
+    return functional.pad(x, (0, columns - width, 0, nodes - rows))
 
 
 class _Edges:
