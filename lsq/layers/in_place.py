@@ -50,7 +50,7 @@ class InPlace(ProgramModule):
     def mode_of(self, inputs: Mapping[str, torch.Tensor]) -> Mode:
         """Return the mode of a pass, as `mode` does, but only with gradients that are needed."""
         backward = self.wants_backward(*inputs.values())
-        wanted = [name for name, tensor in inputs.items() if tensor.requires_grad]
+        wanted = [name for name, tensor in inputs.items() if backward and tensor.requires_grad]
         for name in self.declared if backward else ():
             parameter = self._parameters.get(name)
             if self._trains(name) if parameter is None else parameter.requires_grad:

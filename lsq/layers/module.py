@@ -16,6 +16,7 @@ from lsq.layers import clip_format
 from lsq.layers.builder import Mode, in_floats
 from lsq.layers.clips import ClippedModule
 from lsq.layers.model_formats import tensor_names
+from lsq.layers.repeated import RepeatedPass
 from lsq.layers.schedule import recomputing
 from lsq.ops.calibration import Calibration
 from lsq.program.operation import Operation
@@ -132,10 +133,28 @@ class ProgramModule(ClippedModule):
         rehearsed = active_rehearsal.get()
         if rehearsed is not None:
             return rehearsed.run(self, program, {**self._parameters_of(program), **inputs})
+        kept = self.weight_state.repeated(self, program) if self._may_repeat() else None
+        if kept is not None:
+            return kept(inputs)
         run = self._prepare(program)
         tensors = self._tensors_of(run, inputs)
-        outputs = self._execution(run, tensors)(tensors)
-        return self._settle(run, tensors, outputs)
+        execution = self._execution(run, tensors)
+        outputs = self._settle(run, tensors, execution(tensors))
+        if self._may_repeat() and not (run.trained or run.calibrates or run.weights_due):
+            self.weight_state.keep(program, lambda: RepeatedPass.of(self, execution, tensors))
+        return outputs
+
+    def _may_repeat(self) -> bool:
+        """Whether a pass now measures and notes nothing."""
+        schedule = self.schedule
+        return not (
+            self.training
+            or self._observer is not None
+            or self.weight_masks is not None
+            or schedule.float_fallback
+            or schedule.activations_due(training=False)
+            or schedule.weights_due(training=False)
+        )
 
     def _prepare(self, program: Program) -> Pass:
         """Limit clips after the last step, and measure the clips of weights that are due."""

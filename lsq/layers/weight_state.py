@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 from weakref import ref
 
 import torch
@@ -18,6 +19,13 @@ from lsq.quant.numbers import ScaledFormat
 from lsq.run.backends import Backend
 from lsq.run.frames import Slot
 from lsq.run.parameter_state import Stamp, WeightCodes, checksum, state_of
+
+if TYPE_CHECKING:
+    from lsq.layers.repeated import RepeatedPass
+
+
+MOST_REPEATED = 8
+"""Programs whose last pass a module keeps: one for each size of its batches."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,6 +87,8 @@ class WeightState:
         """By the names of the weights. Never changed in place, since other threads may read it."""
         self._sums = dict(sums or {})
         """Checksums of weights at the last call of `changed`."""
+        self._repeated: dict[Program, RepeatedPass | None] = {}
+        """Passes in eval mode that may run again with these codes; None: it has run once."""
 
     def __reduce__(self):
         return WeightState, (self._sums,)  # a copy of a module makes its own codes
@@ -90,10 +100,22 @@ class WeightState:
         return {name: tensor for codes in every for name, tensor in codes.tensors.items()}
 
     def clear(self) -> None:
-        self._weights = {}
+        self._weights, self._repeated = {}, {}
 
     def forget(self, name: str) -> None:
+        self._repeated = {}
         self._weights = {other: one for other, one in self._weights.items() if other != name}
+
+    def repeated(self, module: nn.Module, program: Program) -> "RepeatedPass | None":
+        """Return the kept pass of a program if nothing has changed since."""
+        found = self._repeated.get(program)
+        return found if found is not None and found.holds(module) else None
+
+    def keep(self, program: Program, make: Callable[[], "RepeatedPass | None"]) -> None:
+        """Keep the second pass of a program, for the next ones."""
+        made = make() if program in self._repeated else None
+        others = {} if len(self._repeated) == MOST_REPEATED else self._repeated
+        self._repeated = {**others, program: made}
 
     def changed(self, name: str, values: Tensor) -> bool:
         """Whether a weight has other values than in the last call; on a GPU, always True."""

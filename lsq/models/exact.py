@@ -4,8 +4,9 @@ They see LoRA layers as the layers inside; lsq.models.adapters reads the adapter
 """
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
+from operator import itemgetter
 from types import FunctionType
 
 from torch import nn
@@ -23,6 +24,7 @@ PLAIN = (
 OTHERS = ("torch.nn.modules.activation", "transformers.activations", "transformers.pytorch_utils")
 """Modules that define activations and Conv1D."""
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_hooks = itemgetter(*HOOKS)
 GLOBAL_HOOKS = tuple(f"_global{name}" for name in HOOKS)
 """Names in torch.nn.modules.module of the hooks that all modules have."""
 RECORDER = "transformers.utils.output_capturing"
@@ -123,6 +125,13 @@ def altered(module: nn.Module) -> str | None:
             if _home(hook) != RECORDER:
                 return f"a hook, {getattr(hook, '__qualname__', type(hook).__name__)}"
     return None
+
+
+def unaltered(modules: Iterable[nn.Module]) -> bool:
+    """Whether no module replaces a method or has a hook: what most passes find, fast."""
+    return not any(
+        [any(_hooks(vars(one))) or not _methods(type(one)).isdisjoint(vars(one)) for one in modules]
+    )
 
 
 def own_methods(module: nn.Module, kind: type[nn.Module]) -> str | None:

@@ -226,6 +226,8 @@ class FusedLayer(InPlace):
 
     def sources(self, name: str) -> list[torch.Tensor]:
         """Return the parameters that `name` joins; ValueError if a module was replaced."""
+        if not self._is_held(name):
+            return [self.own_parameter(name)]
         parameters = []
         for path, holder, last in self.holders(name):
             if holder._parameters.get(last) is None:
@@ -280,8 +282,7 @@ class FusedLayer(InPlace):
         return super().mode_of({name: inputs[name] for name in TRAINED_INPUTS if name in inputs})
 
     def _trains(self, name: str) -> bool:
-        parts = self.sources(name) if self._is_held(name) else [self.own_parameter(name)]
-        return any(parameter.requires_grad for parameter in parts)
+        return any(parameter.requires_grad for parameter in self.sources(name))
 
     # Passes
 

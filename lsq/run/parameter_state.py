@@ -68,8 +68,7 @@ class Stamp:
 
     def _differ(self, tensors: Sequence[Tensor], known: set[int], *, whole: bool) -> set[int]:
         """Return the indices of tensors, but for the known ones, with other values."""
-        here = [one for one, tensor in enumerate(tensors) if tensor.device.type == "cpu"]
-        here = [one for one in here if one not in known]
+        here = [one for one, tensor in enumerate(tensors) if tensor.is_cpu and one not in known]
         summed = []
         if self.exact:
             summed = [one for one in here if whole or tensors[one].numel() <= SMALL]
@@ -95,9 +94,12 @@ def checksum(tensor: Tensor) -> int | None:
 
 def checksums(tensors: Sequence[Tensor]) -> list[int]:
     """Return the checksums of CPU tensors, by one call of the C++ library if it is there."""
-    values = [tensor.detach().contiguous() for tensor in tensors]
+    values = [
+        one if type(one) is nn.Parameter and one.is_contiguous() else one.detach().contiguous()
+        for one in tensors
+    ]
     if not loader.available():
-        return [zlib.crc32(one.view(-1).view(torch.uint8).numpy()) for one in values]
+        return [zlib.crc32(one.detach().view(-1).view(torch.uint8).numpy()) for one in values]
     given = array("q", [number for one in values for number in (one.data_ptr(), one.nbytes)])
     found = array("q", bytes(8 * len(values)))
     loader.call("lsq_checksums", given.buffer_info()[0], len(values), found.buffer_info()[0])

@@ -13,7 +13,7 @@ public:
     explicit Epilogue(const Project& op)
         : RowEpilogue(op.nonlinearity, op.rounded, {op.out, op.out_dtype}, op.columns), op_(op),
           alpha_(op.x.coded.codes ? n_ : 0) {
-        if (op.x.coded.codes && !scales_rows()) set_factors(op.x.coded.scale[0]);
+        if (op.x.coded.codes && !op.x.coded.by_row) set_factors(op.x.coded.scale[0]);
     }
 
     // Sums of codes. -> the largest magnitude
@@ -23,8 +23,10 @@ public:
             Magnitude largest = 0;
             for (int64_t row = 0; row < rows; ++row) {
                 const float* factor = factors(first + row);
+                const __m512 of_row = _mm512_set1_ps(row_factor(first + row));
                 const auto read = [&](int64_t i, __mmask16 there) LSQ_FORCED {
-                    return scaled(sums + row * stride, factor, op_.bias, i, there);
+                    const __m512 y = scaled(sums + row * stride, factor, op_.bias, i, there);
+                    return op_.row_factor ? _mm512_mul_ps(y, of_row) : y;
                 };
                 largest = std::max(largest, end_straight(first + row, read));
             }
@@ -41,7 +43,7 @@ public:
     // Floats, in place.
     Magnitude operator()(int64_t first, int64_t rows, const float*, int64_t) {
         return end(first, rows, [&](int64_t i, float* y) {
-            if (op_.row_factor) multiply(op_.row_factor[first + i], n_, y);
+            if (op_.row_factor) multiply(row_factor(first + i), n_, y);
             if (op_.bias) add_to(op_.bias, n_, y);
         });
     }
@@ -53,21 +55,19 @@ private:
         for (int64_t i = 0; i < n_; ++i) alpha_[i] = input * scale[i];
     }
 
-    bool scales_rows() const { return op_.x.coded.by_row || op_.row_factor; }
-
-    // Factors of a row's sums.
+    // Factors of a row's sums, without row_factor.
     const float* factors(int64_t row) {
-        if (scales_rows()) {
-            const float scale = row_scale(op_.x.coded, row) * shared_scale(op_.x.coded);
-            set_factors(op_.row_factor ? scale * op_.row_factor[row] : scale);
-        }
+        if (op_.x.coded.by_row) set_factors(op_.x.coded.scale[row]);
         return alpha_.data();
     }
+
+    float row_factor(int64_t row) const { return op_.row_factor ? op_.row_factor[row] : 1.0f; }
 
     template <class Sum>
     Magnitude end_sums(int64_t first, int64_t rows, const Sum* sums, int64_t stride) {
         return end(first, rows, [&](int64_t row, float* y) {
             scale_sums(sums + row * stride, n_, factors(first + row), op_.bias, y);
+            if (op_.row_factor) multiply(row_factor(first + row), n_, y);
         });
     }
 

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from operator import itemgetter
 from typing import ClassVar
 
 import torch
@@ -25,7 +26,15 @@ from lsq.layers.model_formats import tensor_names
 from lsq.layers.module import ProgramModule, beside_the_graph, held
 from lsq.models import node_widths
 from lsq.models.batch import remembered
-from lsq.models.exact import GEOMETRIC, altered, module_at, named_inside, own_methods, patched
+from lsq.models.exact import (
+    GEOMETRIC,
+    altered,
+    module_at,
+    named_inside,
+    own_methods,
+    patched,
+    unaltered,
+)
 from lsq.models.reading import activation_of
 from lsq.program.program import Program
 from lsq.program.tensor import Parameter
@@ -122,6 +131,11 @@ class Graph(InPlace):
         every = (vars(self), *(vars(inner) for _, _, _, inner in self.inside))
         return kinds + [[one.get(name) for name in _SETTINGS] for one in every if "flow" in one]
 
+    def first_parameter(self) -> nn.Parameter:
+        for parameters, last in self.places.values():
+            return parameters[last]
+        return super().first_parameter()
+
     def sources(self, name: str) -> list[Tensor]:
         parameters, last = self.places[name]
         return [parameters[last]]
@@ -181,17 +195,21 @@ class Graph(InPlace):
                 "it has changed since it was converted; lsq.revert(model) and lsq.convert(model)"
                 " look at it anew"
             )
-        for path, _, _, inner in (("", None, "", self), *self.inside):
+        every = (("", self), *[(path, inner) for path, _, _, inner in self.inside])
+        for _, inner in every:
             state = vars(inner)
             if "_propagate_forward_hooks" in state:
-                if state["_explain"] or any([state[hooks] for hooks in _HOOKS]):
+                if state["_explain"] or any(_hooks_on_messages(state)):
                     return "it is explained, or has hooks on its messages"
                 _forget_explanation(inner)
-            if self.covers(path):
-                change = altered(inner) if path else own_methods(self, self.float_class)
-                if change:
-                    return f"its {path} has {change}" if path else f"it has {change}"
-        return None
+        own = own_methods(self, self.float_class)
+        if own:
+            return f"it has {own}"
+        covered = [(path, inner) for path, inner in every[1:] if self.covers(path)]
+        if unaltered([inner for _, inner in covered]):
+            return None
+        found = ((path, altered(inner)) for path, inner in covered)
+        return next((f"its {path} has {change}" for path, change in found if change), None)
 
     @property
     def counts_loops(self) -> bool:
@@ -264,6 +282,7 @@ _HOOKS = tuple(
     for kind in ("", "_pre")
 )
 """Names of PyTorch Geometric's own hooks."""
+_hooks_on_messages = itemgetter(*_HOOKS)
 _SETTINGS = tuple(
     "add_self_loops aggr flow node_dim _decomposed_layers normalize project root_weight".split()
 )
