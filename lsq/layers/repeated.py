@@ -30,13 +30,12 @@ class RepeatedPass:
         self._parts = [part for name in self._names for part in module.sources(name)]
         rounded = {name for one in rounded_weights(program) for name in (one.name, one.clip)}
         self._made_from = []
-        read = {tensor for operation in program.operations for tensor in operation.inputs}
-        for virtual in program.parameters:
-            parts, value = module.sources(virtual.name), tensors[virtual.name]
-            if virtual.name in rounded or parts[0] is not value:
+        for name in self._names:
+            parts, value = module.sources(name), tensors[name]
+            if name in rounded or parts[0] is not value:
                 self._made_from += parts
-            if virtual not in read:  # nothing of it is needed, but its size
-                self._tensors[virtual.name] = torch.empty_like(value, device="meta")
+            if name in rounded and parts[0] is not value:  # its codes are read, and its size
+                self._tensors[name] = torch.empty_like(value, device="meta")
         self._stamp = Stamp(self._made_from)
 
     @classmethod
