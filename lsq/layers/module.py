@@ -332,7 +332,8 @@ class ProgramModule(ClippedModule):
     def _save_to_state_dict(self, destination, prefix, keep_vars):
         self._settle_clips()
         self.bring_clips_up()
-        super()._save_to_state_dict(destination, prefix, keep_vars)
+        # not super(): the Linear of PyTorch Geometric saves its weight and bias alone
+        nn.Module._save_to_state_dict(self, destination, prefix, keep_vars)
         if self.quant.quantized:
             self.schedule.save(destination, prefix)
             clip_format.save(destination, prefix, self.quant)

@@ -387,6 +387,16 @@ def test_copies_and_state_dicts(name):
     lsq.convert(mine)
 
 
+def test_state_dicts_of_its_linear_layers():
+    mine, other = layers = geometric.nn.Linear(64, 64), geometric.nn.Linear(64, 64)
+    for layer in layers:
+        lsq.convert(layer)
+    x = torch.randn(9, 64)
+    mine(x).sum().backward()
+    other.load_state_dict(mine.state_dict())
+    assert torch.equal(other(x / 2), mine(x / 2))  # clips are those of x
+
+
 @pytest.mark.parametrize("name", ["GCNConv", "SAGEConv", "GraphConv", "GCN", "GraphSAGE"])
 def test_frozen_weights(name):
     _, mine = both(lambda: KINDS[name]().requires_grad_(False), INT8)
