@@ -47,7 +47,7 @@ def to_bits(
     Unsigned codes are QGTC's: floor((x - min) / s), 0 to 2^bits - 1, s = (max - min) / 2^bits.
 
     Args:
-        tensor: [rows, columns] of numbers or truth values, without a gradient.
+        tensor: [rows, columns] of numbers or truth values, dense or sparse, without a gradient.
         clip: of signed codes: a number, a tensor [1], "absmax" (the default) or "mse", which needs
             2 bits.
         along: the dimension that products sum over, whose codes share words: "rows" for a left
@@ -69,7 +69,7 @@ def to_bits(
             "bit tensors have no gradients, but the tensor requires one; give tensor.detach(), or"
             " call to_bits under torch.no_grad()"
         )
-    x = tensor.detach().float().contiguous()
+    x = tensor.detach().float().to_dense().contiguous()
     if signed:
         step, start = _step_of("absmax" if clip is None else clip, bits, x), None
         scale = torch.where(x.isnan().any(), math.nan, step)

@@ -54,10 +54,12 @@ def test_unsigned_codes_are_qgtcs(bits):
     assert error <= scale * (1 + 1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:.*[Ss]parse:UserWarning")
 def test_one_bit_is_the_adjacency_matrix():
     edges = torch.rand(37, 37) < 0.1
     for signed in SIGNS:
-        assert torch.equal(to_bits(edges, 1, signed=signed).codes().bool(), edges)
+        for given in (edges, edges.to_sparse(), edges.float().to_sparse_csr()):
+            assert torch.equal(to_bits(given, 1, signed=signed).codes().bool(), edges)
     assert torch.equal(to_bits(edges, 1).to_val(), edges.float())
     assert to_bits(torch.tensor([[-9.0, 0.4, 0.6, 1.0]]), 1, clip=1.0).codes().tolist() == [
         [0, 0, 1, 1]
