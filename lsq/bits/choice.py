@@ -83,7 +83,7 @@ def on_cpu(
     if not popcounts and instructions != tiles.PLAIN:
         work *= WITHOUT_POPCOUNTS
     if rows == 1:
-        most = 6.0 if w == 3 else max(4.0, w)
+        most = max(4.0, w) if w != 3 else 6.0 if instructions == "amx" else 9.0
     else:
         most = min(4.5, 2.9 + 12 / rows) if w == 1 else 3.0
         if instructions == "amx":
