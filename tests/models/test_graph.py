@@ -539,6 +539,7 @@ CHANGES = {
         lambda layer: setattr(layer, "message", lambda x_j, edge_weight: 2 * x_j),
     ),
     "the direction": ("SAGEConv", lambda layer: setattr(layer, "flow", "target_to_source")),
+    "own weights of a layer": ("GCN", lambda model: setattr(model.convs[1], "improved", True)),
     "no own row": ("SAGEConv", lambda layer: setattr(layer, "root_weight", False)),
     "sums": ("SAGEConv", lambda layer: setattr(layer, "aggr_module", SumAggregation())),
     "an activation": ("GCN", lambda model: setattr(model, "act", nn.GELU())),
@@ -597,10 +598,21 @@ def test_what_was_changed_before_the_conversion_is_seen(change):
         torch.testing.assert_close(mine(X, EDGES), model(X, EDGES))
 
 
+@pytest.mark.parametrize("converted_first", [True, False])
+def test_a_layer_may_count_its_own_nodes_twice(converted_first):
+    model = KINDS["GCN"]()
+    mine = copy.deepcopy(model)
+    if converted_first:
+        lsq.convert(mine, FLOAT)
+    model.convs[1].improved = mine.convs[1].improved = True
+    if not converted_first:
+        assert lsq.convert(mine, FLOAT).fused == ("convs.0", "convs.1", "convs.2")
+    torch.testing.assert_close(mine(X, GRAPHS["csr"]), model(X, GRAPHS["csr"]))
+
+
 @pytest.mark.parametrize(
     "change",
     [
-        lambda model: setattr(model.convs[1], "improved", True),
         lambda model: model.convs.__setitem__(1, GCNConv(32, 32)),
         lambda model: model.convs[0].requires_grad_(False),
     ],

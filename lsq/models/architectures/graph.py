@@ -284,7 +284,8 @@ _HOOKS = tuple(
 """Names of PyTorch Geometric's own hooks."""
 _hooks_on_messages = itemgetter(*_HOOKS)
 _SETTINGS = tuple(
-    "add_self_loops aggr flow node_dim _decomposed_layers normalize project root_weight".split()
+    "add_self_loops aggr flow improved node_dim _decomposed_layers normalize project"
+    " root_weight".split()
 )
 """Attributes of layers from which programs are built."""
 
@@ -569,7 +570,7 @@ class GraphStack(Graph):
                 raise ValueError(f"its convs.{number} is a {type(conv).__name__}")
             found.append(cls.read(conv, f"convs.{number}."))
         kinds = {(one.own, one.factor, one.scaled) for one in found}
-        if len(kinds) > 1:
+        if len(kinds) > 1 or len({getattr(conv, "improved", None) for conv in module.convs}) > 1:
             raise ValueError("its layers normalise or aggregate in different ways")
         *inner, last = found
         return (*(replace(one, activation=activation) for one in inner), last)
