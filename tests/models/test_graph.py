@@ -266,6 +266,17 @@ def test_layers_share_a_graph_until_it_changes(monkeypatch):
         assert len(seen) == 2
 
 
+def test_weights_of_edges_that_are_trained_have_gradients():
+    model, mine = both(KINDS["GraphConv"])
+    found = []
+    for one in (model, mine):
+        weights = torch.ones(UNIQUE.shape[1], requires_grad=True)
+        edges = torch.sparse_coo_tensor(UNIQUE.flip(0), weights, (NODES, NODES)).coalesce()
+        one(X, edges).square().sum().backward()
+        found.append(weights.grad)
+    assert torch.equal(*found)
+
+
 # In int8
 
 

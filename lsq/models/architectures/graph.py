@@ -337,6 +337,8 @@ def _edges_of(edge_index: Adjacency | Tensor, x: Tensor, *, loops: bool) -> _Edg
             " with .to()"
         )
     if isinstance(edge_index, Tensor):
+        if edge_index.requires_grad:  # weights that are trained, whatever they are now
+            return None
         inner = edge_index
         if edge_index.layout == torch.sparse_csr:
             inner = edge_index.values()
