@@ -266,6 +266,25 @@ def test_layers_share_a_graph_until_it_changes(monkeypatch):
         assert len(seen) == 2
 
 
+@pytest.mark.parametrize(
+    "make, write",
+    [
+        (torch.clone, lambda edges: edges.add_(1)),
+        (torch.clone, lambda edges: edges.data.add_(1)),
+        (torch.clone, lambda edges: edges.numpy().__iadd__(1)),
+        (geometric.EdgeIndex, lambda edges: edges.as_tensor().add_(1)),
+    ],
+    ids=["in place", "data", "numpy", "EdgeIndex"],
+)
+def test_edges_that_are_written_are_read_anew(make, write):
+    model, mine = both(KINDS["GCN"])
+    edges = make(EDGES.clone())
+    before = mine(X, edges)
+    write(edges)
+    expected = model(X, EDGES + 1)
+    assert difference(expected, mine(X, edges)) <= 2e-6 < difference(expected, before)
+
+
 def test_weights_of_edges_that_are_trained_have_gradients():
     model, mine = both(KINDS["GraphConv"])
     found = []

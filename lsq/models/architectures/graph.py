@@ -329,7 +329,7 @@ def _edges_of(edge_index: Adjacency | Tensor, x: Tensor, *, loops: bool) -> _Edg
     `loops`: whether edges from a node to itself count where edges are listed; in a sparse tensor
     they always do, as in PyTorch Geometric.
     """
-    key, stamped = (len(x), loops), False
+    key, listed = (len(x), loops), False
     given = edge_index.indptr if isinstance(edge_index, Adjacency) else edge_index
     if given.device != x.device:
         raise ValueError(
@@ -339,13 +339,15 @@ def _edges_of(edge_index: Adjacency | Tensor, x: Tensor, *, loops: bool) -> _Edg
     if isinstance(edge_index, Tensor):
         if edge_index.requires_grad:  # weights that are trained, whatever they are now
             return None
-        inner = edge_index
-        if edge_index.layout == torch.sparse_csr:
-            inner = edge_index.values()
-        stamped = inner is edge_index and inner.is_inference()  # which has no version
-        key += (None if inner.is_inference() else inner._version,)
+        listed = edge_index.layout == torch.strided
+        if hasattr(edge_index, "as_tensor"):  # EdgeIndex of PyTorch Geometric, which has no memory
+            _check_nodes(len(x), *edge_index.sparse_size())
+            edge_index = edge_index.as_tensor()
+        elif not listed:
+            inner = edge_index.values() if edge_index.layout == torch.sparse_csr else edge_index
+            key += (None if inner.is_inference() else inner._version,)
     return remembered(
-        "edges", (edge_index,), key, lambda: _read(edge_index, len(x), loops), exact=stamped
+        "edges", (edge_index,), key, lambda: _read(edge_index, len(x), loops), exact=listed
     )
 
 
@@ -367,13 +369,9 @@ def _read(edge_index: Tensor | Adjacency, nodes: int, loops: bool) -> _Edges | N
         if values.dim() != 1 or not bool((values == 1).all()):
             return None
         return _Edges(Adjacency.from_csr(edge_index.crow_indices(), edge_index.col_indices()))
-    edges = edge_index
-    if hasattr(edge_index, "as_tensor"):  # EdgeIndex of PyTorch Geometric
-        _check_nodes(nodes, *edge_index.sparse_size())
-        edges = edge_index.as_tensor()
-    if not loops and edges.dim() == 2 and len(edges) == 2:
-        edges = edges[:, edges[0] != edges[1]]
-    return _Edges(Adjacency.from_edges(edges, nodes), listed=True)
+    if not loops and edge_index.dim() == 2 and len(edge_index) == 2:
+        edge_index = edge_index[:, edge_index[0] != edge_index[1]]
+    return _Edges(Adjacency.from_edges(edge_index, nodes), listed=True)
 
 
 def _check_sums(conv: nn.Module, allowed: Sequence[str]) -> None:
