@@ -250,7 +250,8 @@ class BitTensor:
         zero = 2 ** (self.bits - 1) if self._matrix.is_signed else 0
         stored = (self._bytes() + zero).view(torch.uint8)
         kind = StoredType(bits=self.bits, decode=Decode.AFFINE, zero=zero)
-        return PackedWeight.of_stored(stored, torch.ones(len(stored)), kind)
+        ones = stored.new_ones(len(stored), dtype=torch.float32)
+        return PackedWeight.of_stored(stored, ones, kind)
 
     @cached_property
     def _line_sums(self) -> Tensor:

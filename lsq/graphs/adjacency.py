@@ -57,8 +57,9 @@ class Adjacency:
     def _sorted(cls, edges: torch.Tensor, nodes: int) -> Adjacency:
         """Sort edges by the C++ library."""
         count = edges.shape[1]
-        indptr, indices = (torch.empty(size, dtype=torch.int32) for size in (nodes + 1, count))
-        outside = torch.empty(1, dtype=torch.int64)
+        sizes = nodes + 1, count
+        indptr, indices = (edges.new_empty(size, dtype=torch.int32) for size in sizes)
+        outside = edges.new_empty(1, dtype=torch.int64)
         wide = edges.dtype == torch.int64
         loader.call("lsq_sort_edges", edges, wide, count, nodes, indptr, indices, outside)
         if outside >= 0:
@@ -189,9 +190,13 @@ class Adjacency:
         """Return A as a sparse CSR tensor of PyTorch, which layers of PyTorch Geometric take in
         place of `edge_index`."""
         ones = torch.ones(self.edges, dtype=dtype, device=self.indices.device)
-        size = (self.nodes, self.nodes)
         return torch.sparse_csr_tensor(
-            self.indptr, self.indices, ones, size, check_invariants=False
+            self.indptr,
+            self.indices,
+            ones,
+            size=(self.nodes, self.nodes),
+            device=ones.device,
+            check_invariants=False,
         )
 
 

@@ -67,7 +67,7 @@ def check_parts(adjacency: Adjacency, parts: int) -> None:
 
 def _cut(adjacency: Adjacency, parts: int, seed: int) -> torch.Tensor:
     if parts == 1:
-        return torch.zeros(adjacency.nodes, dtype=torch.int32)
+        return torch.zeros(adjacency.nodes, dtype=torch.int32, device="cpu")
     extras.require("partition", "graphs")
     import pymetis
 
@@ -83,7 +83,7 @@ def _cut(adjacency: Adjacency, parts: int, seed: int) -> torch.Tensor:
     csr = [part.numpy().astype(dtype) for part in (undirected.indptr, undirected.indices)]
     options = pymetis.Options(seed=seed)
     found = pymetis.part_graph(parts, pymetis.CSRAdjacency(*csr), options=options).vertex_part
-    return torch.tensor(found, dtype=torch.int32)
+    return torch.tensor(found, dtype=torch.int32, device="cpu")
 
 
 def _distinct(adjacency: Adjacency) -> torch.Tensor:

@@ -89,10 +89,10 @@ class Features:
             scale=(clip / largest).item(),
         )
         groups = groups_of(degrees, least)
-        rows, tables = torch.empty(len(x), dtype=torch.int32), []
+        rows, tables = groups.new_empty(len(x), dtype=torch.int32), []
         for group, (width, multiplier) in enumerate(zip(widths, coding.multipliers, strict=True)):
             nodes = (groups == group).nonzero().flatten()
-            rows[nodes] = torch.arange(len(nodes), dtype=torch.int32)
+            rows[nodes] = torch.arange(len(nodes), dtype=torch.int32, device=rows.device)
             own = clip * (multiplier * maximum_code(width) / largest)
             chunks = [quantize(x[some], own, width).codes for some in nodes.split(CHUNK)]
             tables.append(torch.cat([coding.pack(group, codes) for codes in chunks]))
@@ -151,7 +151,7 @@ class PackedBatch:
         stored = [Stored(dtype, tuple(tensor.shape)) for tensor, dtype in copied]
         stored += [Stored(one.dtype, (len(rows), *one.shape[1:])) for one, rows in gathered]
         size = sum(map(_padded, stored))
-        buffer = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+        buffer = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
         views = _views(buffer, stored)
         for (tensor, _), view in zip(copied, views, strict=False):
             view.copy_(tensor)
@@ -199,7 +199,7 @@ def _features(coding: Coding, packed: Sequence[torch.Tensor]) -> torch.Tensor:
     if len(packed) == 1:
         return coding.unpack(0, packed[0])
     groups, *tables = packed
-    x = torch.empty(len(groups), coding.columns, device=groups.device)
+    x = groups.new_empty((len(groups), coding.columns), dtype=torch.float32)
     for group, table in enumerate(tables):
         x[groups == group] = coding.unpack(group, table)
     return x

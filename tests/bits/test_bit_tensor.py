@@ -10,6 +10,7 @@ import torch
 from lsq.bits import BitTensor, to_bits
 from lsq.quant.stored import BYTES_SUMMED
 from lsq.run import backends
+from tests.defaults import other_defaults
 from tests.native.levels import LEVELS, library_of
 from tests.ops.compare import refused
 
@@ -203,6 +204,19 @@ def test_moved_to_a_device():
     assert {one.device.type for one in (moved.planes, moved.scale, moved.offset)} == {"meta"}
     with refused("on meta and cpu; move one"):
         moved @ operands(3, 40, 2)[1]
+
+
+@pytest.mark.parametrize("signed", [SIGNS, (False, False)])
+@pytest.mark.parametrize("way", WAYS)
+def test_other_defaults_change_nothing(way, signed):
+    expected = operands(9, 130, 17, 3, 8, signed)
+    x, y = drawn(9, 130), drawn(130, 17, seed=1)
+    with other_defaults():
+        a, b = to_bits(x, 3, signed=signed[0]), to_bits(y, 8, along="columns", signed=signed[1])
+        sums, rounded = a._sums(b, way), a._rounded(b, way, 3, 1.0, "rows").to_val()
+    assert torch.equal(sums, expected[0]._sums(expected[1], way))
+    assert torch.equal(rounded, expected[0]._rounded(expected[1], way, 3, 1.0, "rows").to_val())
+    assert torch.equal(b.to_val(), expected[1].to_val()) and rounded.dtype == torch.float32
 
 
 def test_gradients_are_refused():

@@ -15,6 +15,7 @@ from torch_geometric.nn import GCN, GCNConv, GINConv, GraphConv, SAGEConv
 from lsq import extras
 from lsq.graphs import ClusterLoader, partition
 from lsq.graphs.packed import Features
+from tests.defaults import other_defaults
 
 NODES = 300
 
@@ -132,6 +133,18 @@ def test_features_come_in_few_bits(bits):
         assert torch.equal(batch.x, whole[batch.n_id])
         floats = 16 * batch.num_edges + batch.x.nbytes + 17 * batch.num_nodes
         assert packed.nbytes < floats
+
+
+@pytest.mark.parametrize("parts", [1, 12])
+@pytest.mark.parametrize("bits", [None, {0: 8, 4: 3}])
+def test_other_defaults_change_nothing(bits, parts):
+    data, given = graph(), {"parts": parts, "batch": 1, "bits": bits}
+    expected = list(ClusterLoader(data, **given))
+    with other_defaults():
+        found = list(ClusterLoader(data, **given))
+    for one, other in zip(expected, found, strict=True):
+        assert one.x.dtype == other.x.dtype and torch.equal(one.x, other.x)
+        assert (as_scipy(one.adj_t) != as_scipy(other.adj_t)).nnz == 0
 
 
 def test_what_belongs_to_the_graph_stays():

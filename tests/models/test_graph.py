@@ -5,6 +5,7 @@ import io
 import itertools
 import pickle
 import warnings
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -16,10 +17,12 @@ from torch.utils.checkpoint import checkpoint
 import lsq
 from lsq.graphs import Adjacency
 from lsq.layers.memory import plan_memory
+from lsq.models import set_node_bits
 from lsq.models.batch import _recent
 from lsq.models.sparsity import sparsify
 from lsq.observe.statistics import observe
 from lsq.study.sensitivity import sensitivity
+from tests.defaults import other_defaults
 from tests.layers.shapes import decibels
 
 geometric = pytest.importorskip("torch_geometric")
@@ -243,6 +246,19 @@ def test_training_after_a_pass_of_inference_on_the_same_graph(name, quant):
     for one in (edges, inside):
         mine.train()(x, one).sum().backward()
     assert x.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_other_defaults_change_nothing(name):
+    found = []
+    for defaults in (nullcontext, other_defaults):
+        _, mine = both(KINDS[name], INT8)
+        set_node_bits(mine, {0: 8, 4: 4})
+        x, edges = X.clone().requires_grad_(), EDGES.clone()
+        with defaults():
+            mine(x, edges).square().sum().backward()
+        found.append((x.grad, mine.eval()(X, edges)))
+    assert all(map(torch.equal, *found))
 
 
 def read_graphs(monkeypatch) -> list[int]:

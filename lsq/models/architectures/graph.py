@@ -484,8 +484,7 @@ class GCNLayer(Graph):
     def own_term(self, edges: _Edges) -> Tensor:
         # PyTorch Geometric reads `improved` for sparse tensors alone, if edges have no weights
         times = 2.0 if self._convolution.improved and not edges.listed else 1.0
-        device = edges.degrees.device
-        return edges.kept(("own", times), lambda: torch.full((1,), times, device=device))
+        return edges.kept(("own", times), lambda: edges.degrees.new_full((1,), times))
 
     def factor(self, edges: _Edges, own: Tensor | None) -> Tensor:
         def make() -> Tensor:
