@@ -261,6 +261,15 @@ def test_other_defaults_change_nothing(name):
     assert all(map(torch.equal, *found))
 
 
+@pytest.mark.parametrize("graph", ["csr", "coo"])
+def test_a_sparse_graph_is_made_in_inference(graph):
+    model, mine = both(KINDS["GCN"])
+    with torch.inference_mode():
+        edges = GRAPHS[graph].clone()
+        assert difference(model(X, edges), mine(X, edges)) <= 2e-6
+    assert gradients(mine, X, edges)["x"].isfinite().all()
+
+
 def read_graphs(monkeypatch) -> list[int]:
     """A list that grows with every graph that is sorted."""
     seen, own = [], Adjacency.from_edges.__func__

@@ -362,7 +362,7 @@ def _read(edge_index: Tensor | Adjacency, nodes: int, loops: bool) -> _Edges | N
         _check_nodes(nodes, edge_index.nodes)
         return _Edges(edge_index)
     if edge_index.layout in (torch.sparse_coo, torch.sparse_csc):
-        edge_index = edge_index.to_sparse_csr()
+        edge_index = edge_index.clone().to_sparse_csr()  # inference tensors have no values here
     if edge_index.layout == torch.sparse_csr:
         _check_nodes(nodes, *edge_index.shape)
         values = edge_index.values()
