@@ -734,6 +734,11 @@ WRONG = {
     "a negative index": (X, torch.tensor([[0, -1], [1, 2]]), r"edge 1 has the nodes \[-1, 2\]"),
     "too few rows": (X[:20], sparse(UNIQUE), "has 23 nodes, but there are 20 rows"),
     "an adjacency": (X[:20], Adjacency.from_edges(EDGES, NODES), "23 nodes, but there are 20 rows"),
+    "an index too large in an adjacency": (
+        X,
+        Adjacency(indptr=torch.arange(NODES + 1).int(), indices=torch.full((NODES,), 40).int()),
+        r"edge 0 has the nodes \[40\], but the graph has 23 nodes",
+    ),
     "no square": (
         X,
         torch.sparse_csr_tensor(

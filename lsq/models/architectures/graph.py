@@ -360,6 +360,9 @@ def _check_nodes(nodes: int, *found: int | None) -> None:
 def _read(edge_index: Tensor | Adjacency, nodes: int, loops: bool) -> _Edges | None:
     if isinstance(edge_index, Adjacency):
         _check_nodes(nodes, edge_index.nodes)
+        Adjacency.from_csr(
+            edge_index.indptr, edge_index.indices
+        )  # checks what a user may have made
         return _Edges(edge_index)
     if edge_index.layout in (torch.sparse_coo, torch.sparse_csc):
         edge_index = edge_index.clone().to_sparse_csr()  # inference tensors have no values here
