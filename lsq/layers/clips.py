@@ -127,7 +127,7 @@ class ClippedModule(nn.Module):
         *parts, name = path.split(".")
         holder = self
         for part in parts:
-            if part not in dict(holder.named_children()):
+            if holder._modules.get(part) is None:  # named_children() yields a shared module once
                 holder.add_module(part, nn.Module())
             holder = holder.get_submodule(part)
         return holder, name

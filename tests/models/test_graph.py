@@ -539,7 +539,12 @@ def test_a_layer_used_twice_and_a_weight_of_two_layers():
         model.convs[2].lin.weight = model.convs[1].lin.weight
         return model
 
-    for make in (Twice, tied):
+    def shared():
+        model = GCN(WIDTH, 32, 4, 32)
+        model.convs[2] = model.convs[1]
+        return model
+
+    for make in (Twice, tied, shared):
         check_same(make, "int64")
 
 
