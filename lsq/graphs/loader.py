@@ -143,10 +143,11 @@ def _node_tensors(data: Data) -> dict[str, torch.Tensor]:
         if name in OWN[1:] or not data.is_node_attr(name):
             continue
         value = data[name]
-        if not isinstance(value, torch.Tensor) or value.layout != torch.strided or name in OWN:
+        dense = isinstance(value, torch.Tensor) and value.layout == torch.strided
+        if not dense or data.__cat_dim__(name, value) % value.dim() or name in OWN:
             raise ValueError(
                 f"{name} has an entry for each node and cannot be sliced: make it a dense tensor"
-                f" under another name than {OWN[0]}, or remove it"
+                f" with a row for each node, under another name than {OWN[0]}, or remove it"
             )
         found[name] = value.detach().cpu()
     return found

@@ -223,6 +223,7 @@ def test_graphs_that_cannot_be_are_refused():
     refused(broken, "1 of 3300 values are NaN", bits=8)
     refused(graph(names=["node"] * NODES), "names has an entry for each node and cannot be sliced")
     refused(graph(n_id=torch.arange(NODES)), "n_id has an entry for each node and cannot")
+    refused(graph(path_index=torch.ones(NODES + 1, NODES)), "path_index .* a row for each node")
     outside = graph()
     outside.edge_index[1, 5] = NODES
     refused(outside, "edge 5 has the nodes .*, but the graph has 300 nodes")
