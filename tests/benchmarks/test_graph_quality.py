@@ -24,18 +24,20 @@ def test_differences_are_paired_by_seed():
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize(
-    ("tasks", "sides"),
+    ("tasks", "sides", "options"),
     [
-        (["GIN, small graphs", "karate, GCN"], [FLOAT, "8 bits"]),
-        pytest.param(list(TASKS), list(SIDES), marks=pytest.mark.thorough),
+        (["GIN, small graphs", "karate, GCN"], [FLOAT, "8 bits"], []),
+        (["GCN, 16 wide"], [FLOAT, "8 bits"], ["--together"]),
+        pytest.param(list(TASKS), list(SIDES), [], marks=pytest.mark.thorough),
     ],
 )
-def test_quick_run(tasks, sides, tmp_path, capsys):
+def test_quick_run(tasks, sides, options, tmp_path, capsys):
     path = tmp_path / "found.json"
-    given = ["--quick", "--threads", "1", "--json", str(path), "--seeds", "1"]
+    given = ["--quick", "--threads", "1", "--json", str(path), "--seeds", "1", *options]
     graph_quality.main([*given, "--tasks", *tasks, "--sides", *sides])
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert json.loads(path.read_text()) == found
+    assert found["conditions"]["together"] is bool(options)
     assert [(row["task"], row["side"]) for row in found["rows"]] == [
         (task, side) for task in tasks for side in sides
     ]
