@@ -28,8 +28,9 @@ class ModelBatch:
     loss: Callable[[], Tensor]
     """Function that returns the mean loss of the batch, differentiable, the same at each call."""
     lengths: Sequence[int]
-    losses: Callable[[Sequence[int]], tuple[Tensor, float]]
-    """Indices of sentences -> (sum of their losses without label smoothing, number of words)."""
+    losses: Callable[[Sequence[int]], tuple[Tensor, float, Tensor]]
+    """Indices of sentences -> (sum of their losses without label smoothing, number of words, logits
+    [words, vocabulary])."""
     description: str
 
 
@@ -93,9 +94,12 @@ def _of_fairseq(given: BatchOptions) -> ModelBatch:
         total, count, _ = criterion(found.model, sample)
         return total.sum() / count
 
-    def losses(numbers: Sequence[int]) -> tuple[Tensor, float]:
+    def losses(numbers: Sequence[int]) -> tuple[Tensor, float, Tensor]:
         part = dataset.collater([dataset[chosen[number]] for number in numbers])
-        return plain(found.model, part)[0].sum(), float(part["ntokens"])
+        output = found.model(**part["net_input"])
+        logits = found.model.get_normalized_probs(output, log_probs=True)
+        words = found.model.get_targets(part, output) != found.task.target_dictionary.pad()
+        return plain(found.model, part)[0].sum(), float(part["ntokens"]), logits[words]
 
     return ModelBatch(
         model=found.model,
@@ -139,25 +143,29 @@ def _of_transformers(path: Path, texts: Sequence[Path], words: int) -> ModelBatc
         model=model,
         loss=lambda: model(**inputs).loss,
         lengths=inputs["attention_mask"].sum(1).tolist(),
-        losses=lambda numbers: _losses(model, inputs, numbers),
+        losses=lambda numbers: _losses(model, inputs, numbers, losses[0] is _next_word),
         description=f"{count} sentences, {amount} words of {' and '.join(map(str, texts))}",
     )
 
 
 def _losses(
-    model: nn.Module, inputs: dict[str, Tensor], numbers: Sequence[int]
-) -> tuple[Tensor, float]:
-    """Compute `ModelBatch.losses` for a model of transformers' on its inputs [B, T]."""
+    model: nn.Module, inputs: dict[str, Tensor], numbers: Sequence[int], shifted: bool
+) -> tuple[Tensor, float, Tensor]:
+    """Compute `ModelBatch.losses` for a model of transformers' on its inputs [B, T]; `shifted`: it
+    predicts the next word."""
     rows = {name: tensor[list(numbers)] for name, tensor in inputs.items()}
     columns = rows["attention_mask"].any(0)
     of_labels = (rows["labels"] != IGNORED).any(0) if model.config.is_encoder_decoder else columns
     rows = {
         name: tensor[:, of_labels if name == "labels" else columns] for name, tensor in rows.items()
     }
-    count = int((rows["labels"] != IGNORED).sum())
+    wanted = rows["labels"] != IGNORED
+    count = int(wanted.sum())
     if not count:
-        return torch.zeros((), requires_grad=True), 0.0
-    return model(**rows).loss * count, float(count)
+        return torch.zeros((), requires_grad=True), 0.0, torch.zeros(0, 1)
+    found = model(**rows)
+    logits = found.logits[:, :-1][wanted[:, 1:]] if shifted else found.logits[wanted]
+    return found.loss * count, float(count), logits
 
 
 def _encoded(model: nn.Module, tokenizer, lines: Sequence[str]):

@@ -15,7 +15,7 @@ from lsq.study.tables import UNLIMITED, fitted
 from lsq.study.tensors import ACTIVATION, PLURALS, WEIGHT
 
 FORMAT = "lsq-sensitivity"
-VERSION = 1
+VERSION = 2
 KINDS = (WEIGHT, ACTIVATION)
 LARGEST = 2**53
 REMEDY = "give a file of `lsq sensitivity`, or delete it and measure again"
@@ -29,6 +29,9 @@ class Cost:
     """Bits of a value, scales included."""
     cost: float | None
     """Loss with only this tensor in the format, minus loss without it; None: not finite."""
+    divergence: float | None
+    """Divergence of the predictions from those of the model as it is, in nats of an item; None: not
+    measured, or not finite."""
     first: float
     """Sum of gradients times changes of values; may be negative."""
     second: float
@@ -38,10 +41,10 @@ class Cost:
 
     def __post_init__(self) -> None:
         for name, value in dataclasses.asdict(self).items():
-            if not (name == "cost" and value is None):
+            if not (name in ("cost", "divergence") and value is None):
                 check_finite(name, value)
-        for name in ("bits", "second", "error"):
-            if getattr(self, name) < 0:
+        for name in ("bits", "divergence", "second", "error"):
+            if (getattr(self, name) or 0.0) < 0:
                 raise ValueError(f"{name} is {shown(getattr(self, name))}; it must be 0 or more")
 
 

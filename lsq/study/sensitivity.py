@@ -1,5 +1,9 @@
 """Costs of formats in loss for each tensor: measured, one tensor at a time, and estimated.
 
+The divergence is that of the predictions q from those of the model as it is, p: the mean of
+sum p log(p / q) in nats (Kullback and Leibler 1951). Unlike a difference of losses, it is never
+negative and does not fit the few items that are measured.
+
 The estimate is of second order: a change d of values changes the loss by about g d + 1/2 d H d. H
 is the diagonal (LeCun et al. 1989, "Optimal Brain Damage") of the empirical Fisher information
 (Martens 2014, arXiv:1412.1193, section 11). For a mean of T negative log-likelihoods in nats, it is
@@ -17,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import kl_div
 
 from lsq.layers.module import ProgramModule
 from lsq.quant.declared import declared_tables
@@ -26,8 +31,11 @@ from lsq.study.products import Look, inputs_replaced
 from lsq.study.tensors import ACTIVATION, WEIGHT, as_rows, chosen_by, parameters_of
 
 FORMATS = tuple("int8/row int6/row int4/group32 vsquant4 nvfp4 int3/group32 int2/group16".split())
-Loss = Callable[[nn.Module, Any], tuple[Tensor, float]]
-"""(model, batch) -> (the sum of its losses, a scalar with gradients; their number)."""
+Loss = Callable[[nn.Module, Any], tuple[Tensor, float] | tuple[Tensor, float, Tensor]]
+"""(model, batch) -> (the sum of its losses, a scalar with gradients; their number; and, where the
+divergence is wanted, the logits [items, classes] of its predictions)."""
+LARGEST_PREDICTIONS = 2**28
+"""Most logits that are compared with those of the model as it is: 1 GiB of these are kept."""
 SEED = 1
 """Seed of each pass: lsq's own layers may round gradients at random."""
 
@@ -114,7 +122,7 @@ def gradients(
         seeded = torch.random.fork_rng(devices=[])
         with inputs_replaced(weights, look), torch.enable_grad(), seeded:
             torch.default_generator.manual_seed(SEED)
-            total, count = loss(model, sample)
+            total, count, *_ = loss(model, sample)
             leaves = [*weights.values(), *(x for _, x in read)]
             found = torch.autograd.grad(total, leaves, allow_unused=True)
         made.count += float(count)
@@ -170,8 +178,9 @@ def sensitivity(
 
     Args:
         model: on any device.
-        loss: (model, batch) -> (sum of the batch's losses, a scalar with gradients; their number).
-            The estimate is for negative log-likelihoods in nats, such as cross-entropy.
+        loss: (model, batch) -> (sum of the batch's losses, a scalar with gradients; their number),
+            and perhaps the logits [items, classes] of the predictions, whose divergence is measured
+            then. The estimate is for negative log-likelihoods in nats, such as cross-entropy.
         batches: for the measurement; the loss is the mean over all of them.
         samples: for the estimate, best one sentence each; None: the batches.
         formats: names for lsq.quant.numbers.scaled_format; blocks lie along the dimension that
@@ -197,8 +206,8 @@ def sensitivity(
         model=model, loss=loss, batches=batches, weights=_weights(model, tensors), rounding=rounding
     )
     with _still(model, trial.weights.values()):
-        before, count = trial.mean_loss(trial.look)
-        again, _ = trial.mean_loss(_as_it_is)
+        before, count, _ = trial.measured(trial.look)
+        again, *_ = trial.measured(_as_it_is)
         if not math.isfinite(before):
             raise ValueError(
                 f"the batches have a loss of {before:g}; give a model and batches with a finite one"
@@ -250,6 +259,8 @@ class _Trial:
     values: dict[str, int] = field(default_factory=dict)
     """Name of a weight -> number of values in the inputs of its products."""
     transposed: set[str] = field(default_factory=set)
+    predictions: list[Tensor] = field(default_factory=list)
+    """Logarithms of the probabilities [items, classes] of the first batches, from the first run."""
 
     def look(self, name: str, x: Tensor, transposed: bool) -> Tensor:
         self.values[name] = self.values.get(name, 0) + x.numel()
@@ -258,16 +269,24 @@ class _Trial:
         return x
 
     @torch.no_grad()
-    def mean_loss(self, look: Look) -> tuple[float, float]:
-        """Return (mean loss of all batches, number of losses); ValueError if there are none."""
-        total = count = 0.0
+    def measured(self, look: Look) -> tuple[float, float, float | None]:
+        """Return (mean loss of all batches, number of losses, divergence from the first run or
+        None); ValueError if there are no losses."""
+        total = count = divergence = 0.0
+        first, kept = not self.values, 0
         with inputs_replaced(self.weights, look):
-            for batch in self.batches:
-                value, number = self.loss(self.model, batch)
-                total, count = total + float(value), count + float(number)
+            for number, batch in enumerate(self.batches):
+                value, items, *logits = self.loss(self.model, batch)
+                total, count = total + float(value), count + float(items)
+                if first and logits and kept < LARGEST_PREDICTIONS:
+                    self.predictions.append(logits[0].float().log_softmax(1))
+                    kept += logits[0].numel()
+                elif not first and number < len(self.predictions):
+                    divergence += _divergence(self.predictions[number], logits[0])
         if not count > 0:
             raise ValueError("the batches have no losses; give some with words to predict")
-        return total / count, count
+        items = sum(map(len, self.predictions))
+        return total / count, count, divergence / items if items else None
 
     def weight(self, name: str, found: Gradients, before: float) -> TensorCosts:
         weight, transposed, formats = self.weights[name], name in self.transposed, {}
@@ -277,8 +296,9 @@ class _Trial:
             change = rounded.double() - values.double()
             sums.add(values, change, found.sums[name], found.squares[name])
             with _replaced(weight, rounded):
-                loss, _ = self.mean_loss(_as_it_is)
-            formats[form] = _cost(sums, found.count, how.bits(weight, transposed), loss - before)
+                loss, _, divergence = self.measured(_as_it_is)
+            bits = how.bits(weight, transposed)
+            formats[form] = _cost(sums, found.count, bits, loss - before, divergence)
         return self.costs(WEIGHT, name, formats)
 
     def activation(self, name: str, found: Gradients, before: float) -> TensorCosts:
@@ -293,9 +313,9 @@ class _Trial:
                 bits += how.form.total_bits(x.shape)
                 return how.activation(x)
 
-            loss, _ = self.mean_loss(look)
+            loss, _, divergence = self.measured(look)
             sums, width = found.activations[name, form], bits / self.values[name]
-            formats[form] = _cost(sums, found.count, width, loss - before)
+            formats[form] = _cost(sums, found.count, width, loss - before, divergence)
         return self.costs(ACTIVATION, name, formats)
 
     def costs(self, kind: str, name: str, formats: dict[str, Cost]) -> TensorCosts:
@@ -314,10 +334,18 @@ def _as_it_is(name: str, x: Tensor, transposed: bool) -> Tensor:
     return x
 
 
-def _cost(sums: Sums, count: float, bits: float, cost: float) -> Cost:
+def _divergence(before: Tensor, logits: Tensor) -> float:
+    """Return the sum over items of the divergence of logits from log probabilities before."""
+    now = logits.float().log_softmax(1)
+    return float(kl_div(now, before, reduction="none", log_target=True).sum(dtype=torch.float64))
+
+
+def _cost(sums: Sums, count: float, bits: float, cost: float, divergence: float | None) -> Cost:
+    measured = divergence is not None and math.isfinite(divergence)
     return Cost(
         bits=bits,
         cost=cost if math.isfinite(cost) else None,
+        divergence=max(divergence, 0.0) if measured else None,
         first=sums.first / count,
         second=sums.second / (2 * count),
         error=sums.noise / sums.signal if sums.signal > 0 else 0.0,

@@ -95,11 +95,16 @@ def test_models_of_transformers(folder, texts, make, files):
 def check_parts(batch, tolerance: float) -> tuple[float, float]:
     """Losses of sentences by themselves, of two parts and of all together; returns the last."""
     numbers = list(range(len(batch.lengths)))
-    total, words = batch.losses(numbers)
+    total, words, logits = batch.losses(numbers)
+    assert len(logits) == words
     for parts in ([[number] for number in numbers], [numbers[::2], numbers[1::2]]):
         found = [batch.losses(part) for part in parts]
-        assert sum(float(part) for part, _ in found) == pytest.approx(float(total), rel=tolerance)
-        assert sum(count for _, count in found) == words > 0
+        losses, counts, predictions = zip(*found, strict=True)
+        assert sum(map(float, losses)) == pytest.approx(float(total), rel=tolerance)
+        assert sum(counts) == words > 0
+        likeliest = torch.cat([one.log_softmax(1).amax(1) for one in predictions if len(one)])
+        together = logits.log_softmax(1).amax(1)
+        torch.testing.assert_close(likeliest.sort()[0], together.sort()[0], rtol=0, atol=1e-2)
     return float(total), words
 
 

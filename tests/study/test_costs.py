@@ -7,8 +7,8 @@ import pytest
 from lsq.study import correlation
 from lsq.study.costs import Cost, Costs, TensorCosts, read_costs, write_costs
 
-COST = Cost(bits=4.5, cost=-0.25, first=-0.5, second=0.125, error=0.01)
-LOST = dataclasses.replace(COST, cost=None)
+COST = Cost(bits=4.5, cost=-0.25, divergence=0.75, first=-0.5, second=0.125, error=0.01)
+LOST = dataclasses.replace(COST, cost=None, divergence=None)
 TENSOR = {"name": "a.weight", "shape": (3, 4), "transposed": False}
 COSTS = Costs(
     about={"model": "a", "numbers": [1, 2]},
@@ -36,7 +36,7 @@ def content(tmp_path) -> dict:
 
 def test_what_is_written_is_read(tmp_path, content):
     assert read_costs(tmp_path / "costs.json") == COSTS
-    assert (content["format"], content["version"]) == ("lsq-sensitivity", 1)
+    assert (content["format"], content["version"]) == ("lsq-sensitivity", 2)
     assert content["tensors"][0]["formats"]["nvfp4"]["cost"] is None
     assert [path.name for path in tmp_path.iterdir()] == ["costs.json"]
 
@@ -47,7 +47,7 @@ REMOVED = object()
 @pytest.mark.parametrize(
     ("where", "value", "named"),
     [
-        ("version", 2, "version are 'lsq-sensitivity' and 2; they must be"),
+        ("version", 1, "version are 'lsq-sensitivity' and 1; they must be"),
         ("format", REMOVED, "format and version are None"),
         ("loss", "low", "loss is 'low'"),
         ("about", 3, "about is 3"),

@@ -1,4 +1,5 @@
 import copy
+import sys
 
 import pytest
 import torch
@@ -45,6 +46,55 @@ def test_estimate_is_exact_where_the_curvature_is_the_fisher_information(slope):
         for cost in by_name(costs, kind)["idle.weight"].formats.values():
             assert (cost.cost, cost.first, cost.second) == (0.0, 0.0, 0.0)
             assert 0 < cost.error < 1
+
+
+def test_the_divergence_is_that_from_the_models_own_predictions():
+    """Against a model with the other weight, in float64: a mean over the words of all batches."""
+    model, batches = Layers().eval(), word_batches()
+
+    def loss(model, batch):
+        total, count = word_loss(model, batch)
+        return total, count, model(batch[0]).flatten(0, 1)
+
+    costs = sensitivity(model, loss, batches, formats=["int2/row"], clip="absmax")
+    tensors = by_name(costs, "weight")
+    other, how = copy.deepcopy(model), scaled_format("int2/row")
+    weight = other.get_parameter("attention.out_proj.weight").data
+    weight.copy_(how.decode(how.encode(weight)))
+    with torch.no_grad():
+        p, q = (
+            torch.cat([one(tokens).flatten(0, 1).double().log_softmax(1) for tokens, _ in batches])
+            for one in (model, other)
+        )
+    expected = (p.exp() * (p - q)).sum(1).mean().item()
+    found = tensors["attention.out_proj.weight"].formats["int2/row"].divergence
+    assert found == pytest.approx(expected, rel=1e-4) and expected > 1e-4
+    assert all(
+        one.formats["int2/row"].divergence > 0 for one in by_name(costs, "activation").values()
+    )
+
+
+def test_no_divergence_is_measured_without_predictions():
+    costs = sensitivity(
+        Layers(), word_loss, word_batches(), formats=["int4/row"], activations=False
+    )
+    assert {one.formats["int4/row"].divergence for one in costs.tensors} == {None}
+
+
+def test_predictions_of_the_first_batches_alone_are_kept(monkeypatch):
+    def loss(model, batch):
+        return *word_loss(model, batch), model(batch[0]).flatten(0, 1)
+
+    def found() -> float:
+        options = {"formats": ["int2/row"], "tensors": ["across"], "activations": False}
+        (tensor,) = sensitivity(Layers(), loss, word_batches(), **options).tensors
+        return tensor.formats["int2/row"].divergence
+
+    torch.manual_seed(1)
+    every = found()
+    monkeypatch.setattr(sys.modules[sensitivity.__module__], "LARGEST_PREDICTIONS", 1)
+    torch.manual_seed(1)
+    assert 0 < found() != every
 
 
 def test_estimate_needs_samples_by_themselves():
