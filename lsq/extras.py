@@ -44,8 +44,8 @@ EXTRAS = {
         {"uvicorn": "uvicorn", "starlette": "starlette", "prometheus-client": "prometheus_client"},
     ),
     "study": Extra(
-        "tables, pictures and TensorBoard",
-        {name: name for name in ("matplotlib", "tabulate", "tensorboard")},
+        "studies of formats, tables, pictures and TensorBoard",
+        {name: name for name in ("matplotlib", "tabulate", "tensorboard", "scipy")},
     ),
     "ctranslate2": Extra("`lsq export --to ctranslate2`", {"ctranslate2": "ctranslate2"}),
     "graphs": Extra(

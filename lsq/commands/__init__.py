@@ -13,6 +13,7 @@ COMMANDS = {
     "plan": "place buffers in as little memory as possible",
     "formats": "what number formats cost the tensors of a model, as table, picture and JSON",
     "sensitivity": "what each layer costs in loss in each number format: which bits where",
+    "allocate": "a number format for each weight, so that a model loses least within a budget",
     "doctor": "what this machine can do, and what to install for more",
     "tune": "find the fastest way to run matrix products on this GPU or CPU",
     "configs": "files of tuned products: list, show, verify",
@@ -27,6 +28,7 @@ EXTRAS = {
     "compare": ("fairseq", "text", "study"),
     "formats": ("study",),
     "sensitivity": ("study",),
+    "allocate": ("huggingface", "study"),
     "serve": ("serve",),
 }
 """Command -> extras of lsq that it cannot run without."""

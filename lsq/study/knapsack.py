@@ -18,9 +18,10 @@ ROUNDING = 1e-12
 """By which share sums may exceed a budget: they are sums of floats."""
 TINY = 1e-300
 FEASIBLE = 1e-9
-"""Tolerance of the solver, in shares of a budget."""
-LARGEST = 1e3
-"""Costs and budgets are scaled to this number for the solver, whose gaps are absolute."""
+"""By which share a choice may cost more than all of the greedy solution."""
+LARGEST = 1e6
+"""Costs and budgets are scaled to this number for the solver, whose tolerances of 1e-6 are
+absolute."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,10 +136,11 @@ def exact(problem: Problem, seconds: float = 60.0) -> tuple[int, ...] | None:
         seconds: after these it returns the best choices so far.
 
     Raises:
-        MissingPackage: highspy is missing.
+        MissingPackage: scipy is missing.
     """
     require("an exact allocation", "study")
-    import highspy
+    from scipy.optimize import Bounds, LinearConstraint, milp
+    from scipy.sparse import csr_array
 
     start = greedy(problem)
     lowest = [min(choice.cost for choice in item.choices) for item in problem.items]
@@ -149,46 +151,33 @@ def exact(problem: Problem, seconds: float = 60.0) -> tuple[int, ...] | None:
         _undominated(item, low + above * (1 + FEASIBLE))
         for item, low in zip(problem.items, lowest, strict=True)
     ]
-    if math.isinf(above):
-        above = max(
-            c.cost - low for i, low in zip(problem.items, lowest, strict=True) for c in i.choices
-        )
-    solver = highspy.Highs()
-    solver.silent()
-    for name, value in {
-        "mip_abs_gap": 0.0,
-        "mip_rel_gap": 0.0,
-        "mip_feasibility_tolerance": FEASIBLE,
-        "primal_feasibility_tolerance": FEASIBLE,
-        "time_limit": seconds,
-        "threads": 1,
-    }.items():
-        solver.setOptionValue(name, value)
-    variables = []
-    for item, numbers, low in zip(problem.items, kept, lowest, strict=True):
-        one = [
-            solver.addBinary(obj=(item.choices[number].cost - low) * LARGEST / (above or 1.0))
-            for number in numbers
-        ]
-        solver.addConstr(sum(one[1:], one[0]) == 1)
-        variables.append(one)
-    for resource, budget in enumerate(problem.budgets):
-        terms = [
-            item.choices[number].takes[resource] * LARGEST / budget * variable
-            for item, numbers, one in zip(problem.items, kept, variables, strict=True)
-            for number, variable in zip(numbers, one, strict=True)
-        ]
-        solver.addConstr(sum(terms[1:], terms[0]) <= LARGEST)
-    solver.minimize()
-    values = solver.getSolution().col_value
-    if not values:
+    left = [
+        (number, item.choices[one], item.choices[one].cost - low)
+        for number, (item, numbers, low) in enumerate(zip(problem.items, kept, lowest, strict=True))
+        for one in numbers
+    ]
+    items, choices, costs = zip(*left, strict=True)
+    unit = above if math.isfinite(above) else max(costs) or 1.0
+    of_items = csr_array((numpy.ones(len(left)), (items, range(len(left)))))
+    taken = numpy.array([one.takes for one in choices]).T / numpy.array(problem.budgets)[:, None]
+    found = milp(
+        numpy.array(costs) * LARGEST / unit,
+        integrality=numpy.ones(len(left)),
+        bounds=Bounds(0, 1),
+        constraints=[
+            LinearConstraint(of_items, 1, 1),
+            LinearConstraint(taken * LARGEST, -numpy.inf, LARGEST),
+        ],
+        options={"time_limit": seconds, "mip_rel_gap": 0.0},
+    )
+    if found.x is None:
         return start
-    found, first = [], 0
+    picked, first = [], 0
     for numbers in kept:
-        found.append(numbers[int(numpy.argmax(values[first : first + len(numbers)]))])
+        picked.append(numbers[int(numpy.argmax(found.x[first : first + len(numbers)]))])
         first += len(numbers)
-    better = start is None or problem.cost(found) <= problem.cost(start)
-    return tuple(found) if problem.fits(found) and better else start
+    better = start is None or problem.cost(picked) <= problem.cost(start)
+    return tuple(picked) if problem.fits(picked) and better else start
 
 
 def _undominated(item: Item, most: float) -> list[int]:

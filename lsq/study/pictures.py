@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from lsq import extras, files
 from lsq.quant.tables import lloyd_max_distortion
+from lsq.study.allocation import Allocation, Allocator
 from lsq.study.costs import KINDS, Costs
 from lsq.study.errors import BOUNDS, Errors, Median
 from lsq.study.tensors import PLURALS
@@ -23,6 +24,8 @@ NEAR = 0.5
 """In bits: points this near to each other have their names in one column to the right."""
 ROWS = 36
 MOST_NAMES = 80
+SHOWN = 40
+"""Last characters of a name below an axis."""
 DECADES = 4
 """Decades of logarithmic axes below the largest cost; nearer to zero they are linear."""
 
@@ -64,6 +67,32 @@ def draw_costs(costs: Costs, path: Path) -> None:
         axes.set_xticks(range(len(shown)), labels, rotation=90)
         axes.tick_params(axis="x", labelsize="x-small")
     figure.suptitle(f"Loss {costs.loss:.4f}: what it grows by with one tensor in another format")
+    _write(figure, path, dpi=120)
+
+
+def draw_front(allocator: Allocator, allocation: Allocation, path: Path) -> None:
+    """Draw costs over mean bits: the front of all budgets, uniform formats, and an allocation with
+    the bits of its weights below, into a .png, .svg or .pdf."""
+    shown = [", ".join(one.names) for one in allocation.chosen]
+    figure = _figure(7 + 0.12 * min(len(shown), MOST_NAMES), 8)
+    above, below = figure.subplots(2, 1)
+    bits, costs = zip(*allocator.front(), strict=True)
+    above.plot(bits, costs, "-", color="C0", label=f"best mixes ({allocator.method})")
+    uniform = allocator.uniform()
+    above.plot(*zip(*uniform.values(), strict=True), "o", color="C1", label="uniform", **POINTS)
+    for form, (width, cost) in uniform.items():
+        above.annotate(form, (width, cost), (4, 4), textcoords="offset points", fontsize="x-small")
+    above.plot(allocation.bits, allocation.cost, "*", color="C3", markersize=12, label="chosen")
+    positive = all(cost > 0 for cost in (*costs, *(cost for _, cost in uniform.values())))
+    above.set(xlabel="mean bits of a value, scales included", ylabel=allocation.rule)
+    above.set_yscale("log" if positive else "linear")
+    above.grid(alpha=0.25)
+    above.legend(fontsize="small")
+    below.bar(range(len(shown)), [one.bits for one in allocation.chosen], color="C0")
+    named = shown if len(shown) <= MOST_NAMES else []
+    below.set_xticks(range(len(named)), [name[-SHOWN:] for name in named], rotation=90)
+    below.tick_params(axis="x", labelsize="xx-small")
+    below.set(ylabel="bits of a value")
     _write(figure, path, dpi=120)
 
 

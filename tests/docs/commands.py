@@ -245,6 +245,7 @@ RULES = [
     Rule("lsq serve", parse_lsq, "serves until it is stopped", test=COMMANDS + "serve.py"),
     Rule("lsq formats --model", parse_lsq, "needs a training", test=COMMANDS + "formats.py"),
     Rule("lsq sensitivity", parse_lsq, "needs a training", test=COMMANDS + "sensitivity.py"),
+    Rule("lsq allocate", parse_lsq, "needs measured costs", test=COMMANDS + "allocate.py"),
     Rule(
         "lsq convert-checkpoint",
         parse_lsq,

@@ -1,0 +1,98 @@
+"""`lsq allocate`: from measured costs to formats that convert a model; what is refused."""
+
+import json
+
+import pytest
+import torch
+
+import lsq as package
+from lsq.commands import allocate
+from lsq.config import QuantConfig
+from lsq.study import read_costs
+from tests.commands.test_model_batch import folder, texts, transformers  # noqa: F401
+
+SHAPE = {"vocab_size": 40, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2}
+FORMATS = ("int8/row", "int4/row", "int2/row")
+
+
+@pytest.fixture
+def measured(lsq, folder, texts, tmp_path, monkeypatch):  # noqa: F811
+    """The folder of costs of a small Llama, and the model's."""
+    savefig = "matplotlib.figure.Figure.savefig"
+    monkeypatch.setattr(savefig, lambda figure, file, **_: file.write(b""))
+    torch.manual_seed(1)
+    config = transformers.LlamaConfig(**SHAPE, num_hidden_layers=1, tie_word_embeddings=False)
+    model = folder(transformers.LlamaForCausalLM(config))
+    given = ["--text", texts[0], "--words", "40", "--weights-only", "--quiet"]
+    output = tmp_path / "costs"
+    status, *_ = lsq(
+        "sensitivity", "--model", model, *given, "--formats", *FORMATS, "--output", output
+    )
+    assert status == 0
+    return output, model
+
+
+def test_formats_under_a_budget(lsq, measured, tmp_path):
+    costs, model = measured
+    output = tmp_path / "mix"
+    given = ["--costs", costs, "--bits", "4.5", "--at-least", "*down_proj*=8", "--output", output]
+    status, said, _ = lsq("allocate", *given)
+    assert status == 0 and "int4/row for all weights has" in said
+    assert "model.embed_tokens.weight are not rounded by lsq.convert" in said
+    assert {path.name for path in output.iterdir()} >= set(allocate.OUTPUTS)
+    text = (output / allocate.TEXT).read_text().strip()
+    written = json.loads((output / allocate.JSON).read_text())
+    assert written["weight_format"] == text and 4 < written["bits"] <= 4.5
+    assert written["weights"] == read_costs(costs / "sensitivity.json").weights
+    joined = next(one for one in written["chosen"] if len(one["names"]) == 3)
+    assert [name.split(".")[-2] for name in joined["names"]] == ["q_proj", "k_proj", "v_proj"]
+    found = transformers.AutoModelForCausalLM.from_pretrained(model)
+    package.convert(found, QuantConfig(weight_format=text))
+    down = next(one for one in written["chosen"] if "down_proj" in one["names"][0])
+    assert down["format"] == "int8/row"
+
+    status, _, error = lsq("allocate", *given)
+    assert status != 0 and "is there already; choose another, or replace it" in error
+    assert lsq("allocate", *given, "--overwrite", "--method", "greedy", "--rule", "second")[0] == 0
+
+
+def test_bytes(lsq, measured, tmp_path):
+    costs, _ = measured
+    output = tmp_path / "mix"
+    status, *_ = lsq("allocate", "--costs", costs, "--bytes", "20kB", "--output", output)
+    written = json.loads((output / allocate.JSON).read_text())
+    assert status == 0 and 15_000 < written["bytes"] <= 20_000
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ([], "there is no budget; give --bits or --bytes"),
+        (["--bits", "1"], "bits of a value or"),
+        (["--bits", "-2"], "'-2' is not a number above 0"),
+        (["--bits", "nan"], "'nan' is not a number above 0"),
+        (["--bytes", "7XB"], "'7X' is not a number above 0"),
+        (["--bits", "4", "--at-least", "*head*"], "is no pattern and bits"),
+        (["--bits", "4", "--at-least", "nothing=4"], "no tensor is called 'nothing'"),
+        (["--bits", "8", "--at-least", "*down*=12"], "must have at least 12 bits"),
+        (["--bits", "4", "--model", "."], "is no folder of transformers'"),
+    ],
+)
+def test_what_is_refused(lsq, measured, tmp_path, given, message):
+    costs, _ = measured
+    status, _, error = lsq("allocate", "--costs", costs, *given, "--output", tmp_path / "mix")
+    assert status != 0 and message in error
+    assert not list((tmp_path / "mix").glob("*.json"))
+
+
+def test_costs_of_a_stopped_measurement_are_refused(lsq, measured, tmp_path):
+    costs, _ = measured
+    path = costs / "sensitivity.json"
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps({**content, "finished": False}))
+    given = ["--bits", "4", "--output", tmp_path / "mix"]
+    status, _, error = lsq("allocate", "--costs", path, *given)
+    assert status != 0 and "let the same `lsq sensitivity` go on" in error
+    path.write_text("{}")
+    status, _, error = lsq("allocate", "--costs", path, *given)
+    assert status != 0 and "give a file of `lsq sensitivity`" in error

@@ -1,0 +1,205 @@
+"""Formats under a budget: against brute force, groups of a real model, patterns, bad budgets."""
+
+import copy
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import lsq
+from lsq.config import QuantConfig
+from lsq.study import Allocator, sensitivity, weight_groups
+from lsq.study.costs import Cost, Costs, TensorCosts
+from tests.ops.compare import refused
+
+FORMATS = {"int8/row": 8.5, "int4/row": 4.25, "int3/row": 3.5, "int2/row": 2.125}
+
+
+def costs_of(names=("a", "b", "c", "d", "e", "f"), seed=1, **changes) -> Costs:
+    """Random costs that fall with the bits of a format."""
+    random = torch.Generator().manual_seed(seed)
+
+    def cost(bits: float) -> Cost:
+        size = 4 ** -(bits - 4) * torch.rand(1, generator=random).item()
+        given = {"cost": 0.5 * size - 1e-4, "second": 2 * size, "first": 0.0, "error": 0.1}
+        return Cost(bits=bits, divergence=size, **given)
+
+    tensors = [
+        TensorCosts(
+            name=name,
+            kind="weight",
+            shape=(32, 8 * number),
+            values=256 * number,
+            transposed=False,
+            formats={form: cost(bits) for form, bits in FORMATS.items()},
+        )
+        for number, name in enumerate(names, 1)
+    ]
+    fields = {"about": {}, "weights": "1", "clip": "mse", "formats": tuple(FORMATS), "loss": 1.0}
+    return Costs(
+        **{**fields, "count": 9.0, "samples": 3, "tensors": tuple(tensors), "finished": True},
+        **changes,
+    )
+
+
+def brute(costs: Costs, bits: float, groups, rule=lambda cost: cost.divergence) -> float:
+    tensors = {tensor.name: tensor for tensor in costs.tensors}
+    values = sum(tensor.values for tensor in costs.tensors)
+    best = math.inf
+    for forms in itertools.product(FORMATS, repeat=len(groups)):
+        pairs = [(tensors[n], f) for g, f in zip(groups, forms, strict=True) for n in g]
+        taken = sum(tensor.formats[form].bits * tensor.values for tensor, form in pairs)
+        if taken <= bits * values * (1 + 1e-12):
+            best = min(best, sum(rule(tensor.formats[form]) for tensor, form in pairs))
+    return best
+
+
+@pytest.mark.parametrize("bits", [2.125, 2.6, 3.0, 4.0, 5.5, 8.5])
+@pytest.mark.parametrize("rule", ["divergence", "loss", "second"])
+def test_the_formats_are_those_of_brute_force(bits, rule):
+    costs = costs_of()
+    found = Allocator(costs=costs, rule=rule).run(bits=bits)
+    attribute = {"loss": "cost"}.get(rule, rule)
+    each = [(tensor.name,) for tensor in costs.tensors]
+    expected = brute(costs, bits, each, lambda cost: getattr(cost, attribute))
+    assert found.cost == pytest.approx(expected, rel=1e-9) and found.bits <= bits * (1 + 1e-9)
+    greedy = Allocator(costs=costs, rule=rule, method="greedy").run(bits=bits)
+    assert greedy.cost >= found.cost - 1e-12 and greedy.bits <= bits * (1 + 1e-9)
+
+
+def test_weights_of_a_group_have_one_format():
+    costs, groups = costs_of(), [("a", "c", "f"), ("b",), ("d", "e")]
+    found = Allocator(costs=costs, groups=groups).run(bits=3.2)
+    assert found.cost == pytest.approx(brute(costs, 3.2, groups), rel=1e-9)
+    assert [one.names for one in found.chosen] == groups
+    assert found.cost > Allocator(costs=costs).run(bits=3.2).cost
+
+
+def test_bytes_and_bits_are_the_same_budget():
+    search = Allocator(costs=costs_of())
+    by_bits = search.run(bits=3.0)
+    assert search.run(bytes=by_bits.bits * by_bits.values / 8 * (1 + 1e-9)) == by_bits
+    assert search.run(bits=8.0, bytes=by_bits.values * 3 / 8) == by_bits
+    assert by_bits.bytes == math.ceil(by_bits.bits * by_bits.values / 8)
+
+
+def test_patterns_keep_bits():
+    free = Allocator(costs=costs_of()).run(bits=3.0)
+    kept = Allocator(costs=costs_of(), at_least={"[af]": 4, "b": 3}).run(bits=3.0)
+    bits = {name: one.bits for one in kept.chosen for name in one.names}
+    assert bits["a"] >= 4 and bits["f"] >= 4 and bits["b"] >= 3 and kept.cost >= free.cost
+    with refused("no tensor is called 'head'"):
+        Allocator(costs=costs_of(), at_least={"head": 4})
+    with refused("a must have at least 9 bits.*up to 8.500"):
+        Allocator(costs=costs_of(), at_least={"a": 9}).run(bits=8)
+    with refused("give a number, 0 or more"):
+        Allocator(costs=costs_of(), at_least={"a": math.nan})
+
+
+def test_a_front_falls_and_lies_below_uniform_formats():
+    search = Allocator(costs=costs_of())
+    front, uniform = search.front(), search.uniform()
+    assert list(uniform) == list(FORMATS)
+    assert front == sorted(front) and [cost for _, cost in front] == sorted(
+        (cost for _, cost in front), reverse=True
+    )
+    for bits, cost in uniform.values():
+        assert search.run(bits=bits * (1 + 1e-9)).cost <= cost
+    assert front[0][0] == pytest.approx(2.125) and front[-1][0] == pytest.approx(8.5)
+
+
+@pytest.mark.parametrize(
+    "budget, message",
+    [
+        ({}, "there is no budget"),
+        ({"bits": 2.0}, "the formats take 2.125 bits of a value or 1,428 bytes at least"),
+        ({"bytes": 1000}, "give a larger budget"),
+        ({"bits": -1.0}, "it must be a finite number above 0"),
+        ({"bits": math.nan}, "it must be a finite number above 0"),
+        ({"bits": 0.0}, "it must be a finite number above 0"),
+    ],
+)
+def test_budgets_that_cannot_be_kept_are_refused(budget, message):
+    with refused(message):
+        Allocator(costs=costs_of()).run(**budget)
+
+
+def test_what_is_refused():
+    with refused("rule is 'kl'; allowed: 'divergence', 'loss', 'second'"):
+        Allocator(costs=costs_of(), rule="kl")
+    with refused("method is 'sat'; allowed: 'exact', 'greedy'"):
+        Allocator(costs=costs_of(), method="sat")
+    with refused("a measurement that was stopped"):
+        Allocator(costs=replace(costs_of(), finished=False))
+    with refused("no weight that was measured is rounded"):
+        Allocator(costs=costs_of(), groups=[("other",)])
+    lost = [
+        replace(
+            one,
+            formats={form: replace(cost, divergence=None) for form, cost in one.formats.items()},
+        )
+        for one in costs_of().tensors
+    ]
+    with refused("a has no divergence in any format"):
+        Allocator(costs=replace(costs_of(), tensors=tuple(lost))).run(bits=4)
+
+
+def llama() -> nn.Module:
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        vocab_size=96,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=False,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def test_groups_are_those_of_the_converted_model():
+    model = llama()
+    before = {name: type(module) for name, module in model.named_modules()}
+    found = weight_groups(model, minimum_width=16)
+    assert {name: type(module) for name, module in model.named_modules()} == before
+    layer = "model.layers.0."
+    joined = tuple(f"{layer}self_attn.{one}_proj.weight" for one in "qkv")
+    assert joined in found and (f"{layer}mlp.down_proj.weight",) in found
+    meta = weight_groups(copy.deepcopy(model).to("meta"), minimum_width=16)
+    assert meta == found
+
+
+def test_an_allocation_converts_a_model():
+    """From measured costs to a model, whose weights have the formats."""
+    model, words = llama(), torch.randint(96, (4, 12), generator=torch.Generator().manual_seed(2))
+
+    def loss(model, batch):
+        logits = model(batch).logits[:, :-1].flatten(0, 1)
+        total = nn.functional.cross_entropy(logits, batch[:, 1:].flatten(), reduction="sum")
+        return total, float(len(logits)), logits
+
+    groups = weight_groups(model, minimum_width=16)
+    formats = ["int8/row", "int4/row", "int2/row"]
+    costs = sensitivity(model, loss, [words], formats=formats, activations=False)
+    search = Allocator(costs=costs, groups=groups, at_least={"*layers.1.mlp.down*": 8})
+    found = search.run(bits=4.0)
+    assert found.unrounded == ("model.embed_tokens.weight",) and not found.unmeasured
+    report = lsq.convert(model, QuantConfig(weight_format=found.weight_format), minimum_width=16)
+    assert report.converted
+    assert math.isfinite(model(words, labels=words).loss)
+    partly = replace(costs, tensors=tuple(one for one in costs.tensors if "mlp" in one.name))
+    some = Allocator(costs=partly, groups=groups).run(bits=4.0)
+    assert "lm_head.weight" in some.unmeasured
+    lsq.convert(llama(), QuantConfig(weight_format=some.weight_format), minimum_width=16)
+
+
+def test_tables_name_each_weight():
+    found = Allocator(costs=costs_of(), groups=[("a", "b"), ("c",)]).run(bits=3.0)
+    lines = found.table("github").splitlines()
+    assert "a, b" in lines[2] and lines[-1].split("|")[1].strip() == "all"
+    assert found.unrounded == ("d", "e", "f")
