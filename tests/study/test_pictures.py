@@ -8,7 +8,15 @@ import torch
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from lsq.study import DEFAULT_FORMATS, draw, draw_costs, measure_tensors
+from lsq.study import (
+    DEFAULT_FORMATS,
+    Allocator,
+    draw,
+    draw_costs,
+    draw_front,
+    measure_tensors,
+)
+from tests.study.test_allocation import costs_of as of_weights
 from tests.study.test_costs import COSTS, costs_of
 from tests.study.test_errors import ERRORS, NOTHING
 
@@ -51,6 +59,19 @@ def test_names_do_not_lie_on_each_other(tmp_path, monkeypatch):
     assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
     frame = axes.get_window_extent()
     assert all(frame.x0 < box.x0 and box.x1 < frame.x1 for box in boxes)
+
+
+def test_a_front_with_an_allocation(tmp_path, drawn):
+    allocator = Allocator(costs=of_weights(), groups=[("a", "b"), ("c",), ("d",)])
+    found = allocator.run(bits=3.0)
+    draw_front(allocator, found, tmp_path / "picture.png")
+    above, below = drawn[0].axes
+    front, uniform, chosen = above.lines
+    assert front.get_xydata().tolist() == [list(point) for point in allocator.front()]
+    assert uniform.get_xydata().tolist() == [list(one) for one in allocator.uniform().values()]
+    assert chosen.get_xydata().tolist() == [[found.bits, found.cost]]
+    assert [bar.get_height() for bar in below.patches] == [one.bits for one in found.chosen]
+    assert [name.get_text() for name in below.get_xticklabels()] == ["a, b", "c", "d"]
 
 
 def test_pictures_of_nothing_and_of_other_formats(tmp_path):
