@@ -4,6 +4,7 @@ from lsq.study.allocation import Allocation, Allocator, weight_groups
 from lsq.study.costs import Cost, Costs, TensorCosts, correlation, read_costs
 from lsq.study.errors import DEFAULT_FORMATS, Errors, measure, measure_tensors
 from lsq.study.pictures import draw, draw_costs, draw_front
+from lsq.study.refinement import KeptMixes, Refined, refine
 from lsq.study.sensitivity import Keep, sensitivity
 
 __all__ = [
@@ -14,6 +15,8 @@ __all__ = [
     "Costs",
     "Errors",
     "Keep",
+    "KeptMixes",
+    "Refined",
     "TensorCosts",
     "correlation",
     "draw",
@@ -22,6 +25,7 @@ __all__ = [
     "measure",
     "measure_tensors",
     "read_costs",
+    "refine",
     "sensitivity",
     "weight_groups",
 ]

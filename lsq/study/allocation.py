@@ -152,7 +152,7 @@ class Allocator:
             if not (math.isfinite(bits) and bits >= 0):
                 raise ValueError(f"at least {bits} bits for {pattern!r}: give a number, 0 or more")
             chosen_by([pattern], self._tensors)
-        if not self._groups:
+        if not self.measured_groups:
             raise ValueError("no weight that was measured is rounded by lsq.convert")
 
     def run(self, *, bits: float | None = None, bytes: float | None = None) -> Allocation:
@@ -166,18 +166,28 @@ class Allocator:
             ValueError: there is no budget, it is no number above 0, or nothing fits.
             MissingPackage: the exact method lacks scipy.
         """
-        values = sum(self._tensors[name].values for group in self._groups for name in group)
-        given = [each for each in (bits and bits * values, bytes and 8 * bytes) if each is not None]
-        if not given:
-            raise ValueError("there is no budget; give bits or bytes")
-        problem = self._problem(min(given))
+        problem = self.problem(self.limit(bits=bits, bytes=bytes))
         picked = METHODS[self.method](problem)
         if picked is None:
             least = float(problem.least[0])
             raise ValueError(
-                f"the formats take {least / values:.3f} bits of a value or {math.ceil(least / 8):,}"
-                " bytes at least; give a larger budget, or measure smaller formats"
+                f"the formats take {least / self.values:.3f} bits of a value or"
+                f" {math.ceil(least / 8):,} bytes at least; give a larger budget, or measure"
+                " smaller formats"
             )
+        return self.allocation(picked)
+
+    def limit(self, *, bits: float | None = None, bytes: float | None = None) -> float:
+        """Return the bits of all weights together that budgets allow; ValueError without one."""
+        given = [bits and bits * self.values, bytes and 8 * bytes]
+        if given == [None, None]:
+            raise ValueError("there is no budget; give bits or bytes")
+        return min(each for each in given if each is not None)
+
+    def allocation(self, picked: Sequence[int]) -> Allocation:
+        """Return the allocation of the choices of these numbers."""
+        items, groups = self.problem(1.0).items, self.measured_groups
+        rounded = {name for group in self.groups or groups for name in group}
         chosen = [
             Chosen(
                 names=group,
@@ -186,9 +196,8 @@ class Allocator:
                 values=self._values(group),
                 cost=item.choices[one].cost,
             )
-            for group, item, one in zip(self._groups, problem.items, picked, strict=True)
+            for group, item, one in zip(groups, items, picked, strict=True)
         ]
-        rounded = {name for group in self.groups or self._groups for name in group}
         return Allocation(
             chosen=tuple(chosen),
             unmeasured=tuple(sorted(rounded - set(self._tensors))),
@@ -198,21 +207,21 @@ class Allocator:
 
     def uniform(self) -> dict[str, tuple[float, float]]:
         """Return (mean bits, cost) of each format for all weights, whatever at_least says."""
-        found, problem = {}, replace(self, at_least=None)._problem(1.0)
+        found, problem = {}, replace(self, at_least=None).problem(1.0)
         for form in self.costs.formats:
             every = [[c for c in item.choices if c.name == form] for item in problem.items]
             if all(every):
                 taken = math.fsum(choices[0].takes[0] for choices in every)
                 cost = math.fsum(choices[0].cost for choices in every)
-                found[form] = taken / sum(map(self._values, self._groups)), cost
+                found[form] = taken / self.values, cost
         return found
 
     def front(self, steps: int = STEPS) -> list[tuple[float, float]]:
         """Return (mean bits, cost) of allocations for budgets from the least to the most bits."""
-        values, problem = sum(map(self._values, self._groups)), self._problem(1.0)
+        problem = self.problem(1.0)
         most = sum(max(c.takes[0] for c in item.choices) for item in problem.items)
-        budgets = numpy.linspace(float(problem.least[0]), most, steps) * (1 + 1e-9) / values
-        every = [self.run(bits=float(budget)) for budget in budgets]
+        budgets = numpy.linspace(float(problem.least[0]), most, steps) * (1 + 1e-9)
+        every = [self.run(bits=float(budget) / self.values) for budget in budgets]
         return [(one.bits, one.cost) for one in every]
 
     @property
@@ -220,7 +229,12 @@ class Allocator:
         return {tensor.name: tensor for tensor in self.costs.of(WEIGHT)}
 
     @property
-    def _groups(self) -> list[tuple[str, ...]]:
+    def values(self) -> int:
+        """Values of all weights that get a format."""
+        return sum(map(self._values, self.measured_groups))
+
+    @property
+    def measured_groups(self) -> list[tuple[str, ...]]:
         """The measured weights that are rounded."""
         tensors = self._tensors
         if self.groups is None:
@@ -231,10 +245,11 @@ class Allocator:
     def _values(self, group: Iterable[str]) -> int:
         return sum(self._tensors[name].values for name in group)
 
-    def _problem(self, budget: float) -> Problem:
-        tensors = self._tensors
-        items = tuple(self._item([tensors[name] for name in group]) for group in self._groups)
-        return Problem(items=items, budgets=(budget,))
+    def problem(self, limit: float) -> Problem:
+        """Return the problem of measured_groups, whose weights take bits up to a limit."""
+        tensors, groups = self._tensors, self.measured_groups
+        items = tuple(self._item([tensors[name] for name in group]) for group in groups)
+        return Problem(items=items, budgets=(limit,))
 
     def _item(self, tensors: Sequence[TensorCosts]) -> Item:
         names = ", ".join(tensor.name for tensor in tensors)

@@ -202,12 +202,16 @@ def sensitivity(
         raise ValueError("there are no formats; name one at least")
     samples, keep = batches if samples is None else samples, keep or Keep()
     numbers = declared_tables(rounding)  # what was measured with other values counts no more
-    trial = _Trial(
-        model=model, loss=loss, batches=batches, weights=_weights(model, tensors), rounding=rounding
+    trial = Trial(
+        model=model,
+        loss=loss,
+        batches=batches,
+        weights=weights_to_measure(model, tensors),
+        rounding=rounding,
     )
-    with _still(model, trial.weights.values()):
+    with still(model, trial.weights.values()):
         before, count, _ = trial.measured(trial.look)
-        again, *_ = trial.measured(_as_it_is)
+        again, *_ = trial.measured()
         if not math.isfinite(before):
             raise ValueError(
                 f"the batches have a loss of {before:g}; give a model and batches with a finite one"
@@ -219,7 +223,7 @@ def sensitivity(
             )
         costs = Costs(
             about={**keep.about, **({"numbers": numbers} if numbers else {})},
-            weights=_digest(trial.weights),
+            weights=digest_of(trial.weights),
             clip=clip,
             formats=tuple(rounding),
             loss=before,
@@ -247,8 +251,12 @@ def sensitivity(
     return costs
 
 
+def _as_it_is(name: str, x: Tensor, transposed: bool) -> Tensor:
+    return x
+
+
 @dataclass(kw_only=True)
-class _Trial:
+class Trial:
     """A model in eval mode whose tensors are rounded, one at a time."""
 
     model: nn.Module
@@ -269,7 +277,7 @@ class _Trial:
         return x
 
     @torch.no_grad()
-    def measured(self, look: Look) -> tuple[float, float, float | None]:
+    def measured(self, look: Look = _as_it_is) -> tuple[float, float, float | None]:
         """Return (mean loss of all batches, number of losses, divergence from the first run or
         None); ValueError if there are no losses."""
         total = count = divergence = 0.0
@@ -296,7 +304,7 @@ class _Trial:
             change = rounded.double() - values.double()
             sums.add(values, change, found.sums[name], found.squares[name])
             with _replaced(weight, rounded):
-                loss, _, divergence = self.measured(_as_it_is)
+                loss, _, divergence = self.measured()
             bits = how.bits(weight, transposed)
             formats[form] = _cost(sums, found.count, bits, loss - before, divergence)
         return self.costs(WEIGHT, name, formats)
@@ -318,6 +326,16 @@ class _Trial:
             formats[form] = _cost(sums, found.count, width, loss - before, divergence)
         return self.costs(ACTIVATION, name, formats)
 
+    @contextlib.contextmanager
+    def rounded(self, formats: Mapping[str, str]) -> Iterator[None]:
+        """Round weights in this context: name -> format."""
+        with contextlib.ExitStack() as stack:
+            for name, form in formats.items():
+                weight = self.weights[name]
+                rounded = self.rounding[form].weight(weight, name in self.transposed)
+                stack.enter_context(_replaced(weight, rounded))
+            yield
+
     def costs(self, kind: str, name: str, formats: dict[str, Cost]) -> TensorCosts:
         weight = self.weights[name]
         return TensorCosts(
@@ -328,10 +346,6 @@ class _Trial:
             formats=formats,
             values=weight.numel() if kind == WEIGHT else self.values[name],
         )
-
-
-def _as_it_is(name: str, x: Tensor, transposed: bool) -> Tensor:
-    return x
 
 
 def _divergence(before: Tensor, logits: Tensor) -> float:
@@ -352,7 +366,7 @@ def _cost(sums: Sums, count: float, bits: float, cost: float, divergence: float 
     )
 
 
-def _weights(model: nn.Module, patterns: Iterable[str]) -> dict[str, nn.Parameter]:
+def weights_to_measure(model: nn.Module, patterns: Iterable[str]) -> dict[str, nn.Parameter]:
     """Return the weights to measure; ValueError if there are none, or a value is not finite."""
     parameters = {name: weight for name, weight in parameters_of(model).items() if weight.numel()}
     chosen = chosen_by(patterns, parameters)
@@ -363,7 +377,7 @@ def _weights(model: nn.Module, patterns: Iterable[str]) -> dict[str, nn.Paramete
     return weights
 
 
-def _digest(weights: Mapping[str, Tensor]) -> str:
+def digest_of(weights: Mapping[str, Tensor]) -> str:
     digest = hashlib.sha256()
     for name, weight in weights.items():
         digest.update(f"{name} {weight.dtype} {list(weight.shape)}".encode())
@@ -391,7 +405,7 @@ def _resumed(costs: Costs, wanted: Collection[tuple[str, str]], path: Path) -> C
 
 
 @contextlib.contextmanager
-def _still(model: nn.Module, weights: Iterable[nn.Parameter]) -> Iterator[None]:
+def still(model: nn.Module, weights: Iterable[nn.Parameter]) -> Iterator[None]:
     """Put a model into eval mode in this context; let weights have gradients, and clips none."""
     before = [(module, module.training) for module in model.modules()]
     wanted = {weight: True for weight in weights}
