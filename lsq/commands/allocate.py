@@ -7,12 +7,33 @@ from pathlib import Path
 from typing import Annotated
 
 import torch
+from tqdm import tqdm
 
-from lsq.commands.options import AnyPath, Folder, check_writable, command_parser, replaces
+from lsq.commands import model_batch
+from lsq.commands.options import (
+    AnyPath,
+    Count,
+    File,
+    Folder,
+    check_there,
+    check_writable,
+    command_parser,
+    replaces,
+)
+from lsq.commands.sensitivity import BATCH_WORDS, by_length, interruptible
 from lsq.commands.sensitivity import JSON as COSTS
 from lsq.files import json_file, write_text
 from lsq.files.lock import locked_folder
-from lsq.study import Allocation, Allocator, draw_front, read_costs, weight_groups
+from lsq.study import (
+    Allocation,
+    Allocator,
+    KeptMixes,
+    Refined,
+    draw_front,
+    read_costs,
+    refine,
+    weight_groups,
+)
 from lsq.study.allocation import METHODS, RULES
 
 JSON, TEXT, TABLE, PICTURE = OUTPUTS = (
@@ -21,6 +42,7 @@ JSON, TEXT, TABLE, PICTURE = OUTPUTS = (
     "allocation.md",
     "allocation.png",
 )
+MIXES = "mixes.json"
 FORMAT, VERSION = "lsq-allocation", 1
 SIZES = {"kB": 10**3, "MB": 10**6, "GB": 10**9, "B": 1, "": 1}
 
@@ -69,6 +91,15 @@ class Options(Namespace):
     """exact: the best that there is; greedy: the steps that save most for what they take"""
     model: Folder | None = None
     """folder of transformers' with the model; without it, the one that was measured"""
+    mixes: Count | None = None
+    """measure up to so many mixes of formats near the first one with the model itself, and take the
+    best; stop it whenever you like, the same command goes on"""
+    text: list[File] = []
+    """with --mixes: sentences as for `lsq sensitivity`"""
+    words: Count = 2048
+    """with --mixes: about how many words of the text"""
+    quiet: bool = False
+    """no progress bar"""
     output: Folder
     """folder for weight_format.txt, allocation.json, allocation.md and allocation.png"""
     overwrite: bool = False
@@ -82,8 +113,12 @@ def run(arguments: list[str]) -> int:
     costs = read_costs(path)
     if given.bits is None and given.bytes is None:
         raise ValueError("there is no budget; give --bits or --bytes")
+    if (given.mixes is None) != (not given.text):
+        raise ValueError("--mixes and --text go together: mixes are measured on the text")
+    check_there(*given.text)
     check_writable(given.output, makes_folders=True)
-    groups = _groups(given.model or Path(str(costs.about.get("model", ""))))
+    model = given.model or Path(str(costs.about.get("model", "")))
+    groups = _groups(model)
     allocator = Allocator(
         costs=costs,
         groups=groups,
@@ -91,11 +126,19 @@ def run(arguments: list[str]) -> int:
         rule=given.rule,
         method=given.method,
     )
-    found = allocator.run(bits=given.bits, bytes=given.bytes)
-    uniform = allocator.uniform()
-    with locked_folder(given.output, "choose another --output"):
+    budgets = {"bits": given.bits, "bytes": given.bytes}
+    found, uniform, said = allocator.run(**budgets), allocator.uniform(), ""
+    locked = locked_folder(given.output, "choose another --output")
+    with locked, interruptible(given.overwrite):
         for name in OUTPUTS:
             replaces(given.output / name, given.overwrite)
+        if given.mixes is not None:
+            refined = _refined(given, allocator, model, budgets)
+            found = refined.allocation
+            said = (
+                f"\nmeasured together: {refined.divergence:.4g}, the first mix {refined.begun:.4g},"
+                f" of {refined.mixes} mixes"
+            )
         head = {
             "format": FORMAT,
             "version": VERSION,
@@ -122,10 +165,36 @@ def run(arguments: list[str]) -> int:
     ):
         if names:
             print(f"\n{', '.join(names)} {reason}")
-    budgets = [given.bits, given.bytes and 8 * given.bytes / found.values]
-    print(f"\n{_beside(found, min(filter(None, budgets)), uniform)}")
+    limit = allocator.limit(**budgets) / found.values
+    print(f"\n{_beside(found, limit, uniform)}{said}")
     print(f"\n{', '.join(OUTPUTS)} are in {given.output}")
     return 0
+
+
+def _refined(
+    given: Options, allocator: Allocator, model: Path, budgets: dict[str, float | None]
+) -> Refined:
+    """Measure mixes with the model in a folder."""
+    batch, path = model_batch.of_transformers(model, given.text, given.words), given.output / MIXES
+    if given.overwrite:
+        path.unlink(missing_ok=True)
+    with tqdm(
+        desc="measuring", unit=" mixes", total=given.mixes, disable=given.quiet or None
+    ) as bar:
+
+        def progress(done: int, least: float) -> None:
+            bar.set_postfix_str(f"{least:.4g}", refresh=False)
+            bar.update(done - bar.n)
+
+        return refine(
+            allocator,
+            batch.model,
+            lambda model, numbers: batch.losses(numbers),
+            by_length(batch.lengths, BATCH_WORDS),
+            **budgets,
+            mixes=given.mixes,
+            keep=KeptMixes(path=path, about={"text": batch.description}, progress=progress),
+        )
 
 
 def _beside(found: Allocation, bits: float, uniform: dict[str, tuple[float, float]]) -> str:

@@ -58,7 +58,7 @@ def load(given: BatchOptions) -> ModelBatch:
         return _of_fairseq(given)
     if given.data is not None:
         raise ValueError(f"{given.model} is a folder of transformers'; leave --data out")
-    return _of_transformers(given.model, given.text, given.words)
+    return of_transformers(given.model, given.text, given.words)
 
 
 def _spread(lengths: Sequence[int], words: int) -> list[int]:
@@ -113,7 +113,8 @@ def _of_fairseq(given: BatchOptions) -> ModelBatch:
 # Models of transformers
 
 
-def _of_transformers(path: Path, texts: Sequence[Path], words: int) -> ModelBatch:
+def of_transformers(path: Path, texts: Sequence[Path], words: int) -> ModelBatch:
+    """Do `load` for a folder of transformers'."""
     import_module("lsq.models.huggingface")  # keeps a broken torchaudio out of transformers
     transformers = import_module("transformers")
     if not texts:

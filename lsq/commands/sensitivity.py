@@ -50,7 +50,7 @@ def run(arguments: list[str]) -> int:
     if given.output.exists() and not given.output.is_dir():
         raise ValueError(f"--output {given.output} is a file; give a folder")
     check_writable(given.output, makes_folders=True)
-    with locked_folder(given.output, "choose another --output"), _interruptible(given.overwrite):
+    with locked_folder(given.output, "choose another --output"), interruptible(given.overwrite):
         batch = model_batch.load(given)
         print(f"measuring {given.model}, {batch.description}")
         with _progress(given.quiet) as progress:
@@ -99,7 +99,7 @@ def by_length(lengths: Sequence[int], words: int) -> list[list[int]]:
 
 
 @contextlib.contextmanager
-def _interruptible(overwrite: bool) -> Iterator[None]:
+def interruptible(overwrite: bool) -> Iterator[None]:
     advice = f"the same command{' without --overwrite' if overwrite else ''} goes on from there"
     try:
         with interruption.raised():

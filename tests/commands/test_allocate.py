@@ -96,3 +96,21 @@ def test_costs_of_a_stopped_measurement_are_refused(lsq, measured, tmp_path):
     path.write_text("{}")
     status, _, error = lsq("allocate", "--costs", path, *given)
     assert status != 0 and "give a file of `lsq sensitivity`" in error
+
+
+def test_mixes_are_measured(lsq, measured, texts, tmp_path):  # noqa: F811
+    costs, _ = measured
+    output = tmp_path / "mix"
+    given = ["--costs", costs, "--bits", "4.5", "--output", output, "--quiet", "--words", "40"]
+    status, said, _ = lsq("allocate", *given, "--text", texts[0], "--mixes", "6")
+    assert status == 0 and "measured together: " in said and "of 6 mixes" in said
+    written = json.loads((output / allocate.JSON).read_text())
+    assert written["bits"] <= 4.5
+    mixes = json.loads((output / allocate.MIXES).read_text())["mixes"]
+    assert len(mixes) == 6
+    chosen = ",".join(one["format"] for one in written["chosen"])
+    assert chosen in [one["formats"] for one in mixes]
+    again = lsq("allocate", *given, "--overwrite", "--text", texts[0], "--mixes", "6")
+    assert again[0] == 0 and again[1] == said
+    status, _, error = lsq("allocate", *given, "--overwrite", "--mixes", "6")
+    assert status != 0 and "--mixes and --text go together" in error
