@@ -107,10 +107,9 @@ class Options(Namespace):
 
 
 def run(arguments: list[str]) -> int:
-    """Write the formats, or raise ValueError or OSError; without the folder's other files."""
+    """Write the formats; ValueError, OSError, or Interrupted after a signal."""
     given = command_parser("allocate", Options).parse_args(arguments)
-    path = given.costs / COSTS if given.costs.is_dir() else given.costs
-    costs = read_costs(path)
+    costs = read_costs(given.costs / COSTS if given.costs.is_dir() else given.costs)
     if given.bits is None and given.bytes is None:
         raise ValueError("there is no budget; give --bits or --bytes")
     if (given.mixes is None) != (not given.text):
@@ -127,7 +126,7 @@ def run(arguments: list[str]) -> int:
         method=given.method,
     )
     budgets = {"bits": given.bits, "bytes": given.bytes}
-    found, uniform, said = allocator.run(**budgets), allocator.uniform(), ""
+    found, said = allocator.run(**budgets), ""
     locked = locked_folder(given.output, "choose another --output")
     with locked, interruptible(given.overwrite):
         for name in OUTPUTS:
@@ -139,25 +138,7 @@ def run(arguments: list[str]) -> int:
                 f"\nmeasured together: {refined.divergence:.4g}, the first mix {refined.begun:.4g},"
                 f" of {refined.mixes} mixes"
             )
-        head = {
-            "format": FORMAT,
-            "version": VERSION,
-            "weights": costs.weights,
-            "rule": given.rule,
-            "method": given.method,
-            "bits": found.bits,
-            "bytes": found.bytes,
-            "cost": found.cost,
-            "weight_format": found.weight_format,
-            "uniform": {form: list(pair) for form, pair in uniform.items()},
-        }
-        lines = [
-            {"names": one.names, "format": one.format, "cost": one.cost} for one in found.chosen
-        ]
-        json_file.write(given.output / JSON, head, "chosen", lines)
-        write_text(given.output / TEXT, found.weight_format + "\n")
-        write_text(given.output / TABLE, f"# Formats of {path}\n\n{found.table('github')}\n")
-        draw_front(allocator, found, given.output / PICTURE)
+        _write(given, allocator, found)
     print(found.table())
     for names, reason in (
         (found.unmeasured, "were not measured, and get int8"),
@@ -166,9 +147,30 @@ def run(arguments: list[str]) -> int:
         if names:
             print(f"\n{', '.join(names)} {reason}")
     limit = allocator.limit(**budgets) / found.values
-    print(f"\n{_beside(found, limit, uniform)}{said}")
+    print(f"\n{_beside(found, limit, allocator.uniform())}{said}")
     print(f"\n{', '.join(OUTPUTS)} are in {given.output}")
     return 0
+
+
+def _write(given: Options, allocator: Allocator, found: Allocation) -> None:
+    """Write all OUTPUTS."""
+    head = {
+        "format": FORMAT,
+        "version": VERSION,
+        "weights": allocator.costs.weights,
+        "rule": given.rule,
+        "method": given.method,
+        "bits": found.bits,
+        "bytes": found.bytes,
+        "cost": found.cost,
+        "weight_format": found.weight_format,
+        "uniform": {form: list(pair) for form, pair in allocator.uniform().items()},
+    }
+    lines = [{"names": one.names, "format": one.format, "cost": one.cost} for one in found.chosen]
+    json_file.write(given.output / JSON, head, "chosen", lines)
+    write_text(given.output / TEXT, found.weight_format + "\n")
+    write_text(given.output / TABLE, f"# Formats of {given.costs}\n\n{found.table('github')}\n")
+    draw_front(allocator, found, given.output / PICTURE)
 
 
 def _refined(
