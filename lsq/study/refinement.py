@@ -2,9 +2,11 @@
 
 In a mix of formats each group of weights gets the next smaller and the next larger format in turn,
 and the divergence of the model is measured. From these the knapsack makes the next mix, in which
-some groups may change: all at first, and half as many after each mix that is no better.
+some groups may change: all at first, and half as many after each mix that is no better. At last
+come exchanges of bits between two groups, the most promising first.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +27,8 @@ FORMAT, VERSION = "lsq-refinement", 1
 REMEDY = "choose another file, or delete it and measure again"
 LARGEST = 1e30
 """Divergence of a mix whose predictions are not finite."""
+EXCHANGES = 48
+"""Most exchanges to measure around a mix."""
 BETTER = 1e-6
 """By which share a divergence must fall to count as better."""
 Picked = tuple[int, ...]
@@ -158,14 +162,14 @@ class _Search:
         """Measure around the best mix and replace it; False: nothing near it is better."""
         least, near = self.measure(self.best), self._around()
         changes = len(self.groups)
+        tried = []
         while changes:
-            mix = self._next(near, changes)
-            if mix is None or mix == self.best:
-                return False
-            if self.measure(mix) < least * (1 - BETTER):
+            tried.append(self._next(near, changes))
+            changes //= 2
+        for mix in (*tried, *self._exchanges(near)):
+            if mix is not None and self.measure(mix) < least * (1 - BETTER):
                 self.best = mix
                 return True
-            changes //= 2
         return False
 
     def _around(self) -> list[dict[int, float]]:
@@ -203,6 +207,28 @@ class _Search:
         if found is None:
             return None
         return tuple(each[one] for each, one in zip(numbers, found, strict=True))
+
+    def _exchanges(self, near: list[dict[int, float]]) -> list[Picked]:
+        """Return the best mix with one or two groups changed, the least sums first."""
+        changes = [
+            (number, one, divergence - choices[self.best[number]])
+            for number, choices in enumerate(near)
+            for one, divergence in choices.items()
+            if one != self.best[number]
+        ]
+        pairs = itertools.chain(
+            ((change,) for change in changes), itertools.combinations(changes, 2)
+        )
+        found = []
+        for pair in sorted(pairs, key=lambda pair: sum(one[2] for one in pair)):
+            mix = list(self.best)
+            for number, one, _ in pair:
+                mix[number] = one
+            if self.problem.fits(mix):
+                found.append(tuple(mix))
+            if len(found) == EXCHANGES:
+                break
+        return found
 
     def _uniform(self) -> list[Picked]:
         """Return the mixes of one format that fit."""
