@@ -263,7 +263,7 @@ def test_a_wheel_alone_converts_and_trains(installed):
     assert done.returncode == 2
     assert done.stderr.startswith(
         "lsq numbers: error: this command needs fairseq-fixed, sacrebleu, sentencepiece, num2words,"
-        " matplotlib, tabulate, tensorboard, which are not installed: pip install "
+        " matplotlib, tabulate, tensorboard, scipy, which are not installed: pip install "
     )
     done = installed("-c", "import lsq; lsq.Translator('x.safetensors')")
     assert "FileNotFoundError" in done.stderr
