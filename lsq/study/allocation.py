@@ -115,7 +115,7 @@ def weight_groups(model: nn.Module, **options) -> list[tuple[str, ...]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Allocator:
-    """Searches formats, from costs of `lsq.study.sensitivity`.
+    """A search for formats, from costs of `lsq.study.sensitivity`.
 
     Args:
         costs: of a finished measurement.

@@ -17,6 +17,7 @@ from lsq.extras import require
 ROUNDING = 1e-12
 """By which share sums may exceed a budget: they are sums of floats."""
 TINY = 1e-300
+"""Keeps divisors above zero."""
 FEASIBLE = 1e-9
 """By which share a choice may cost more than all of the greedy solution."""
 LARGEST = 1e6

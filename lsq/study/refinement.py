@@ -175,15 +175,14 @@ class _Search:
     def _around(self) -> list[dict[int, float]]:
         """Return for each group, choice -> divergence of the best mix with it."""
         found, best = [], self.best
-        with self._trial.rounded(self._formats(best)):
-            for number, item in enumerate(self.items):
-                order = sorted(range(len(item.choices)), key=lambda one: item.choices[one].takes)
-                at = order.index(best[number])
-                choices = {best[number]: self.measure(best)}
-                for one in order[max(at - 1, 0) : at + 2]:
-                    mix = (*best[:number], one, *best[number + 1 :])
-                    choices[one] = self.measure(mix, around=number)
-                found.append(choices)
+        for number, item in enumerate(self.items):
+            order = sorted(range(len(item.choices)), key=lambda one: item.choices[one].takes)
+            at = order.index(best[number])
+            mixes = {
+                one: (*best[:number], one, *best[number + 1 :])
+                for one in order[max(at - 1, 0) : at + 2]
+            }
+            found.append({one: self.measure(mix) for one, mix in mixes.items()})
         return found
 
     def _next(self, near: list[dict[int, float]], changes: int) -> Picked | None:
@@ -240,9 +239,8 @@ class _Search:
                 every.append(tuple(one[0] for one in found))
         return every
 
-    def measure(self, mix: Picked, around: int | None = None) -> float:
-        """Return the divergence of a mix, inf if it is not finite; `around`: the best mix is in
-        place, but for this group."""
+    def measure(self, mix: Picked) -> float:
+        """Return the divergence of a mix; LARGEST if it is not finite."""
         key = self.key(mix)
         if key not in self.seen:
             if len(self.seen) >= self._most:
@@ -250,10 +248,7 @@ class _Search:
             self.seen[key] = None
         if key in self.measured:
             return self.measured[key]
-        formats = self._formats(mix)
-        if around is not None:
-            formats = {name: formats[name] for name in self.groups[around]}
-        with self._trial.rounded(formats):
+        with self._trial.rounded(self._formats(mix)):
             divergence = self._trial.measured()[2]
         if divergence is None or not math.isfinite(divergence):
             divergence = LARGEST

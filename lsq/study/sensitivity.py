@@ -328,7 +328,7 @@ class Trial:
 
     @contextlib.contextmanager
     def rounded(self, formats: Mapping[str, str]) -> Iterator[None]:
-        """Round weights in this context: name -> format."""
+        """Round weights in this context: name -> format. It does not nest for the same weight."""
         with contextlib.ExitStack() as stack:
             for name, form in formats.items():
                 weight = self.weights[name]

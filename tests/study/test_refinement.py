@@ -98,6 +98,17 @@ def test_a_stopped_search_ends_alike(found, tmp_path):
     assert search(found, keep=keep) == whole and len(counts) == whole.mixes - 4
 
 
+def test_every_mix_is_rounded_from_the_floats(found, tmp_path):
+    model, allocator = found
+    path = tmp_path / "mixes.json"
+    search(found, keep=KeptMixes(path=path))
+    for mix in json.loads(path.read_text())["mixes"]:
+        forms = mix["formats"].split(",")
+        names = {n: form for group, form in zip(GROUPS, forms, strict=True) for n in group}
+        expected = divergence_of(model, names)
+        assert mix["divergence"] == pytest.approx(expected, rel=1e-3), mix
+
+
 def test_few_mixes(found):
     one = search(found, mixes=1)
     assert one.mixes == 1 and one.divergence == one.begun
