@@ -363,6 +363,8 @@ def test_supervised_finetuning_goes_on_bit_for_bit(tmp_path):
 
 @pytest.fixture
 def accelerate():
+    """accelerate's Accelerator, without the state that a Trainer of another test has left."""
+    AcceleratorState._reset_state(reset_partial_state=True)
     yield Accelerator
     AcceleratorState._reset_state(reset_partial_state=True)
 
