@@ -11,11 +11,13 @@ if TYPE_CHECKING:
     from lsq.observe.monitor import monitor
     from lsq.quant.declared import number_format
     from lsq.quant.tables import NumberFormat
+    from lsq.study import allocate
 
 __all__ = [
     "NumberFormat",
     "QuantConfig",
     "Translator",
+    "allocate",
     "convert",
     "freeze",
     "monitor",
@@ -29,6 +31,7 @@ _HOMES = {
     "NumberFormat": "lsq.quant.tables",
     "QuantConfig": "lsq.config",
     "Translator": "lsq.commands.translator",
+    "allocate": "lsq.study",
     "convert": "lsq.models",
     "freeze": "lsq.models",
     "monitor": "lsq.observe.monitor",

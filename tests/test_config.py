@@ -251,3 +251,16 @@ def test_documentation_is_the_text_under_each_field():
         "second": "",
         "third": "About the third.",
     }
+
+
+def test_formats_in_a_file(tmp_path):
+    path = tmp_path / "weight_format.txt"
+    path.write_text("int8,*fc2*=int4\n")
+    quant = QuantConfig(weight_format=f"@{path}")
+    assert quant == QuantConfig(weight_format="int8,*fc2*=int4")
+    assert dataclasses.replace(quant, bits=7).weight_format == "int8,*fc2*=int4"
+    with pytest.raises(ValueError, match="weight_format is '@.*nothing', a file of formats such"):
+        QuantConfig(weight_format=f"@{tmp_path / 'nothing'}")
+    path.write_text("int3")
+    with pytest.raises(ValueError, match="does not say which values share a scale"):
+        QuantConfig(weight_format=f"@{path}")

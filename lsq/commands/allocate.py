@@ -1,7 +1,8 @@
-"""`lsq allocate`: a number format for each weight of a model, under a budget."""
+"""`lsq allocate`: a number format for each tensor of a model, under budgets."""
 
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Sequence
+from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated
@@ -27,23 +28,32 @@ from lsq.files.lock import locked_folder
 from lsq.study import (
     Allocation,
     Allocator,
+    Budget,
+    Found,
+    Groups,
     KeptMixes,
-    Refined,
+    Search,
     draw_front,
+    groups_of,
     read_costs,
-    refine,
-    weight_groups,
+    search,
 )
+from lsq.study.allocate import MIXES
 from lsq.study.allocation import METHODS, RULES
+from lsq.study.search import SEARCHES
 
-JSON, TEXT, TABLE, PICTURE = OUTPUTS = (
+JSON, TABLE, PICTURE, *TEXTS = OUTPUTS = (
     "allocation.json",
-    "weight_format.txt",
     "allocation.md",
     "allocation.png",
+    "weight_format.txt",
+    "activation_format.txt",
 )
-MIXES = "mixes.json"
-FORMAT, VERSION = "lsq-allocation", 1
+FORMAT, VERSION = "lsq-allocation", 2
+EXACT, REFINE = "exact", "refine"
+HELD_OUT = 4
+"""Every fourth sentence is held out from a search, to compare its result with uniform formats."""
+BUDGETS = tuple(field.name for field in fields(Budget))
 SIZES = {"kB": 10**3, "MB": 10**6, "GB": 10**9, "B": 1, "": 1}
 
 
@@ -73,8 +83,9 @@ def fewest(text: str) -> tuple[str, float]:
 
 class Options(Namespace):
     """Choose a number format for each weight of a model of transformers', so that it loses least
-    within a budget, from the costs that `lsq sensitivity` has measured. Weights that a converted
-    model multiplies as one get one format."""
+    within budgets, from the costs that `lsq sensitivity` has measured. Weights that a converted
+    model multiplies as one get one format. With --text, mixes of formats are measured with the
+    model itself; stop it whenever you like, the same command goes on."""
 
     costs: AnyPath
     """the folder that `lsq sensitivity` wrote, or its sensitivity.json"""
@@ -82,26 +93,35 @@ class Options(Namespace):
     """most bits of a weight's value, scales included: a mean over all weights"""
     bytes: Annotated[float, size, "N"] | None = None
     """most bytes of all weights, such as 300000 or 2.5GB"""
+    operations: Annotated[float, above, "N"] | None = None
+    """most bit operations of a word: the sum of rows x outputs x inputs x bits of weight x bits of
+    activation over all products"""
+    activations: bool = False
+    """choose formats of the inputs of products, too; these run without fast products"""
     at_least: Annotated[list[str], fewest, "PATTERN=BITS"] = []
     """fewest bits of weights, such as '*lm_head*=6'"""
     rule: Annotated[str, tuple(RULES)] = "divergence"
     """cost that is added up: of predictions from the float model's, the difference of losses, or
     the estimate's second term"""
-    method: Annotated[str, tuple(METHODS)] = "exact"
-    """exact: the best that there is; greedy: the steps that save most for what they take"""
+    method: Annotated[str, (*METHODS, *SEARCHES)] | None = None
+    """exact: the best sum of costs that there is; greedy: the steps that save most for what they
+    take; with --text also searches: refine measures mixes near the exact one (default: exact, with
+    --text refine)"""
     model: Folder | None = None
     """folder of transformers' with the model; without it, the one that was measured"""
-    mixes: Count | None = None
-    """measure up to so many mixes of formats near the first one with the model itself, and take the
-    best; stop it whenever you like, the same command goes on"""
     text: list[File] = []
-    """with --mixes: sentences as for `lsq sensitivity`"""
+    """sentences as for `lsq sensitivity`, to measure mixes on; a quarter of them is held out, and
+    where a uniform format loses less on these, it is taken"""
     words: Count = 2048
-    """with --mixes: about how many words of the text"""
+    """about how many words of the text"""
+    mixes: Count = 400
+    """most mixes to measure"""
+    seed: int = 1
+    """of searches that draw at random"""
     quiet: bool = False
     """no progress bar"""
     output: Folder
-    """folder for weight_format.txt, allocation.json, allocation.md and allocation.png"""
+    """folder for allocation.json, table, picture, weight_format.txt and activation_format.txt"""
     overwrite: bool = False
     """replace an allocation that is there"""
 
@@ -110,76 +130,83 @@ def run(arguments: list[str]) -> int:
     """Write the formats; ValueError, OSError, or Interrupted after a signal."""
     given = command_parser("allocate", Options).parse_args(arguments)
     costs = read_costs(given.costs / COSTS if given.costs.is_dir() else given.costs)
-    if given.bits is None and given.bytes is None:
-        raise ValueError("there is no budget; give --bits or --bytes")
-    if (given.mixes is None) != (not given.text):
-        raise ValueError("--mixes and --text go together: mixes are measured on the text")
+    budget = Budget(**{name: getattr(given, name) for name in BUDGETS})
+    method = given.method or (REFINE if given.text else EXACT)
+    if (method in SEARCHES) != bool(given.text):
+        raise ValueError(
+            f"--method {method} and --text do not go together: {', '.join(SEARCHES)} measure mixes"
+            f" on a text, {' and '.join(METHODS)} measure nothing"
+        )
     check_there(*given.text)
     check_writable(given.output, makes_folders=True)
     model = given.model or Path(str(costs.about.get("model", "")))
-    groups = _groups(model)
     allocator = Allocator(
         costs=costs,
-        groups=groups,
+        groups=_groups(model),
+        activations=given.activations,
         at_least=dict(given.at_least),
         rule=given.rule,
-        method=given.method,
+        method=method if method in METHODS else EXACT,
     )
-    budgets = {"bits": given.bits, "bytes": given.bytes}
-    found, said = allocator.run(**budgets), ""
+    allocation, said = allocator.run(budget), ""
     locked = locked_folder(given.output, "choose another --output")
     with locked, interruptible(given.overwrite):
         for name in OUTPUTS:
             replaces(given.output / name, given.overwrite)
-        if given.mixes is not None:
-            refined = _refined(given, allocator, model, budgets)
-            found = refined.allocation
-            said = (
-                f"\nmeasured together: {refined.divergence:.4g}, the first mix {refined.begun:.4g},"
-                f" of {refined.mixes} mixes"
-            )
-        _write(given, allocator, found)
-    print(found.table())
+        if method in SEARCHES:
+            found = _searched(given, allocator, model, budget, method)
+            allocation, said = found.allocation, _said(found)
+        _write(given, allocator, allocation, method)
+    print(allocation.table())
     for names, reason in (
-        (found.unmeasured, "were not measured, and get int8"),
-        (found.unrounded, "are not rounded by lsq.convert, and stay as they are"),
+        (allocation.unmeasured, "were not measured, and get int8"),
+        (allocation.unrounded, "are not rounded by lsq.convert, and stay as they are"),
     ):
         if names:
             print(f"\n{', '.join(names)} {reason}")
-    limit = allocator.limit(**budgets) / found.values
-    print(f"\n{_beside(found, limit, allocator.uniform())}{said}")
+    print(f"\n{_beside(allocation, budget, allocator)}{said}")
     print(f"\n{', '.join(OUTPUTS)} are in {given.output}")
     return 0
 
 
-def _write(given: Options, allocator: Allocator, found: Allocation) -> None:
+def _write(given: Options, allocator: Allocator, found: Allocation, method: str) -> None:
     """Write all OUTPUTS."""
+    uniform = {name: [one.bits, one.cost] for name, one in allocator.uniform().items()}
     head = {
         "format": FORMAT,
         "version": VERSION,
         "weights": allocator.costs.weights,
         "rule": given.rule,
-        "method": given.method,
+        "method": method,
         "bits": found.bits,
         "bytes": found.bytes,
+        "takes": found.takes,
         "cost": found.cost,
         "weight_format": found.weight_format,
-        "uniform": {form: list(pair) for form, pair in allocator.uniform().items()},
+        "activation_format": found.activation_format,
+        "uniform": uniform,
     }
-    lines = [{"names": one.names, "format": one.format, "cost": one.cost} for one in found.chosen]
+    lines = [
+        {"kind": one.part.kind, "names": one.part.names, "format": one.format, "cost": one.cost}
+        for one in found.chosen
+    ]
     json_file.write(given.output / JSON, head, "chosen", lines)
-    write_text(given.output / TEXT, found.weight_format + "\n")
+    for name in TEXTS:
+        write_text(given.output / name, head[name.removesuffix(".txt")] + "\n")
     write_text(given.output / TABLE, f"# Formats of {given.costs}\n\n{found.table('github')}\n")
     draw_front(allocator, found, given.output / PICTURE)
 
 
-def _refined(
-    given: Options, allocator: Allocator, model: Path, budgets: dict[str, float | None]
-) -> Refined:
+def _searched(
+    given: Options, allocator: Allocator, model: Path, budget: Budget, method: str
+) -> Found:
     """Measure mixes with the model in a folder."""
     batch, path = model_batch.of_transformers(model, given.text, given.words), given.output / MIXES
     if given.overwrite:
         path.unlink(missing_ok=True)
+    kept, held_out = _batches(batch.lengths)
+    if not kept:
+        raise ValueError("--text has one sentence, and a quarter is held out; give more")
     with tqdm(
         desc="measuring", unit=" mixes", total=given.mixes, disable=given.quiet or None
     ) as bar:
@@ -188,29 +215,56 @@ def _refined(
             bar.set_postfix_str(f"{least:.4g}", refresh=False)
             bar.update(done - bar.n)
 
-        return refine(
+        return search(
             allocator,
+            budget,
             batch.model,
             lambda model, numbers: batch.losses(numbers),
-            by_length(batch.lengths, BATCH_WORDS),
-            **budgets,
-            mixes=given.mixes,
+            kept,
+            how=Search(method=method, mixes=given.mixes, seed=given.seed),
+            held_out=held_out,
             keep=KeptMixes(path=path, about={"text": batch.description}, progress=progress),
         )
 
 
-def _beside(found: Allocation, bits: float, uniform: dict[str, tuple[float, float]]) -> str:
-    """Compare an allocation with the uniform format of at most so many bits that costs least."""
-    fitting = {form: pair for form, pair in uniform.items() if pair[0] <= bits}
+def _batches(lengths: Sequence[int]) -> tuple[list[list[int]], list[list[int]]]:
+    """Return batches of sentences' numbers for a search, and those that are held out."""
+    held_out = set(range(0, len(lengths), HELD_OUT))
+    parts = [[n for n in range(len(lengths)) if (n in held_out) == out] for out in (False, True)]
+    batches = []
+    for numbers in parts:
+        made = by_length([lengths[number] for number in numbers], BATCH_WORDS)
+        batches.append([[numbers[one] for one in each] for each in made])
+    return batches[0], batches[1]
+
+
+def _said(found: Found) -> str:
+    """Say what a search has measured."""
+    held_out = {name: f"{one:.4g}" for name, one in found.held_out.items()}
+    mix = held_out.pop("mix")
+    others = ", ".join(f"{name} {one}" for name, one in held_out.items()) or "nothing uniform fits"
+    least = min(found.held_out, key=found.held_out.get)
+    worse = least != "mix" and found.held_out[least] < found.held_out["mix"]
+    return (
+        f"\nmeasured together: {found.divergence:.4g}, the first mix {found.first:.4g}, of"
+        f" {found.mixes} mixes\non sentences held out: {mix}; {others}"
+        + (f"; {least} loses less, and is taken instead" if worse else "")
+    )
+
+
+def _beside(found: Allocation, budget: Budget, allocator: Allocator) -> str:
+    """Compare an allocation with the uniform format within the budget that costs least."""
+    fitting = {name: one for name, one in allocator.uniform().items() if one.fits(budget)}
     text = f"{found.bits:.2f} bits cost {found.cost:.4g}"
     if not fitting:
         return f"{text}; no format of all weights is as small"
-    form, (width, other) = min(fitting.items(), key=lambda item: item[1][1])
-    return f"{text}; {form} for all weights has {width:.2f} and costs {other:.4g}"
+    form = min(fitting, key=lambda name: fitting[name].cost)
+    other = fitting[form]
+    return f"{text}; {form} for all weights has {other.bits:.2f} and costs {other.cost:.4g}"
 
 
-def _groups(path: Path) -> Sequence[tuple[str, ...]]:
-    """Return weight_groups of the model in a folder of transformers', on the meta device."""
+def _groups(path: Path) -> Groups:
+    """Return groups_of the model in a folder of transformers', on the meta device."""
     if not (path / "config.json").is_file():
         raise ValueError(
             f"{path} is no folder of transformers', which says what weights are multiplied as one;"
@@ -228,4 +282,4 @@ def _groups(path: Path) -> Sequence[tuple[str, ...]]:
         raise ValueError(f"{path} is of the architecture {name}, which transformers does not have")
     with torch.device("meta"):
         model = kind(config)
-    return weight_groups(model)
+    return groups_of(model)

@@ -9,12 +9,20 @@ from tqdm import tqdm
 
 from lsq.commands import interruption, model_batch
 from lsq.commands.interruption import Interrupted, name_of
-from lsq.commands.model_batch import BatchOptions
-from lsq.commands.options import AnyPath, Folder, check_there, check_writable, command_parser
+from lsq.commands.model_batch import BatchOptions, ModelBatch
+from lsq.commands.options import (
+    AnyPath,
+    Folder,
+    check_there,
+    check_writable,
+    command_parser,
+    replaces,
+)
 from lsq.files import write_text
 from lsq.files.lock import locked_folder
 from lsq.quant.numbers import METHODS
-from lsq.study import Keep, draw_costs, sensitivity
+from lsq.study import Costs, Keep, draw_costs, estimate, sensitivity
+from lsq.study.costs import write_costs
 from lsq.study.sensitivity import FORMATS
 from lsq.study.tensors import ACTIVATION
 
@@ -33,6 +41,9 @@ class Options(BatchOptions):
     fairseq's with --data"""
     clip: Annotated[str, METHODS] = "mse"
     """how clips of weights are measured"""
+    estimate: bool = False
+    """no measurement: only an estimate for weights, from gradients of labels that are drawn from
+    the model's predictions, in one pass over the text"""
     weights_only: bool = False
     """leave out the inputs of products"""
     output: Folder
@@ -53,38 +64,57 @@ def run(arguments: list[str]) -> int:
     with locked_folder(given.output, "choose another --output"), interruptible(given.overwrite):
         batch = model_batch.load(given)
         print(f"measuring {given.model}, {batch.description}")
-        with _progress(given.quiet) as progress:
-            costs = sensitivity(
-                batch.model,
-                lambda model, numbers: batch.losses(numbers),
-                by_length(batch.lengths, BATCH_WORDS),
-                samples=[[number] for number in range(len(batch.lengths))],
-                formats=given.formats,
-                clip=given.clip,
-                tensors=given.tensors,
-                activations=not given.weights_only,
-                keep=Keep(
-                    path=given.output / JSON,
-                    anew=given.overwrite,
-                    progress=progress,
-                    about={
-                        "model": str(given.model),
-                        "text": batch.description,
-                        "loss": "nats per word",
-                    },
-                ),
-            )
+        costs = (_estimated if given.estimate else _measured)(given, batch)
         draw_costs(costs, given.output / PICTURE)
         text = f"# Which bits where: {given.model}\n\n{costs.table('github')}\n"
         write_text(given.output / TABLE, text)
         print(costs.table())
-        if not given.weights_only and not costs.of(ACTIVATION):
+        if not (given.weights_only or given.estimate) and not costs.of(ACTIVATION):
             print(
                 "\nno activations: layers of lsq round theirs by themselves; measure the float"
                 " model for those"
             )
         print(f"\n{', '.join(OUTPUTS)} are in {given.output}")
     return 0
+
+
+def _measured(given: Options, batch: ModelBatch) -> Costs:
+    with _progress(given.quiet) as progress:
+        return sensitivity(
+            batch.model,
+            lambda model, numbers: batch.losses(numbers),
+            by_length(batch.lengths, BATCH_WORDS),
+            samples=[[number] for number in range(len(batch.lengths))],
+            formats=given.formats,
+            clip=given.clip,
+            tensors=given.tensors,
+            activations=not given.weights_only,
+            keep=Keep(
+                path=given.output / JSON,
+                anew=given.overwrite,
+                progress=progress,
+                about=_about(given, batch),
+            ),
+        )
+
+
+def _estimated(given: Options, batch: ModelBatch) -> Costs:
+    replaces(given.output / JSON, given.overwrite)
+    costs = estimate(
+        batch.model,
+        lambda model, numbers: batch.losses(numbers),
+        [[number] for number in range(len(batch.lengths))],
+        formats=given.formats,
+        clip=given.clip,
+        tensors=given.tensors,
+        about=_about(given, batch),
+    )
+    write_costs(given.output / JSON, costs)
+    return costs
+
+
+def _about(given: Options, batch: ModelBatch) -> dict[str, str]:
+    return {"model": str(given.model), "text": batch.description, "loss": "nats per word"}
 
 
 def by_length(lengths: Sequence[int], words: int) -> list[list[int]]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 from lsq.config.checks import accept, require_choice, warn, without_constants
@@ -74,8 +75,27 @@ def _measures(field: str, name: str) -> bool:
     return name == "int8" or (form is not None and form.ternary)
 
 
+FROM_FILE = "@"
+"""Begins a format that stands in a file: "@mix/weight_format.txt"."""
+
+
+def _read_format(field: str, given: Any) -> Any:
+    """Return a field's value, or the text of the file that it names."""
+    if field not in FAST_FORMATS or not isinstance(given, str) or not given.startswith(FROM_FILE):
+        return given
+    try:
+        return Path(given.removeprefix(FROM_FILE)).read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"{field} is {given!r}, a file of formats such as `lsq allocate` writes, but it cannot"
+            f" be read: {error}"
+        ) from None
+
+
 def of_this_version(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Rename fields of version 0.1; raises ValueError for values that would be lost."""
+    """Rename fields of version 0.1, and read formats in files; raises ValueError for values that
+    would be lost."""
+    given = {name: _read_format(name, value) for name, value in given.items()}
     fields = without_constants(given, CONSTANT)
     for name in RENAMED.keys() & given.keys():
         value, now = fields.pop(name), RENAMED[name]
@@ -142,7 +162,8 @@ class QuantConfig:
     each row or for the tensor, as "int2/row" or "ternary/tensor", have fast products. Other formats
     of docs/numbers.md, such as "nvfp4", are multiplied as groups of codes or as decoded values.
     "float32" rounds nothing. Patterns of names may follow; the last that fits a name counts:
-    "int8,*fc2*=nvfp4,encoder.layers.0.*=float32".
+    "int8,*fc2*=nvfp4,encoder.layers.0.*=float32". "@FILE" stands for the text of a file, as `lsq
+    allocate` writes it.
     """
     activation_format: str = "int8"
     """Format of activations, written as for weights; only "int8" has fast products. A pattern may

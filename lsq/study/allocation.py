@@ -1,12 +1,14 @@
-"""A format for each weight, so that a model loses least within a budget.
+"""A format for each tensor, so that a model loses least within budgets.
 
 The costs of `lsq sensitivity` are of one tensor at a time; those of several are taken to add up.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import cached_property
 
 import numpy
 from torch import nn
@@ -16,9 +18,10 @@ from lsq.layers.in_place import InPlace
 from lsq.models.conversion import convert, revert
 from lsq.program.tensor import Kind
 from lsq.study.costs import Cost, Costs, TensorCosts
-from lsq.study.knapsack import Choice, Item, Problem, exact, greedy
+from lsq.study.knapsack import ROUNDING, Choice, Item, Problem, exact, greedy, undominated
+from lsq.study.resources import ACTIVATION_BITS, SAID, TAKEN, Budget, Product
 from lsq.study.tables import UNLIMITED, fitted
-from lsq.study.tensors import WEIGHT, chosen_by
+from lsq.study.tensors import ACTIVATION, WEIGHT, chosen_by
 
 RULES: dict[str, Callable[[Cost], float | None]] = {
     "divergence": lambda cost: cost.divergence,
@@ -28,16 +31,68 @@ RULES: dict[str, Callable[[Cost], float | None]] = {
 """What of a Cost is added up."""
 METHODS = {"exact": exact, "greedy": greedy}
 OTHERS = "int8"
-"""Format of weights that were not measured."""
+"""Format of tensors that were not measured."""
 STEPS = 24
 """Budgets of a front."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chosen:
-    """The format of weights that are one tensor in a converted model."""
+class Groups:
+    """What a converted model has as one tensor, by names of weights."""
 
+    weights: tuple[tuple[str, ...], ...]
+    """Weights that are one tensor."""
+    inputs: tuple[tuple[str, ...], ...]
+    """Weights whose products read the same activation."""
+
+
+def groups_of(model: nn.Module, **options) -> Groups:
+    """Return what lsq.convert would make one tensor of `model`.
+
+    `model` is the same afterwards; it may be on the meta device. `options`: of lsq.convert.
+    """
+    convert(model, QuantConfig(), **{"check": False, **options})
+    try:
+        weights, inputs = [], []
+        for path, module in model.named_modules():
+            if not isinstance(module, InPlace):
+                continue
+            own = {
+                declared: tuple(
+                    f"{path}.{one}" if path else one for one in module.state_names(name)
+                )
+                for name, declared in module.declared.items()
+                if declared.kind is Kind.WEIGHT
+            }
+            weights += own.values()
+            known = {name for names in own.values() for name in names}
+            for names in module.tensor_names[1].values():
+                read = (f"{path}.{one}" if path else one for one in names)
+                inputs.append(tuple(name for name in read if name in known))
+        return Groups(weights=tuple(weights), inputs=tuple(filter(None, inputs)))
+    finally:
+        revert(model)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A tensor of a converted model, which has one format."""
+
+    kind: str
+    """WEIGHT, or ACTIVATION: the input of products."""
     names: tuple[str, ...]
+    """Of the weights that it is made of, or that read it."""
+
+
+Unit = tuple[Part, ...]
+"""Tensors whose formats are chosen together: weights, and the activation that all of them read."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chosen:
+    """The format of a tensor of a converted model."""
+
+    part: Part
     format: str
     bits: float
     """Of a value, scales included."""
@@ -47,7 +102,7 @@ class Chosen:
 
 @dataclass(frozen=True, kw_only=True)
 class Allocation:
-    """Formats of the weights of a model."""
+    """Formats of the tensors of a model."""
 
     chosen: tuple[Chosen, ...]
     unmeasured: tuple[str, ...]
@@ -55,62 +110,82 @@ class Allocation:
     unrounded: tuple[str, ...]
     """Weights that were measured but are not rounded."""
     rule: str
+    takes: dict[str, float] = field(default_factory=dict)
+    """What the model takes, by name in TAKEN."""
+
+    def of(self, kind: str) -> dict[str, str]:
+        """Return the formats of tensors of a kind: name of each weight -> format."""
+        return {
+            name: one.format
+            for one in self.chosen
+            if one.part.kind == kind
+            for name in one.part.names
+        }
+
+    @property
+    def weights(self) -> tuple[Chosen, ...]:
+        return tuple(one for one in self.chosen if one.part.kind == WEIGHT)
 
     @property
     def values(self) -> int:
-        return sum(one.values for one in self.chosen)
+        """Values of the weights."""
+        return sum(one.values for one in self.weights)
 
     @property
     def bits(self) -> float:
-        """Mean bits of a value."""
-        return math.fsum(one.bits * one.values for one in self.chosen) / self.values
+        """Mean bits of a weight's value."""
+        return math.fsum(one.bits * one.values for one in self.weights) / self.values
 
     @property
     def bytes(self) -> int:
+        """Bytes of the weights."""
         return math.ceil(self.bits * self.values / 8)
 
     @property
     def cost(self) -> float:
         return math.fsum(one.cost for one in self.chosen)
 
+    def fits(self, budget: Budget) -> bool:
+        """Return whether the model takes no more than a budget."""
+        limits = budget.limits(self.values).items()
+        return all(self.takes[name] <= most * (1 + ROUNDING) for name, most in limits)
+
+    @property
+    def quant(self) -> QuantConfig:
+        """The configuration of lsq.convert with these formats."""
+        return QuantConfig(
+            weight_format=self.weight_format, activation_format=self.activation_format
+        )
+
     @property
     def weight_format(self) -> str:
         """The formats as QuantConfig.weight_format takes them."""
-        formats = {name: one.format for one in self.chosen for name in one.names}
-        formats |= dict.fromkeys(self.unmeasured, OTHERS)
+        formats = self.of(WEIGHT) | dict.fromkeys(self.unmeasured, OTHERS)
         every = list(formats.values())
-        others = max(dict.fromkeys(every), key=every.count)
-        exceptions = (f"{name}={form}" for name, form in formats.items() if form != others)
-        return ",".join([others, *exceptions])
+        return _text(max(dict.fromkeys(every), key=every.count), formats)
+
+    @property
+    def activation_format(self) -> str:
+        """The formats as QuantConfig.activation_format takes them."""
+        return _text(OTHERS, self.of(ACTIVATION))
 
     def table(self, style: str = "simple") -> str:
         """Return a table of formats; style "github" is Markdown."""
         rows = [
-            [", ".join(one.names), one.format, f"{one.bits:.2f}", f"{one.cost:.3g}"]
+            [
+                ("input of " if one.part.kind == ACTIVATION else "") + ", ".join(one.part.names),
+                *(one.format, f"{one.bits:.2f}", f"{one.cost:.3g}"),
+            ]
             for one in self.chosen
         ]
         rows.append(["all", "", f"{self.bits:.2f}", f"{self.cost:.3g}"])
-        head = ["weight", "format", "bits of a value", self.rule]
+        head = ["tensor", "format", "bits of a value", self.rule]
         width = UNLIMITED if style == "github" else None
         return fitted(rows, head, ("left", "left", "right", "right"), style=style, width=width)
 
 
-def weight_groups(model: nn.Module, **options) -> list[tuple[str, ...]]:
-    """Return the names of the weights that lsq.convert rounds; those that it joins, together.
-
-    `model` is the same afterwards; it may be on the meta device. `options`: of lsq.convert.
-    """
-    convert(model, QuantConfig(), **{"check": False, **options})
-    try:
-        return [
-            tuple(f"{path}.{name}" if path else name for name in module.state_names(own))
-            for path, module in model.named_modules()
-            if isinstance(module, InPlace)
-            for own, declared in module.declared.items()
-            if declared.kind is Kind.WEIGHT
-        ]
-    finally:
-        revert(model)
+def _text(others: str, formats: Mapping[str, str]) -> str:
+    return ",".join([others, *(f"{n}={form}" for n, form in formats.items() if form != others)])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,9 +194,10 @@ class Allocator:
 
     Args:
         costs: of a finished measurement.
-        groups: of `weight_groups`: weights of a group get one format, and others are not rounded;
-            None: each weight by itself.
-        at_least: pattern of names -> the fewest bits of a value.
+        groups: of `groups_of`: tensors that are one get one format, and other weights are not
+            rounded; None: each weight and each input by itself.
+        activations: whether inputs of products get formats, too; else they are int8.
+        at_least: pattern of names -> the fewest bits of a weight's value.
         rule: the costs that are added up, a key of RULES.
         method: a key of METHODS.
 
@@ -130,7 +206,8 @@ class Allocator:
     """
 
     costs: Costs
-    groups: Sequence[tuple[str, ...]] | None = None
+    groups: Groups | None = None
+    activations: bool = False
     at_least: Mapping[str, float] | None = None
     rule: str = "divergence"
     method: str = "exact"
@@ -148,131 +225,208 @@ class Allocator:
                 "the costs are of a measurement that was stopped; let the same `lsq sensitivity`"
                 " go on"
             )
+        if self.activations and not self.costs.of(ACTIVATION):
+            raise ValueError(
+                "no activations were measured; measure them, too, or choose formats of weights"
+            )
         for pattern, bits in (self.at_least or {}).items():
             if not (math.isfinite(bits) and bits >= 0):
                 raise ValueError(f"at least {bits} bits for {pattern!r}: give a number, 0 or more")
-            chosen_by([pattern], self._tensors)
-        if not self.measured_groups:
+            chosen_by([pattern], self._names)
+        if not self.units:
             raise ValueError("no weight that was measured is rounded by lsq.convert")
 
-    def run(self, *, bits: float | None = None, bytes: float | None = None) -> Allocation:
-        """Return the formats that cost least within the budgets, which are of all weights together.
-
-        Args:
-            bits: the most mean bits of a value, scales included.
-            bytes: the most bytes.
+    def run(self, budget: Budget) -> Allocation:
+        """Return the formats that cost least within a budget.
 
         Raises:
-            ValueError: there is no budget, it is no number above 0, or nothing fits.
+            ValueError: nothing fits.
             MissingPackage: the exact method lacks scipy.
         """
-        problem = self.problem(self.limit(bits=bits, bytes=bytes))
+        return self.allocation(*self.solved(budget))
+
+    def solved(self, budget: Budget) -> tuple[Problem, tuple[int, ...]]:
+        """Return the problem of the units under a budget, and its best choices; see `run`."""
+        limits = budget.limits(self.values)
+        problem = self._problem(limits)
         picked = METHODS[self.method](problem)
         if picked is None:
-            least = float(problem.least[0])
-            raise ValueError(
-                f"the formats take {least / self.values:.3f} bits of a value or"
-                f" {math.ceil(least / 8):,} bytes at least; give a larger budget, or measure"
-                " smaller formats"
-            )
-        return self.allocation(picked)
+            raise ValueError(self._too_small(problem, tuple(limits)))
+        return problem, picked
 
-    def limit(self, *, bits: float | None = None, bytes: float | None = None) -> float:
-        """Return the bits of all weights together that budgets allow; ValueError without one."""
-        given = [bits and bits * self.values, bytes and 8 * bytes]
-        if given == [None, None]:
-            raise ValueError("there is no budget; give bits or bytes")
-        return min(each for each in given if each is not None)
+    def allocation(self, problem: Problem, picked: Sequence[int]) -> Allocation:
+        """Return the allocation of the choices of these numbers in a `problem` of this search."""
+        names = (item.choices[one].name for item, one in zip(problem.items, picked, strict=True))
+        return self.of_formats([name.split() for name in names])
 
-    def allocation(self, picked: Sequence[int]) -> Allocation:
-        """Return the allocation of the choices of these numbers."""
-        items, groups = self.problem(1.0).items, self.measured_groups
-        rounded = {name for group in self.groups or groups for name in group}
-        chosen = [
-            Chosen(
-                names=group,
-                format=item.choices[one].name,
-                bits=item.choices[one].takes[0] / self._values(group),
-                values=self._values(group),
-                cost=item.choices[one].cost,
-            )
-            for group, item, one in zip(groups, items, picked, strict=True)
-        ]
+    def of_formats(self, formats: Iterable[Sequence[str]]) -> Allocation:
+        """Return the allocation of these formats for the parts of each unit."""
+        chosen, products = [], []
+        for unit, forms in zip(self.units, formats, strict=True):
+            products += self._products(unit, forms)
+            chosen += map(self._chosen, unit, forms)
+        groups = self.groups.weights if self.groups else ()
+        rounded = {name for names in groups for name in names}
+        measured = [tensor.name for tensor in self.costs.of(WEIGHT)]
         return Allocation(
             chosen=tuple(chosen),
-            unmeasured=tuple(sorted(rounded - set(self._tensors))),
-            unrounded=tuple(name for name in self._tensors if name not in rounded),
+            unmeasured=tuple(sorted(rounded - set(measured))),
+            unrounded=tuple(name for name in measured if self.groups and name not in rounded),
             rule=self.rule,
+            takes={name: math.fsum(map(take, products)) for name, take in TAKEN.items()},
         )
 
-    def uniform(self) -> dict[str, tuple[float, float]]:
-        """Return (mean bits, cost) of each format for all weights, whatever at_least says."""
-        found, problem = {}, replace(self, at_least=None).problem(1.0)
-        for form in self.costs.formats:
-            every = [[c for c in item.choices if c.name == form] for item in problem.items]
-            if all(every):
-                taken = math.fsum(choices[0].takes[0] for choices in every)
-                cost = math.fsum(choices[0].cost for choices in every)
-                found[form] = taken / self.values, cost
+    def uniform(self) -> dict[str, Allocation]:
+        """Return the allocation of each format for all weights, whatever at_least says; with
+        activations, of each pair of a format for weights and one for activations."""
+        found = {}
+        for pair in itertools.product(self.costs.formats, repeat=1 + self.activations):
+            form = dict(zip((WEIGHT, ACTIVATION), pair, strict=False))
+            every = [[form[part.kind] for part in unit] for unit in self.units]
+            allowed = all(
+                self._cost(part, one) is not None
+                for unit, forms in zip(self.units, every, strict=True)
+                for part, one in zip(unit, forms, strict=True)
+            )
+            if allowed:
+                found[" ".join(pair)] = self.of_formats(every)
         return found
 
-    def front(self, steps: int = STEPS) -> list[tuple[float, float]]:
-        """Return (mean bits, cost) of allocations for budgets from the least to the most bits."""
-        problem = self.problem(1.0)
+    def front(self, steps: int = STEPS) -> list[Allocation]:
+        """Return allocations for budgets from the least to the most bits of weights."""
+        problem = self._problem({"bits": 1.0})
         most = sum(max(c.takes[0] for c in item.choices) for item in problem.items)
         budgets = numpy.linspace(float(problem.least[0]), most, steps) * (1 + 1e-9)
-        every = [self.run(bits=float(budget) / self.values) for budget in budgets]
-        return [(one.bits, one.cost) for one in every]
+        solved = (replace(problem, budgets=(float(budget),)) for budget in budgets)
+        return [self.allocation(one, METHODS[self.method](one)) for one in solved]
 
-    @property
-    def _tensors(self) -> dict[str, TensorCosts]:
-        return {tensor.name: tensor for tensor in self.costs.of(WEIGHT)}
+    @cached_property
+    def units(self) -> tuple[Unit, ...]:
+        """The tensors that get formats."""
+        weights = {tensor.name for tensor in self.costs.of(WEIGHT)}
+        read = {tensor.name for tensor in self.costs.of(ACTIVATION) if self.activations}
+        each = tuple((name,) for name in self._names)
+        groups = self.groups or Groups(weights=each, inputs=each)
+        parts = [_part(WEIGHT, names, weights) for names in groups.weights]
+        left, units = list(filter(None, parts)), []
+        for inputs in filter(None, (_part(ACTIVATION, names, read) for names in groups.inputs)):
+            reading = [part for part in left if set(part.names) & set(inputs.names)]
+            left = [part for part in left if part not in reading]
+            if reading:
+                units.append((*reading, inputs))
+        return (*units, *((part,) for part in left))
 
     @property
     def values(self) -> int:
         """Values of all weights that get a format."""
-        return sum(map(self._values, self.measured_groups))
+        parts = (part for unit in self.units for part in unit if part.kind == WEIGHT)
+        return sum(self._values(part) for part in parts)
 
-    @property
-    def measured_groups(self) -> list[tuple[str, ...]]:
-        """The measured weights that are rounded."""
-        tensors = self._tensors
-        if self.groups is None:
-            return [(name,) for name in tensors]
-        found = (tuple(name for name in group if name in tensors) for group in self.groups)
-        return [group for group in found if group]
+    def _problem(self, limits: Mapping[str, float]) -> Problem:
+        items = tuple(self._item(unit, tuple(limits)) for unit in self.units)
+        return Problem(items=items, budgets=tuple(limits.values()))
 
-    def _values(self, group: Iterable[str]) -> int:
-        return sum(self._tensors[name].values for name in group)
+    def _item(self, unit: Unit, resources: Sequence[str]) -> Item:
+        choices = []
+        for forms in itertools.product(*map(self._formats, unit)):
+            cost = math.fsum(map(self._cost, unit, forms))
+            products = self._products(unit, forms)
+            takes = tuple(math.fsum(map(TAKEN[name], products)) for name in resources)
+            choices.append(Choice(name=" ".join(forms), cost=cost, takes=takes))
+        item = Item(name=", ".join(unit[0].names), choices=tuple(choices))
+        if len(unit) > 1:  # many, of which few are of use
+            kept = sorted(undominated(item, math.inf))
+            item = replace(item, choices=tuple(choices[one] for one in kept))
+        return item
 
-    def problem(self, limit: float) -> Problem:
-        """Return the problem of measured_groups, whose weights take bits up to a limit."""
-        tensors, groups = self._tensors, self.measured_groups
-        items = tuple(self._item([tensors[name] for name in group]) for group in groups)
-        return Problem(items=items, budgets=(limit,))
+    def _products(self, unit: Unit, forms: Sequence[str]) -> list[Product]:
+        widths = {part: self._bits(part, form) for part, form in zip(unit, forms, strict=True)}
+        inputs = next((widths[p] for p in unit if p.kind == ACTIVATION), ACTIVATION_BITS)
+        made = []
+        for part, form in zip(unit, forms, strict=True):
+            if part.kind == WEIGHT:
+                tensors = self._of(part)
+                columns = tensors[0].inputs
+                made.append(
+                    Product(
+                        form=form,
+                        outputs=self._values(part) // columns,
+                        inputs=columns,
+                        weight_bits=widths[part],
+                        activation_bits=inputs,
+                        rows=tensors[0].rows / self.costs.count,
+                    )
+                )
+        return made
 
-    def _item(self, tensors: Sequence[TensorCosts]) -> Item:
-        names = ", ".join(tensor.name for tensor in tensors)
+    def _formats(self, part: Part) -> list[str]:
+        """Return the formats that a part may have; ValueError if there are none."""
+        names = ", ".join(part.names)
         least = [
             bits
             for pattern, bits in (self.at_least or {}).items()
-            if any(fnmatchcase(tensor.name, pattern) for tensor in tensors)
+            if part.kind == WEIGHT and any(fnmatchcase(name, pattern) for name in part.names)
         ]
-        choices, widths = [], []
-        for form in self.costs.formats:
-            found = [RULES[self.rule](tensor.formats[form]) for tensor in tensors]
-            taken = math.fsum(tensor.formats[form].bits * tensor.values for tensor in tensors)
-            widths.append(taken / sum(tensor.values for tensor in tensors))
-            if None not in found and widths[-1] >= max(least, default=0.0):
-                choices.append(Choice(name=form, cost=math.fsum(found), takes=(taken,)))
-        if not choices and max(least, default=0.0) > max(widths):
+        widths = {form: self._bits(part, form) for form in self.costs.formats}
+        wide = [form for form in widths if widths[form] >= max(least, default=0.0)]
+        if not wide:
             raise ValueError(
                 f"{names} must have at least {max(least):g} bits, but the formats that were"
-                f" measured have up to {max(widths):.3f}; measure a larger one"
+                f" measured have up to {max(widths.values()):.3f}; measure a larger one"
             )
-        if not choices:
+        known = [form for form in wide if self._cost(part, form) is not None]
+        if not known:
             raise ValueError(
                 f"{names} has no {self.rule} in any format; take another rule, or measure with a"
                 " loss that also returns the logits of its predictions"
             )
-        return Item(name=names, choices=tuple(choices))
+        return known
+
+    def _chosen(self, part: Part, form: str) -> Chosen:
+        return Chosen(
+            part=part,
+            format=form,
+            bits=self._bits(part, form),
+            values=self._values(part),
+            cost=self._cost(part, form),
+        )
+
+    def _cost(self, part: Part, form: str) -> float | None:
+        found = [RULES[self.rule](tensor.formats[form]) for tensor in self._of(part)]
+        return None if None in found else math.fsum(found)
+
+    def _bits(self, part: Part, form: str) -> float:
+        """Return the bits of a value."""
+        taken = (tensor.formats[form].bits * tensor.values for tensor in self._of(part))
+        return math.fsum(taken) / self._values(part)
+
+    def _values(self, part: Part) -> int:
+        return sum(tensor.values for tensor in self._of(part))
+
+    def _of(self, part: Part) -> list[TensorCosts]:
+        return [self._tensors[part.kind, name] for name in part.names]
+
+    @cached_property
+    def _tensors(self) -> dict[tuple[str, str], TensorCosts]:
+        return {(tensor.kind, tensor.name): tensor for tensor in self.costs.tensors}
+
+    @property
+    def _names(self) -> list[str]:
+        return [tensor.name for tensor in self.costs.of(WEIGHT)]
+
+    def _too_small(self, problem: Problem, resources: Sequence[str]) -> str:
+        """Say what formats take at least of the resources whose budgets are too small."""
+        pairs = zip(resources, problem.least, problem.budgets, strict=True)
+        least = [SAID[name](float(one), self.values) for name, one, most in pairs if one > most]
+        if not least:
+            return "no formats keep to all budgets together; give larger ones"
+        return (
+            f"the formats take {' and '.join(least)} at least; give a larger budget, or measure"
+            " smaller formats"
+        )
+
+
+def _part(kind: str, names: Iterable[str], measured: set[str]) -> Part | None:
+    """Return the part of the measured ones of these names, or None."""
+    found = tuple(name for name in names if name in measured)
+    return Part(kind=kind, names=found) if found else None

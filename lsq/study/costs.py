@@ -15,7 +15,7 @@ from lsq.study.tables import UNLIMITED, fitted
 from lsq.study.tensors import ACTIVATION, PLURALS, WEIGHT
 
 FORMAT = "lsq-sensitivity"
-VERSION = 2
+VERSION = 3
 KINDS = (WEIGHT, ACTIVATION)
 LARGEST = 2**53
 REMEDY = "give a file of `lsq sensitivity`, or delete it and measure again"
@@ -58,14 +58,22 @@ class TensorCosts:
     shape: tuple[int, ...]
     values: int
     """Number of values; for activations, in all batches together."""
+    rows: int
+    """Rows of the inputs that the weight is multiplied with, in all batches together."""
     transposed: bool
     """Whether columns of the weight, not rows, were cut into blocks."""
     formats: dict[str, Cost]
 
+    @property
+    def inputs(self) -> int:
+        """K, the values of a row of the input."""
+        return self.shape[0 if self.transposed else -1]
+
     def __post_init__(self) -> None:
         check_text("name", self.name)
         check_choice("kind", self.kind, KINDS)
-        check_whole("values", self.values, 0, LARGEST)
+        for name in ("values", "rows"):
+            check_whole(name, getattr(self, name), 0, LARGEST)
         check_flag("transposed", self.transposed)
 
 

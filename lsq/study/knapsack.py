@@ -149,7 +149,7 @@ def exact(problem: Problem, seconds: float = 60.0) -> tuple[int, ...] | None:
     if above <= 0 and start is not None:
         return start
     kept = [
-        _undominated(item, low + above * (1 + FEASIBLE))
+        undominated(item, low + above * (1 + FEASIBLE))
         for item, low in zip(problem.items, lowest, strict=True)
     ]
     left = [
@@ -181,7 +181,7 @@ def exact(problem: Problem, seconds: float = 60.0) -> tuple[int, ...] | None:
     return tuple(picked) if problem.fits(picked) and better else start
 
 
-def _undominated(item: Item, most: float) -> list[int]:
+def undominated(item: Item, most: float) -> list[int]:
     """Return the numbers of choices that cost at most `most` and that no other one beats in all."""
     found: list[int] = []
     order = sorted(

@@ -2,13 +2,14 @@
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lsq import extras, files
 from lsq.quant.tables import lloyd_max_distortion
-from lsq.study.allocation import Allocation, Allocator
+from lsq.study.allocation import METHODS, Allocation, Allocator
 from lsq.study.costs import KINDS, Costs
 from lsq.study.errors import BOUNDS, Errors, Median
 from lsq.study.tensors import PLURALS
@@ -71,19 +72,24 @@ def draw_costs(costs: Costs, path: Path) -> None:
 
 
 def draw_front(allocator: Allocator, allocation: Allocation, path: Path) -> None:
-    """Draw costs over mean bits: the front of all budgets, uniform formats, and an allocation with
-    the bits of its weights below, into a .png, .svg or .pdf."""
-    shown = [", ".join(one.names) for one in allocation.chosen]
+    """Draw costs over mean bits: a front of all budgets for each method, uniform formats, and an
+    allocation with the bits of its tensors below, into a .png, .svg or .pdf."""
+    shown = [", ".join(one.part.names) for one in allocation.chosen]
     figure = _figure(7 + 0.12 * min(len(shown), MOST_NAMES), 8)
     above, below = figure.subplots(2, 1)
-    bits, costs = zip(*allocator.front(), strict=True)
-    above.plot(bits, costs, "-", color="C0", label=f"best mixes ({allocator.method})")
+    drawn = []
+    for method in METHODS:
+        front = replace(allocator, method=method).front()
+        above.plot(*_points(front), "-", label=f"mixes: {method}")
+        drawn += front
     uniform = allocator.uniform()
-    above.plot(*zip(*uniform.values(), strict=True), "o", color="C1", label="uniform", **POINTS)
-    for form, (width, cost) in uniform.items():
-        above.annotate(form, (width, cost), (4, 4), textcoords="offset points", fontsize="x-small")
+    drawn += uniform.values()
+    above.plot(*_points(uniform.values()), "o", color="black", label="uniform", **POINTS)
+    for form, one in uniform.items():
+        at = one.bits, one.cost
+        above.annotate(form, at, (4, 4), textcoords="offset points", fontsize="x-small")
     above.plot(allocation.bits, allocation.cost, "*", color="C3", markersize=12, label="chosen")
-    positive = all(cost > 0 for cost in (*costs, *(cost for _, cost in uniform.values())))
+    positive = all(one.cost > 0 for one in drawn)
     above.set(xlabel="mean bits of a value, scales included", ylabel=allocation.rule)
     above.set_yscale("log" if positive else "linear")
     above.grid(alpha=0.25)
@@ -94,6 +100,10 @@ def draw_front(allocator: Allocator, allocation: Allocation, path: Path) -> None
     below.tick_params(axis="x", labelsize="xx-small")
     below.set(ylabel="bits of a value")
     _write(figure, path, dpi=120)
+
+
+def _points(allocations: Iterable[Allocation]) -> tuple[list[float], list[float]]:
+    return [one.bits for one in allocations], [one.cost for one in allocations]
 
 
 def _figure(width: float, height: float) -> "Figure":

@@ -8,7 +8,9 @@ The estimate is of second order: a change d of values changes the loss by about 
 is the diagonal (LeCun et al. 1989, "Optimal Brain Damage") of the empirical Fisher information
 (Martens 2014, arXiv:1412.1193, section 11). For a mean of T negative log-likelihoods in nats, it is
 1/T times the sum over samples of squared gradients. A sample should be one sentence. In a batch the
-gradients of sentences nearly cancel, so that the square is too small by about their number.
+gradients of sentences nearly cancel, so that the square is too small by about their number. With
+labels that are drawn from the predictions it is the Fisher information itself, and samples may have
+any size.
 """
 
 import contextlib
@@ -21,10 +23,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import kl_div
+from torch.nn.functional import cross_entropy, kl_div
 
 from lsq.layers.module import ProgramModule
+from lsq.quant.arithmetic import SMALLEST_CLIP
 from lsq.quant.declared import declared_tables
+from lsq.quant.formats import Grain, weight_format
 from lsq.quant.numbers import METHODS, ScaledFormat, scaled_format
 from lsq.study.costs import Cost, Costs, TensorCosts, read_costs, write_costs
 from lsq.study.products import Look, inputs_replaced
@@ -40,24 +44,50 @@ SEED = 1
 """Seed of each pass: lsq's own layers may round gradients at random."""
 
 
+INT4 = weight_format("int4", 8, Grain.ROW)
+SCALE_BITS = 32
+"""Of the scale of a row of INT4."""
+OF_WEIGHTS = (INT4.name,)
+"""Formats that activations cannot have."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rounding:
     """Rounds tensors to a format, and keeps their dtype."""
 
-    form: ScaledFormat
+    form: ScaledFormat | None
+    """The format of weights; None: INT4."""
+    of_activations: ScaledFormat | None
     clip: str
+
+    @staticmethod
+    def of(name: str, clip: str) -> "Rounding":
+        """Return the rounding to a format as `weight_format` and `activation_format` name it."""
+        if name in OF_WEIGHTS:
+            return Rounding(form=None, of_activations=None, clip=clip)
+        forms = [scaled_format(f"int8/{g}" if name == "int8" else name) for g in ("row", "tensor")]
+        return Rounding(form=forms[0], of_activations=forms[1], clip=clip)
 
     def weight(self, values: Tensor, transposed: bool) -> Tensor:
         matrix = values.detach().t() if transposed else as_rows(values.detach())
-        rounded = self.form.decode(self.form.encode(matrix, self.clip))
+        if self.form is None:
+            clips = matrix.abs().amax(1).float().clamp_min(SMALLEST_CLIP)
+            codes, scale = INT4.encode(matrix.float(), clips)
+            rounded = INT4.unpack(codes, matrix.shape[1]) * scale[:, None]
+        else:
+            rounded = self.form.decode(self.form.encode(matrix, self.clip))
         return (rounded.t() if transposed else rounded).reshape(values.shape).to(values.dtype)
 
     def activation(self, values: Tensor) -> Tensor:
         """Round the input [..., K] of a product, with clips at the largest magnitudes."""
-        return self.form.decode(self.form.encode(values)).to(values.dtype)
+        form = self.of_activations
+        return form.decode(form.encode(values)).to(values.dtype)
 
     def bits(self, weight: Tensor, transposed: bool) -> float:
-        return self.form.bits_per_value((weight.t() if transposed else as_rows(weight)).shape)
+        shape = (weight.t() if transposed else as_rows(weight)).shape
+        if self.form is None:
+            return (8 * INT4.stored_columns(shape[1]) + SCALE_BITS) / shape[1]
+        return self.form.bits_per_value(shape)
 
 
 @dataclass(kw_only=True)
@@ -97,8 +127,12 @@ def gradients(
     weights: Mapping[str, nn.Parameter],
     activations: Collection[str],
     rounding: Mapping[str, Rounding],
+    drawn: bool = False,
 ) -> Gradients:
-    """Compute gradients of `weights`, and of their products' inputs for names in `activations`."""
+    """Compute gradients of `weights`, and of their products' inputs for names in `activations`.
+
+    drawn: of the loss of labels that are drawn from the predictions. ValueError: there are none.
+    """
 
     def zeros() -> dict[str, Tensor]:
         return {name: torch.zeros_like(w, dtype=torch.float32) for name, w in weights.items()}
@@ -108,7 +142,7 @@ def gradients(
         squares=zeros(),
         activations={(name, form): Sums() for name in activations for form in rounding},
     )
-    for sample in samples:
+    for number, sample in enumerate(samples):
         read: list[tuple[str, Tensor]] = []
 
         def look(name: str, x: Tensor, transposed: bool, read=read) -> Tensor:
@@ -122,7 +156,9 @@ def gradients(
         seeded = torch.random.fork_rng(devices=[])
         with inputs_replaced(weights, look), torch.enable_grad(), seeded:
             torch.default_generator.manual_seed(SEED)
-            total, count, *_ = loss(model, sample)
+            total, count, *logits = loss(model, sample)
+            if drawn:
+                total = _loss_of_drawn_labels(logits, SEED + number)
             leaves = [*weights.values(), *(x for _, x in read)]
             found = torch.autograd.grad(total, leaves, allow_unused=True)
         made.count += float(count)
@@ -138,6 +174,18 @@ def gradients(
                     change = how.activation(x).double() - x
                     made.activations[name, form].add(x, change, gradient, square)
     return made
+
+
+def _loss_of_drawn_labels(logits: Sequence[Tensor], seed: int) -> Tensor:
+    if not logits:
+        raise ValueError(
+            "the loss returns no logits, from which labels are drawn; return (sum of losses, their"
+            " number, logits [items, classes])"
+        )
+    predicted = logits[0].float()
+    chance = torch.Generator(predicted.device).manual_seed(seed)
+    labels = predicted.detach().softmax(1).multinomial(1, generator=chance).flatten()
+    return cross_entropy(predicted, labels, reduction="sum")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,8 +231,8 @@ def sensitivity(
             then. The estimate is for negative log-likelihoods in nats, such as cross-entropy.
         batches: for the measurement; the loss is the mean over all of them.
         samples: for the estimate, best one sentence each; None: the batches.
-        formats: names for lsq.quant.numbers.scaled_format; blocks lie along the dimension that
-            the product sums over.
+        formats: names as for QuantConfig.weight_format; "int4" is of weights alone. Blocks lie
+            along the dimension that the product sums over.
         clip: how clips of weights are measured; clips of activations are the largest magnitudes.
         tensors: patterns with * and ? of names of weights; none: all.
         activations: whether to measure activations, too.
@@ -195,11 +243,12 @@ def sensitivity(
             finite, the loss differs between equal runs, or the file of `keep` has other settings.
         OSError: that file cannot be written.
     """
-    if clip not in METHODS:
-        raise ValueError(f"clip is {clip!r}; allowed: {', '.join(map(repr, METHODS))}")
-    rounding = {name: Rounding(form=scaled_format(name), clip=clip) for name in formats}
-    if not rounding:
-        raise ValueError("there are no formats; name one at least")
+    rounding = _roundings(formats, clip)
+    for name in OF_WEIGHTS if activations else ():
+        if name in rounding:
+            raise ValueError(
+                f"activations cannot be in {name}: measure weights only, or take int4/group32/uint4"
+            )
     samples, keep = batches if samples is None else samples, keep or Keep()
     numbers = declared_tables(rounding)  # what was measured with other values counts no more
     trial = Trial(
@@ -210,12 +259,8 @@ def sensitivity(
         rounding=rounding,
     )
     with still(model, trial.weights.values()):
-        before, count, _ = trial.measured(trial.look)
+        before, count = trial.begin()
         again, *_ = trial.measured()
-        if not math.isfinite(before):
-            raise ValueError(
-                f"the batches have a loss of {before:g}; give a model and batches with a finite one"
-            )
         if not math.isclose(before, again, rel_tol=1e-6):
             raise ValueError(
                 f"the same batches have losses of {before:g} and {again:g}; make the loss"
@@ -251,6 +296,56 @@ def sensitivity(
     return costs
 
 
+def estimate(
+    model: nn.Module,
+    loss: Loss,
+    samples: Sequence[Any],
+    *,
+    formats: Sequence[str] = FORMATS,
+    clip: str = "mse",
+    tensors: Iterable[str] = (),
+    about: Mapping[str, Any] | None = None,
+) -> Costs:
+    """Estimate costs of formats in weights, of second order, from labels that are drawn from the
+    model's predictions: one pass, forward and backward, for each sample.
+
+    Arguments and errors are those of `sensitivity`; the loss must return logits. Costs and
+    divergences are None.
+    """
+    rounding = _roundings(formats, clip)
+    trial = Trial(
+        model=model,
+        loss=loss,
+        batches=samples,
+        weights=weights_to_measure(model, tensors),
+        rounding=rounding,
+    )
+    with still(model, trial.weights.values()):
+        before, count = trial.begin()
+        found = gradients(model, loss, samples, trial.weights, (), rounding, drawn=True)
+        measured = tuple(trial.weight(name, found, None) for name in trial.weights)
+    numbers = declared_tables(rounding)
+    return Costs(
+        about={**(about or {}), **({"numbers": numbers} if numbers else {})},
+        weights=digest_of(trial.weights),
+        clip=clip,
+        formats=tuple(rounding),
+        loss=before,
+        count=count,
+        samples=len(samples),
+        tensors=measured,
+        finished=True,
+    )
+
+
+def _roundings(formats: Sequence[str], clip: str) -> dict[str, Rounding]:
+    if clip not in METHODS:
+        raise ValueError(f"clip is {clip!r}; allowed: {', '.join(map(repr, METHODS))}")
+    if not formats:
+        raise ValueError("there are no formats; name one at least")
+    return {name: Rounding.of(name, clip) for name in formats}
+
+
 def _as_it_is(name: str, x: Tensor, transposed: bool) -> Tensor:
     return x
 
@@ -276,6 +371,16 @@ class Trial:
             self.transposed.add(name)
         return x
 
+    def begin(self) -> tuple[float, float]:
+        """Compute the batches for the first time; return (mean loss, number of losses). ValueError:
+        it is not finite."""
+        before, count, _ = self.measured(self.look)
+        if not math.isfinite(before):
+            raise ValueError(
+                f"the batches have a loss of {before:g}; give a model and batches with a finite one"
+            )
+        return before, count
+
     @torch.no_grad()
     def measured(self, look: Look = _as_it_is) -> tuple[float, float, float | None]:
         """Return (mean loss of all batches, number of losses, divergence from the first run or
@@ -296,17 +401,21 @@ class Trial:
         items = sum(map(len, self.predictions))
         return total / count, count, divergence / items if items else None
 
-    def weight(self, name: str, found: Gradients, before: float) -> TensorCosts:
+    def weight(self, name: str, found: Gradients, before: float | None) -> TensorCosts:
+        """Measure and estimate the costs of a weight's formats; before None: estimate alone."""
         weight, transposed, formats = self.weights[name], name in self.transposed, {}
         values = weight.detach()
         for form, how in self.rounding.items():
             rounded, sums = how.weight(weight, transposed), Sums()
             change = rounded.double() - values.double()
             sums.add(values, change, found.sums[name], found.squares[name])
-            with _replaced(weight, rounded):
-                loss, _, divergence = self.measured()
+            cost, divergence = math.nan, None
+            if before is not None:
+                with _replaced(weight, rounded):
+                    loss, _, divergence = self.measured()
+                cost = loss - before
             bits = how.bits(weight, transposed)
-            formats[form] = _cost(sums, found.count, bits, loss - before, divergence)
+            formats[form] = _cost(sums, found.count, bits, cost, divergence)
         return self.costs(WEIGHT, name, formats)
 
     def activation(self, name: str, found: Gradients, before: float) -> TensorCosts:
@@ -318,7 +427,7 @@ class Trial:
                 nonlocal bits
                 if of != name:
                     return x
-                bits += how.form.total_bits(x.shape)
+                bits += how.of_activations.total_bits(x.shape)
                 return how.activation(x)
 
             loss, _, divergence = self.measured(look)
@@ -326,20 +435,29 @@ class Trial:
             formats[form] = _cost(sums, found.count, width, loss - before, divergence)
         return self.costs(ACTIVATION, name, formats)
 
-    @contextlib.contextmanager
-    def rounded(self, formats: Mapping[str, str]) -> Iterator[None]:
-        """Round weights in this context: name -> format. It does not nest for the same weight."""
+    def divergence(self, weights: Mapping[str, str], inputs: Mapping[str, str]) -> float:
+        """Return the divergence with formats of weights and of their products' inputs, by the
+        weights' names; infinity if predictions are not finite."""
+
+        def look(name: str, x: Tensor, transposed: bool) -> Tensor:
+            return self.rounding[inputs[name]].activation(x) if name in inputs else x
+
         with contextlib.ExitStack() as stack:
-            for name, form in formats.items():
+            for name, form in weights.items():
                 weight = self.weights[name]
                 rounded = self.rounding[form].weight(weight, name in self.transposed)
                 stack.enter_context(_replaced(weight, rounded))
-            yield
+            divergence = self.measured(look)[2]
+        if divergence is None:
+            raise ValueError("the loss returns no logits, by which mixes are compared")
+        return max(divergence, 0.0) if math.isfinite(divergence) else math.inf
 
     def costs(self, kind: str, name: str, formats: dict[str, Cost]) -> TensorCosts:
         weight = self.weights[name]
+        inputs = weight.shape[0 if name in self.transposed else -1]
         return TensorCosts(
             name=name,
+            rows=self.values.get(name, 0) // inputs,
             kind=kind,
             shape=tuple(weight.shape),
             transposed=name in self.transposed,

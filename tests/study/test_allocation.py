@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import lsq
 from lsq.config import QuantConfig
-from lsq.study import Allocator, sensitivity, weight_groups
+from lsq.study import Allocator, Budget, Groups, groups_of, sensitivity
 from lsq.study.costs import Cost, Costs, TensorCosts
 from tests.ops.compare import refused
 
@@ -34,6 +34,7 @@ def costs_of(names=("a", "b", "c", "d", "e", "f"), seed=1, **changes) -> Costs:
             kind="weight",
             shape=(32, 8 * number),
             values=256 * number,
+            rows=18,
             transposed=False,
             formats={form: cost(bits) for form, bits in FORMATS.items()},
         )
@@ -44,6 +45,10 @@ def costs_of(names=("a", "b", "c", "d", "e", "f"), seed=1, **changes) -> Costs:
         **{**fields, "count": 9.0, "samples": 3, "tensors": tuple(tensors), "finished": True},
         **changes,
     )
+
+
+def of_weights(*groups: tuple[str, ...]) -> Groups:
+    return Groups(weights=groups, inputs=())
 
 
 def brute(costs: Costs, bits: float, groups, rule=lambda cost: cost.divergence) -> float:
@@ -62,40 +67,40 @@ def brute(costs: Costs, bits: float, groups, rule=lambda cost: cost.divergence) 
 @pytest.mark.parametrize("rule", ["divergence", "loss", "second"])
 def test_the_formats_are_those_of_brute_force(bits, rule):
     costs = costs_of()
-    found = Allocator(costs=costs, rule=rule).run(bits=bits)
+    found = Allocator(costs=costs, rule=rule).run(Budget(bits=bits))
     attribute = {"loss": "cost"}.get(rule, rule)
     each = [(tensor.name,) for tensor in costs.tensors]
     expected = brute(costs, bits, each, lambda cost: getattr(cost, attribute))
     assert found.cost == pytest.approx(expected, rel=1e-9) and found.bits <= bits * (1 + 1e-9)
-    greedy = Allocator(costs=costs, rule=rule, method="greedy").run(bits=bits)
+    greedy = Allocator(costs=costs, rule=rule, method="greedy").run(Budget(bits=bits))
     assert greedy.cost >= found.cost - 1e-12 and greedy.bits <= bits * (1 + 1e-9)
 
 
 def test_weights_of_a_group_have_one_format():
     costs, groups = costs_of(), [("a", "c", "f"), ("b",), ("d", "e")]
-    found = Allocator(costs=costs, groups=groups).run(bits=3.2)
+    found = Allocator(costs=costs, groups=of_weights(*groups)).run(Budget(bits=3.2))
     assert found.cost == pytest.approx(brute(costs, 3.2, groups), rel=1e-9)
-    assert [one.names for one in found.chosen] == groups
-    assert found.cost > Allocator(costs=costs).run(bits=3.2).cost
+    assert [one.part.names for one in found.chosen] == groups
+    assert found.cost > Allocator(costs=costs).run(Budget(bits=3.2)).cost
 
 
 def test_bytes_and_bits_are_the_same_budget():
     search = Allocator(costs=costs_of())
-    by_bits = search.run(bits=3.0)
-    assert search.run(bytes=by_bits.bits * by_bits.values / 8 * (1 + 1e-9)) == by_bits
-    assert search.run(bits=8.0, bytes=by_bits.values * 3 / 8) == by_bits
+    by_bits = search.run(Budget(bits=3.0))
+    assert search.run(Budget(bytes=by_bits.bits * by_bits.values / 8 * (1 + 1e-9))) == by_bits
+    assert search.run(Budget(bits=8.0, bytes=by_bits.values * 3 / 8)) == by_bits
     assert by_bits.bytes == math.ceil(by_bits.bits * by_bits.values / 8)
 
 
 def test_patterns_keep_bits():
-    free = Allocator(costs=costs_of()).run(bits=3.0)
-    kept = Allocator(costs=costs_of(), at_least={"[af]": 4, "b": 3}).run(bits=3.0)
-    bits = {name: one.bits for one in kept.chosen for name in one.names}
+    free = Allocator(costs=costs_of()).run(Budget(bits=3.0))
+    kept = Allocator(costs=costs_of(), at_least={"[af]": 4, "b": 3}).run(Budget(bits=3.0))
+    bits = {name: one.bits for one in kept.chosen for name in one.part.names}
     assert bits["a"] >= 4 and bits["f"] >= 4 and bits["b"] >= 3 and kept.cost >= free.cost
     with refused("no tensor is called 'head'"):
         Allocator(costs=costs_of(), at_least={"head": 4})
     with refused("a must have at least 9 bits.*up to 8.500"):
-        Allocator(costs=costs_of(), at_least={"a": 9}).run(bits=8)
+        Allocator(costs=costs_of(), at_least={"a": 9}).run(Budget(bits=8))
     with refused("give a number, 0 or more"):
         Allocator(costs=costs_of(), at_least={"a": math.nan})
 
@@ -104,12 +109,51 @@ def test_a_front_falls_and_lies_below_uniform_formats():
     search = Allocator(costs=costs_of())
     front, uniform = search.front(), search.uniform()
     assert list(uniform) == list(FORMATS)
-    assert front == sorted(front) and [cost for _, cost in front] == sorted(
-        (cost for _, cost in front), reverse=True
+    bits, costs = [one.bits for one in front], [one.cost for one in front]
+    assert bits == sorted(bits) and costs == sorted(costs, reverse=True)
+    for form, one in uniform.items():
+        assert search.run(Budget(bits=one.bits * (1 + 1e-9))).cost <= one.cost
+        assert set(one.of("weight").values()) == {form} and one.bits == FORMATS[form]
+    assert bits[0] == pytest.approx(2.125) and bits[-1] == pytest.approx(8.5)
+
+
+def with_activations(costs: Costs) -> Costs:
+    """The same costs for inputs, of 9 words with 2 rows each."""
+    activations = tuple(
+        replace(one, kind="activation", values=18 * one.inputs) for one in costs.tensors
     )
-    for bits, cost in uniform.values():
-        assert search.run(bits=bits * (1 + 1e-9)).cost <= cost
-    assert front[0][0] == pytest.approx(2.125) and front[-1][0] == pytest.approx(8.5)
+    return replace(costs, tensors=(*costs.tensors, *activations))
+
+
+@pytest.mark.parametrize("operations", [5, 9, 16, 30])
+def test_weights_and_their_input_share_bit_operations(operations):
+    """Two weights read one input; the third reads another, and the last one is int8."""
+    costs = costs_of("abcd")
+    tensors = tuple(one for one in with_activations(costs).tensors if one.name != "d")
+    costs = replace(costs, tensors=tensors)
+    groups = Groups(weights=(("a",), ("b",), ("c",)), inputs=(("a", "b"), ("c",)))
+    search = Allocator(costs=costs, groups=groups, activations=True)
+    sizes = {one.name: one.values for one in tensors if one.kind == "weight"}
+    budget = Budget(operations=operations * 2 * sum(sizes.values()), bits=4.5)
+    found = search.run(budget)
+
+    every, best = {one.name: one.formats for one in tensors}, math.inf
+    for a, b, c, of_ab, of_c in itertools.product(FORMATS, repeat=5):
+        pairs = [("a", a, of_ab), ("b", b, of_ab), ("c", c, of_c)]
+        bits = sum(sizes[name] * FORMATS[one] for name, one, _ in pairs)
+        taken = sum(2 * sizes[n] * FORMATS[one] * FORMATS[other] for n, one, other in pairs)
+        if bits <= 4.5 * sum(sizes.values()) and taken <= budget.operations:
+            forms = [("a", a), ("b", b), ("c", c), ("a", of_ab), ("b", of_ab), ("c", of_c)]
+            best = min(best, sum(every[name][form].divergence for name, form in forms))
+    assert found.cost == pytest.approx(best, rel=1e-9) and found.fits(budget)
+    inputs = found.of("activation")
+    assert inputs.keys() == {"a", "b", "c"} and inputs["a"] == inputs["b"]
+    quant = found.quant
+    assert quant.weight_format == found.weight_format
+    assert quant.activation_format.startswith("int8,a=")
+    pair = "int8/row int2/row"
+    taken = search.uniform()[pair].takes["operations"]
+    assert taken == pytest.approx(2 * sum(sizes.values()) * 8.5 * 2.125)
 
 
 @pytest.mark.parametrize(
@@ -118,14 +162,15 @@ def test_a_front_falls_and_lies_below_uniform_formats():
         ({}, "there is no budget"),
         ({"bits": 2.0}, "the formats take 2.125 bits of a value or 1,428 bytes at least"),
         ({"bytes": 1000}, "give a larger budget"),
-        ({"bits": -1.0}, "it must be a finite number above 0"),
-        ({"bits": math.nan}, "it must be a finite number above 0"),
-        ({"bits": 0.0}, "it must be a finite number above 0"),
+        ({"operations": 1000}, "the formats take 1.828e.05 bit operations of an item at least"),
+        ({"bits": -1.0}, "it must be a number above 0"),
+        ({"bits": math.nan}, "it must be a number above 0"),
+        ({"bits": 0.0}, "it must be a number above 0"),
     ],
 )
 def test_budgets_that_cannot_be_kept_are_refused(budget, message):
     with refused(message):
-        Allocator(costs=costs_of()).run(**budget)
+        Allocator(costs=costs_of()).run(Budget(**budget))
 
 
 def test_what_is_refused():
@@ -136,7 +181,9 @@ def test_what_is_refused():
     with refused("a measurement that was stopped"):
         Allocator(costs=replace(costs_of(), finished=False))
     with refused("no weight that was measured is rounded"):
-        Allocator(costs=costs_of(), groups=[("other",)])
+        Allocator(costs=costs_of(), groups=of_weights(("other",)))
+    with refused("no activations were measured"):
+        Allocator(costs=costs_of(), activations=True)
     lost = [
         replace(
             one,
@@ -145,7 +192,7 @@ def test_what_is_refused():
         for one in costs_of().tensors
     ]
     with refused("a has no divergence in any format"):
-        Allocator(costs=replace(costs_of(), tensors=tuple(lost))).run(bits=4)
+        Allocator(costs=replace(costs_of(), tensors=tuple(lost))).run(Budget(bits=4))
 
 
 def llama() -> nn.Module:
@@ -165,12 +212,14 @@ def llama() -> nn.Module:
 def test_groups_are_those_of_the_converted_model():
     model = llama()
     before = {name: type(module) for name, module in model.named_modules()}
-    found = weight_groups(model, minimum_width=16)
+    found = groups_of(model, minimum_width=16)
     assert {name: type(module) for name, module in model.named_modules()} == before
     layer = "model.layers.0."
     joined = tuple(f"{layer}self_attn.{one}_proj.weight" for one in "qkv")
-    assert joined in found and (f"{layer}mlp.down_proj.weight",) in found
-    meta = weight_groups(copy.deepcopy(model).to("meta"), minimum_width=16)
+    assert joined in found.weights and joined in found.inputs
+    fed = tuple(f"{layer}mlp.{one}_proj.weight" for one in ("gate", "up"))
+    assert fed in found.inputs and (f"{layer}mlp.down_proj.weight",) in found.weights
+    meta = groups_of(copy.deepcopy(model).to("meta"), minimum_width=16)
     assert meta == found
 
 
@@ -183,23 +232,23 @@ def test_an_allocation_converts_a_model():
         total = nn.functional.cross_entropy(logits, batch[:, 1:].flatten(), reduction="sum")
         return total, float(len(logits)), logits
 
-    groups = weight_groups(model, minimum_width=16)
+    groups = groups_of(model, minimum_width=16)
     formats = ["int8/row", "int4/row", "int2/row"]
     costs = sensitivity(model, loss, [words], formats=formats, activations=False)
     search = Allocator(costs=costs, groups=groups, at_least={"*layers.1.mlp.down*": 8})
-    found = search.run(bits=4.0)
+    found = search.run(Budget(bits=4.0))
     assert found.unrounded == ("model.embed_tokens.weight",) and not found.unmeasured
     report = lsq.convert(model, QuantConfig(weight_format=found.weight_format), minimum_width=16)
     assert report.converted
     assert math.isfinite(model(words, labels=words).loss)
     partly = replace(costs, tensors=tuple(one for one in costs.tensors if "mlp" in one.name))
-    some = Allocator(costs=partly, groups=groups).run(bits=4.0)
+    some = Allocator(costs=partly, groups=groups).run(Budget(bits=4.0))
     assert "lm_head.weight" in some.unmeasured
     lsq.convert(llama(), QuantConfig(weight_format=some.weight_format), minimum_width=16)
 
 
 def test_tables_name_each_weight():
-    found = Allocator(costs=costs_of(), groups=[("a", "b"), ("c",)]).run(bits=3.0)
+    found = Allocator(costs=costs_of(), groups=of_weights(("a", "b"), ("c",))).run(Budget(bits=3.0))
     lines = found.table("github").splitlines()
     assert "a, b" in lines[2] and lines[-1].split("|")[1].strip() == "all"
     assert found.unrounded == ("d", "e", "f")

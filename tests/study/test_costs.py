@@ -9,7 +9,7 @@ from lsq.study.costs import Cost, Costs, TensorCosts, read_costs, write_costs
 
 COST = Cost(bits=4.5, cost=-0.25, divergence=0.75, first=-0.5, second=0.125, error=0.01)
 LOST = dataclasses.replace(COST, cost=None, divergence=None)
-TENSOR = {"name": "a.weight", "shape": (3, 4), "transposed": False}
+TENSOR = {"name": "a.weight", "shape": (3, 4), "rows": 5, "transposed": False}
 COSTS = Costs(
     about={"model": "a", "numbers": [1, 2]},
     weights="abc",
@@ -36,7 +36,7 @@ def content(tmp_path) -> dict:
 
 def test_what_is_written_is_read(tmp_path, content):
     assert read_costs(tmp_path / "costs.json") == COSTS
-    assert (content["format"], content["version"]) == ("lsq-sensitivity", 2)
+    assert (content["format"], content["version"]) == ("lsq-sensitivity", 3)
     assert content["tensors"][0]["formats"]["nvfp4"]["cost"] is None
     assert [path.name for path in tmp_path.iterdir()] == ["costs.json"]
 

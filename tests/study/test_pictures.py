@@ -11,12 +11,14 @@ from matplotlib.text import Text
 from lsq.study import (
     DEFAULT_FORMATS,
     Allocator,
+    Budget,
     draw,
     draw_costs,
     draw_front,
     measure_tensors,
 )
 from tests.study.test_allocation import costs_of as of_weights
+from tests.study.test_allocation import of_weights as groups_of
 from tests.study.test_costs import COSTS, costs_of
 from tests.study.test_errors import ERRORS, NOTHING
 
@@ -62,13 +64,17 @@ def test_names_do_not_lie_on_each_other(tmp_path, monkeypatch):
 
 
 def test_a_front_with_an_allocation(tmp_path, drawn):
-    allocator = Allocator(costs=of_weights(), groups=[("a", "b"), ("c",), ("d",)])
-    found = allocator.run(bits=3.0)
+    allocator = Allocator(costs=of_weights(), groups=groups_of(("a", "b"), ("c",), ("d",)))
+    found = allocator.run(Budget(bits=3.0))
     draw_front(allocator, found, tmp_path / "picture.png")
     above, below = drawn[0].axes
-    front, uniform, chosen = above.lines
-    assert front.get_xydata().tolist() == [list(point) for point in allocator.front()]
-    assert uniform.get_xydata().tolist() == [list(one) for one in allocator.uniform().values()]
+    exact, greedy, uniform, chosen = above.lines
+    for line, points in (
+        (exact, allocator.front()),
+        (greedy, dataclasses.replace(allocator, method="greedy").front()),
+        (uniform, allocator.uniform().values()),
+    ):
+        assert line.get_xydata().tolist() == [[one.bits, one.cost] for one in points]
     assert chosen.get_xydata().tolist() == [[found.bits, found.cost]]
     assert [bar.get_height() for bar in below.patches] == [one.bits for one in found.chosen]
     assert [name.get_text() for name in below.get_xticklabels()] == ["a, b", "c", "d"]

@@ -6,11 +6,14 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+import lsq
 from lsq.quant.declared import declare
 from lsq.quant.numbers import scaled_format
-from lsq.study import Keep, read_costs, sensitivity
+from lsq.study import Keep, estimate, read_costs, sensitivity
 from lsq.study.costs import TensorCosts
+from lsq.study.sensitivity import Rounding, Trial
 from tests.layers.test_clip_format import forgotten
+from tests.ops.compare import refused
 from tests.study.models import (
     Layers,
     Quadratic,
@@ -303,3 +306,66 @@ def test_a_file_is_of_the_values_that_a_user_declared(tmp_path):
     assert first.about == {"numbers": {"three": [-1, 0, 1]}}
     with pytest.raises(ValueError, match=r"'three': \[-1.0, 0.0, 1.0\]}} before, .* 2.0\]}} now"):
         measured(-1, 0, 2)
+
+
+def test_an_estimate_is_half_of_the_fisher_information_times_squared_changes():
+    """The exact information is an expectation over all labels, in float64."""
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4, bias=False))
+    x = torch.randn(7, 6)
+
+    def loss(model, rows):
+        logits = model(rows)
+        return logits.sum() * 0, float(len(rows)), logits
+
+    before = copy.deepcopy(model.state_dict())
+    found = estimate(model, loss, [x] * 500, formats=["int3/row", "int4"])
+    names = [name for name, one in model.named_parameters() if one.dim() == 2]
+    fisher = dict.fromkeys(names, 0.0)
+    other = copy.deepcopy(model).double()
+    for row in x.double():
+        likely = other(row).log_softmax(0)
+        for label in range(4):
+            gradients = torch.autograd.grad(
+                likely[label], [other.get_parameter(name) for name in names], retain_graph=True
+            )
+            for name, gradient in zip(names, gradients, strict=True):
+                fisher[name] = fisher[name] + likely[label].exp().detach() * gradient.square()
+    assert [one.name for one in found.tensors] == names and found.finished
+    for tensor in found.tensors:
+        weight, how = before[tensor.name], scaled_format("int3/row")
+        change = (how.decode(how.encode(weight, "mse")) - weight).double()
+        expected = (fisher[tensor.name] * change.square()).sum().item() / 2 / len(x)
+        cost = tensor.formats["int3/row"]
+        assert cost.second == pytest.approx(expected, rel=0.1)
+        assert cost.cost is None and cost.divergence is None
+        assert tensor.rows == 7 * 500
+    for name, one in model.state_dict().items():
+        assert torch.equal(one, before[name])
+    with refused("the loss returns no logits, from which labels are drawn"):
+        estimate(model, lambda model, rows: loss(model, rows)[:2], [x])
+
+
+def test_int8_and_int4_are_those_of_converted_models():
+    torch.manual_seed(6)
+    model = nn.Sequential(nn.Linear(128, 64, bias=False))
+    x = torch.randn(9, 128)
+    trial = Trial(
+        model=model,
+        loss=lambda model, rows: (model(rows).sum(), 9.0, model(rows)),
+        batches=[x],
+        weights=dict(model.named_parameters()),
+        rounding={name: Rounding.of(name, "mse") for name in ("int8", "int4")},
+    )
+    for form in ("int8", "int4"):
+        rounded = trial.rounding[form].weight(model[0].weight, False)
+        other = copy.deepcopy(model)
+        lsq.convert(other, lsq.QuantConfig(weight_format=form, clips="learned"))
+        coded = other.eval()(torch.eye(128)).t().detach()
+        weight = model[0].weight.detach()
+        error = (coded - weight).norm().item()  # clips are found in other ways
+        assert (rounded - weight).norm().item() == pytest.approx(error, rel=0.03)
+    bits = trial.rounding["int4"].bits(model[0].weight, False)
+    assert bits == 8 * 17 / 32 + 32 / 128
+    with refused("activations cannot be in int4: measure weights only"):
+        sensitivity(model, trial.loss, [x], formats=["int4"])

@@ -1,0 +1,108 @@
+"""Formats for the tensors of a model in memory: costs, groups and search in one call."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.functional import nll_loss
+from tqdm import tqdm
+
+from lsq.study.allocation import Allocator, groups_of
+from lsq.study.resources import Budget
+from lsq.study.search import Found, KeptMixes, Search, search
+from lsq.study.sensitivity import Keep, sensitivity
+
+FORMATS = tuple("int2/row int3/row int4/row int4 int6/row int8".split())
+"""Formats of weights that have fast products."""
+COSTS, MIXES = "sensitivity.json", "mixes.json"
+
+
+def allocate(
+    model: nn.Module,
+    batches: Sequence[Any],
+    budget: Budget | float,
+    *,
+    formats: Sequence[str] = FORMATS,
+    at_least: Mapping[str, float] | None = None,
+    activations: bool = False,
+    held_out: Sequence[Any] = (),
+    how: Search | None = None,
+    folder: Path | str | None = None,
+    **options,
+) -> Found:
+    """Choose a number format for each weight of a float model, so that it loses least in a budget.
+
+    What is lost is the divergence of predictions from the model's own (Kullback and Leibler 1951):
+    no labels are read. First each tensor is measured by itself, then mixes are measured together.
+    Convert the model afterwards: `lsq.convert(model, found.allocation.quant)`.
+
+    Args:
+        model: not converted; it is the same afterwards.
+        batches: what the model is called with: a dict of keyword arguments, a tuple of arguments,
+            or one argument. It returns logits [..., classes], or an object that has them as
+            `logits`. Items whose `attention_mask` is 0 do not count.
+        budget: a Budget, or mean bits of a weight's value, scales included.
+        formats: names as for QuantConfig.weight_format.
+        at_least: pattern of names -> the fewest bits of a weight's value.
+        activations: whether inputs of products get formats, too; these have no fast products.
+        held_out: further batches; see lsq.study.search.
+        how: method, number of mixes and seed.
+        folder: where measurements are kept: the same call goes on after an interruption.
+        **options: of lsq.convert, such as skip; give it the same ones.
+
+    Raises:
+        ValueError: an argument is wrong, nothing fits, or `folder` has other measurements.
+    """
+    budget = budget if isinstance(budget, Budget) else Budget(bits=budget)
+    groups = groups_of(model, **options)
+    path = None if folder is None else Path(folder)
+    if path is not None:
+        path.mkdir(parents=True, exist_ok=True)
+    with tqdm(desc="measuring", unit=" tensors", disable=None) as bar:
+
+        def measured(done: int, wanted: int, name: str) -> None:
+            bar.total = wanted
+            bar.update(done - bar.n)
+
+        costs = sensitivity(
+            model,
+            predictions_of,
+            batches,
+            formats=formats,
+            activations=activations,
+            keep=Keep(path=path and path / COSTS, progress=measured),
+        )
+    allocator = Allocator(costs=costs, groups=groups, activations=activations, at_least=at_least)
+    with tqdm(desc="measuring", unit=" mixes", disable=None) as bar:
+        return search(
+            allocator,
+            budget,
+            model,
+            predictions_of,
+            batches,
+            how=how,
+            held_out=held_out,
+            keep=KeptMixes(path=path and path / MIXES, progress=lambda n, _: bar.update(n - bar.n)),
+        )
+
+
+def predictions_of(model: nn.Module, batch: Any) -> tuple[Tensor, float, Tensor]:
+    """Return (negative log-likelihood of the most probable classes, items, logits [items,
+    classes]) of a batch as `allocate` takes it; TypeError: the model returns no logits."""
+    if isinstance(batch, Mapping):
+        output = model(**batch)
+    else:
+        output = model(*batch) if isinstance(batch, tuple) else model(batch)
+    logits = getattr(output, "logits", output)
+    if not isinstance(logits, Tensor) or logits.dim() < 2:
+        raise TypeError(
+            f"the model returns {type(output).__name__}; it must return logits [..., classes], or"
+            " an object that has them as `logits`"
+        )
+    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+    if mask is not None and mask.shape == logits.shape[:-1]:
+        logits = logits[mask.bool()]
+    logits = logits.flatten(0, -2)
+    likely = logits.float().log_softmax(1)
+    return nll_loss(likely, likely.argmax(1), reduction="sum"), float(len(logits)), logits

@@ -1,0 +1,68 @@
+"""What the products of a model take in given formats, and budgets of it."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+ACTIVATION_BITS = 8
+"""Bits of activations that get no format: they are int8 with one scale."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Product:
+    """Weights [N, K] that are multiplied as one, and their input."""
+
+    form: str
+    """Format of the weights, as QuantConfig.weight_format names it."""
+    outputs: int
+    """N"""
+    inputs: int
+    """K"""
+    weight_bits: float
+    """Of a value, scales included."""
+    activation_bits: float
+    rows: float
+    """Rows of the input for each item of a loss, such as a word to predict."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """What a model may take at most; None: any amount. ValueError: a number is not above 0."""
+
+    bits: float | None = None
+    """Mean bits of a weight's value, scales included."""
+    bytes: float | None = None
+    """Bytes of all weights."""
+    operations: float | None = None
+    """Bit operations of an item: rows x outputs x inputs x bits of weight x bits of activation."""
+
+    def __post_init__(self) -> None:
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        for name, value in given.items():
+            if value is not None and not (math.isfinite(value) and value > 0):
+                raise ValueError(f"a budget is {name}={value:g}; it must be a number above 0")
+        if all(value is None for value in given.values()):
+            raise ValueError(f"there is no budget; give {' or '.join(given)}")
+
+    def limits(self, values: int) -> dict[str, float]:
+        """Return the most of each name in TAKEN, for weights with so many values."""
+        sizes = [one for one in (self.bits and self.bits * values, self.bytes and 8 * self.bytes)]
+        size = min((one for one in sizes if one is not None), default=None)
+        every = {"bits": size, "operations": self.operations}
+        return {name: limit for name, limit in every.items() if limit is not None}
+
+
+TAKEN: dict[str, Callable[[Product], float]] = {
+    "bits": lambda one: one.outputs * one.inputs * one.weight_bits,
+    "operations": lambda one: (
+        one.rows * one.outputs * one.inputs * one.weight_bits * one.activation_bits
+    ),
+}
+"""What a product takes."""
+SAID: dict[str, Callable[[float, int], str]] = {
+    "bits": lambda taken, values: (
+        f"{taken / values:.3f} bits of a value or {math.ceil(taken / 8):,} bytes"
+    ),
+    "operations": lambda taken, values: f"{taken:.4g} bit operations of an item",
+}
+"""What is taken, in words, by weights with so many values."""

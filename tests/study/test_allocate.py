@@ -1,0 +1,93 @@
+"""lsq.allocate: from a float model in memory to formats that convert it."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import kl_div
+
+import lsq
+from lsq.study import Budget, Search
+from lsq.study.allocate import predictions_of
+from tests.ops.compare import refused
+from tests.study.test_allocation import llama
+
+FEW = Search(mixes=3)
+
+
+def batches(count: int = 2) -> list[dict]:
+    random = torch.Generator().manual_seed(2)
+    words = [torch.randint(96, (3, 10 + one), generator=random) for one in range(count)]
+    masks = [torch.ones_like(one) for one in words]
+    for mask in masks:
+        mask[0, 6:] = 0
+    pairs = zip(words, masks, strict=True)
+    return [{"input_ids": one, "attention_mask": mask} for one, mask in pairs]
+
+
+def found(model, budget=4.6, **options):
+    return lsq.allocate(model, batches(), budget, how=FEW, minimum_width=16, **options)
+
+
+def test_a_model_is_converted_by_what_is_found(tmp_path):
+    model = llama()
+    logits = [model(**batch).logits.detach() for batch in batches()]
+    one = found(model, at_least={"lm_head*": 8}, folder=tmp_path, held_out=batches(3)[2:])
+    assert one.allocation.bits <= 4.6 * (1 + 1e-9) and one.mixes == 3
+    assert one.allocation.of("weight")["lm_head.weight"] == "int8"
+    assert one.held_out.keys() >= {"mix", "int4/row"}
+    assert found(model, at_least={"lm_head*": 8}, folder=tmp_path).mixes == 3  # from the files
+    lsq.convert(model, one.allocation.quant, minimum_width=16)
+    assert all(part.quant.coded for part in model.modules() if hasattr(part, "quant"))
+    total = count = 0.0
+    for batch, before in zip(batches(), logits, strict=True):
+        after, mask = model(**batch).logits.detach(), batch["attention_mask"].bool()
+        p, q = (x[mask].log_softmax(1) for x in (before, after))
+        total += float(kl_div(q, p, reduction="sum", log_target=True))
+        count += int(mask.sum())
+    # activations are in int8, too, and clips of weights are measured by layer
+    assert total / count == pytest.approx(one.divergence, rel=0.3)
+
+
+def test_budgets_given_together():
+    model = llama()
+    formats = ["int8/row", "int4/row", "int3/row"]
+    loose = found(model, formats=formats, activations=True)
+    most = 0.7 * loose.allocation.takes["operations"]
+    tight = found(
+        model, Budget(bits=4.6, operations=most), formats=formats, activations=True
+    ).allocation
+    assert tight.takes["operations"] <= most and tight.bits <= 4.6
+    inputs = tight.of("activation")
+    layer = "model.layers.0.self_attn."
+    assert len({inputs[f"{layer}{one}_proj.weight"] for one in "qkv"}) == 1
+    lsq.convert(model, tight.quant, minimum_width=16)
+    assert model(**batches()[0]).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("given", ["dict", "tuple", "one"])
+def test_how_a_model_is_called(given):
+    layer = nn.Linear(5, 3)
+    x = torch.randn(4, 7, 5)
+    mask = torch.arange(28).view(4, 7) % 3 > 0
+    batch = {"dict": {"input": x}, "tuple": (x,), "one": x}[given]
+    _, count, logits = predictions_of(layer, batch)
+    assert count == 28 and torch.equal(logits, layer(x).flatten(0, 1))
+
+    class Model(nn.Module):
+        def forward(self, x, attention_mask):
+            return SimpleNamespace(logits=layer(x))
+
+    loss, count, logits = predictions_of(Model(), {"x": x, "attention_mask": mask.long()})
+    assert count == int(mask.sum()) and torch.equal(logits, layer(x)[mask])
+    assert loss.item() == pytest.approx(-logits.log_softmax(1).amax(1).sum().item(), rel=1e-6)
+
+
+def test_what_is_refused():
+    with refused("a budget is bits=-1; it must be a number above 0"):
+        found(llama(), -1.0)
+    with refused("the formats take .* bits of a value or .* bytes at least"):
+        found(llama(), 1.0)
+    with pytest.raises(TypeError, match="the model returns tuple; it must return logits"):
+        predictions_of(nn.LSTM(4, 4), torch.randn(2, 3, 4))
