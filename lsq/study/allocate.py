@@ -11,7 +11,7 @@ from tqdm import tqdm
 from lsq.study.allocation import Allocator, groups_of
 from lsq.study.resources import Budget
 from lsq.study.search import Found, KeptMixes, Search, search
-from lsq.study.sensitivity import Keep, sensitivity
+from lsq.study.sensitivity import Keep, estimate, sensitivity
 
 FORMATS = tuple("int2/row int3/row int4/row int4 int6/row int8".split())
 """Formats of weights that have fast products."""
@@ -47,7 +47,7 @@ def allocate(
         at_least: pattern of names -> the fewest bits of a weight's value.
         activations: whether inputs of products get formats, too; these have no fast products.
         held_out: further batches; see lsq.study.search.
-        how: method, number of mixes and seed.
+        how: method, rule of the first mix, number of mixes and seed.
         folder: where measurements are kept: the same call goes on after an interruption.
         **options: of lsq.convert, such as skip; give it the same ones.
 
@@ -59,21 +59,29 @@ def allocate(
     path = None if folder is None else Path(folder)
     if path is not None:
         path.mkdir(parents=True, exist_ok=True)
-    with tqdm(desc="measuring", unit=" tensors", disable=None) as bar:
+    how = how or Search()
+    if how.rule == "second" and activations:
+        raise ValueError('rule is "second", which estimates costs of weights alone: take another')
+    if how.rule == "second":
+        costs = estimate(model, predictions_of, batches, formats=formats)
+    else:
+        with tqdm(desc="measuring", unit=" tensors", disable=None) as bar:
 
-        def measured(done: int, wanted: int, name: str) -> None:
-            bar.total = wanted
-            bar.update(done - bar.n)
+            def measured(done: int, wanted: int, name: str) -> None:
+                bar.total = wanted
+                bar.update(done - bar.n)
 
-        costs = sensitivity(
-            model,
-            predictions_of,
-            batches,
-            formats=formats,
-            activations=activations,
-            keep=Keep(path=path and path / COSTS, progress=measured),
-        )
-    allocator = Allocator(costs=costs, groups=groups, activations=activations, at_least=at_least)
+            costs = sensitivity(
+                model,
+                predictions_of,
+                batches,
+                formats=formats,
+                activations=activations,
+                keep=Keep(path=path and path / COSTS, progress=measured),
+            )
+    allocator = Allocator(
+        costs=costs, groups=groups, activations=activations, at_least=at_least, rule=how.rule
+    )
     with tqdm(desc="measuring", unit=" mixes", disable=None) as bar:
         return search(
             allocator,

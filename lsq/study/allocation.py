@@ -5,7 +5,7 @@ The costs of `lsq sensitivity` are of one tensor at a time; those of several are
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -19,7 +19,7 @@ from lsq.models.conversion import convert, revert
 from lsq.program.tensor import Kind
 from lsq.study.costs import Cost, Costs, TensorCosts
 from lsq.study.knapsack import ROUNDING, Choice, Item, Problem, exact, greedy, undominated
-from lsq.study.resources import ACTIVATION_BITS, SAID, TAKEN, Budget, Product
+from lsq.study.resources import ACTIVATION_BITS, SAID, TAKEN, Budget, Multiplication, Taken
 from lsq.study.tables import UNLIMITED, fitted
 from lsq.study.tensors import ACTIVATION, WEIGHT, chosen_by
 
@@ -198,6 +198,8 @@ class Allocator:
             rounded; None: each weight and each input by itself.
         activations: whether inputs of products get formats, too; else they are int8.
         at_least: pattern of names -> the fewest bits of a weight's value.
+        formats: those to choose among; None: all that were measured.
+        milliseconds: (format, outputs, inputs) -> the time of a product; None: times are not known.
         rule: the costs that are added up, a key of RULES.
         method: a key of METHODS.
 
@@ -209,6 +211,8 @@ class Allocator:
     groups: Groups | None = None
     activations: bool = False
     at_least: Mapping[str, float] | None = None
+    formats: Sequence[str] | None = None
+    milliseconds: Callable[[str, int, int], float] | None = None
     rule: str = "divergence"
     method: str = "exact"
 
@@ -229,6 +233,13 @@ class Allocator:
             raise ValueError(
                 "no activations were measured; measure them, too, or choose formats of weights"
             )
+        if self.formats is not None:
+            unknown = [form for form in self.formats if form not in self.costs.formats]
+            if unknown or not self.formats:
+                raise ValueError(
+                    f"formats are {', '.join(self.formats) or 'none'}; measured were"
+                    f" {', '.join(self.costs.formats)}"
+                )
         for pattern, bits in (self.at_least or {}).items():
             if not (math.isfinite(bits) and bits >= 0):
                 raise ValueError(f"at least {bits} bits for {pattern!r}: give a number, 0 or more")
@@ -245,9 +256,20 @@ class Allocator:
         """
         return self.allocation(*self.solved(budget))
 
+    @property
+    def multiplications(self) -> list[Multiplication]:
+        """The products of all units in all formats."""
+        every = ((unit, forms) for unit in self.units for forms in self._every(unit))
+        return [one for unit, forms in every for one in self._products(unit, forms)]
+
     def solved(self, budget: Budget) -> tuple[Problem, tuple[int, ...]]:
         """Return the problem of the units under a budget, and its best choices; see `run`."""
         limits = budget.limits(self.values)
+        if "milliseconds" in limits and self.milliseconds is None:
+            raise ValueError(
+                "a budget of milliseconds needs times of products; give those of"
+                " lsq.study.product_times, or leave it out"
+            )
         problem = self._problem(limits)
         picked = METHODS[self.method](problem)
         if picked is None:
@@ -273,14 +295,14 @@ class Allocator:
             unmeasured=tuple(sorted(rounded - set(measured))),
             unrounded=tuple(name for name in measured if self.groups and name not in rounded),
             rule=self.rule,
-            takes={name: math.fsum(map(take, products)) for name, take in TAKEN.items()},
+            takes={name: math.fsum(map(take, products)) for name, take in self._taken.items()},
         )
 
     def uniform(self) -> dict[str, Allocation]:
         """Return the allocation of each format for all weights, whatever at_least says; with
         activations, of each pair of a format for weights and one for activations."""
         found = {}
-        for pair in itertools.product(self.costs.formats, repeat=1 + self.activations):
+        for pair in itertools.product(self._allowed, repeat=1 + self.activations):
             form = dict(zip((WEIGHT, ACTIVATION), pair, strict=False))
             every = [[form[part.kind] for part in unit] for unit in self.units]
             allowed = all(
@@ -328,10 +350,10 @@ class Allocator:
 
     def _item(self, unit: Unit, resources: Sequence[str]) -> Item:
         choices = []
-        for forms in itertools.product(*map(self._formats, unit)):
+        for forms in self._every(unit):
             cost = math.fsum(map(self._cost, unit, forms))
             products = self._products(unit, forms)
-            takes = tuple(math.fsum(map(TAKEN[name], products)) for name in resources)
+            takes = tuple(math.fsum(map(self._taken[name], products)) for name in resources)
             choices.append(Choice(name=" ".join(forms), cost=cost, takes=takes))
         item = Item(name=", ".join(unit[0].names), choices=tuple(choices))
         if len(unit) > 1:  # many, of which few are of use
@@ -339,7 +361,11 @@ class Allocator:
             item = replace(item, choices=tuple(choices[one] for one in kept))
         return item
 
-    def _products(self, unit: Unit, forms: Sequence[str]) -> list[Product]:
+    def _every(self, unit: Unit) -> Iterator[tuple[str, ...]]:
+        """Return all formats of a unit's parts."""
+        return itertools.product(*map(self._formats, unit))
+
+    def _products(self, unit: Unit, forms: Sequence[str]) -> list[Multiplication]:
         widths = {part: self._bits(part, form) for part, form in zip(unit, forms, strict=True)}
         inputs = next((widths[p] for p in unit if p.kind == ACTIVATION), ACTIVATION_BITS)
         made = []
@@ -348,7 +374,7 @@ class Allocator:
                 tensors = self._of(part)
                 columns = tensors[0].inputs
                 made.append(
-                    Product(
+                    Multiplication(
                         form=form,
                         outputs=self._values(part) // columns,
                         inputs=columns,
@@ -367,7 +393,7 @@ class Allocator:
             for pattern, bits in (self.at_least or {}).items()
             if part.kind == WEIGHT and any(fnmatchcase(name, pattern) for name in part.names)
         ]
-        widths = {form: self._bits(part, form) for form in self.costs.formats}
+        widths = {form: self._bits(part, form) for form in self._allowed}
         wide = [form for form in widths if widths[form] >= max(least, default=0.0)]
         if not wide:
             raise ValueError(
@@ -409,6 +435,17 @@ class Allocator:
     @cached_property
     def _tensors(self) -> dict[tuple[str, str], TensorCosts]:
         return {(tensor.kind, tensor.name): tensor for tensor in self.costs.tensors}
+
+    @property
+    def _allowed(self) -> Sequence[str]:
+        return self.costs.formats if self.formats is None else self.formats
+
+    @property
+    def _taken(self) -> dict[str, Taken]:
+        if self.milliseconds is None:
+            return TAKEN
+        times = self.milliseconds
+        return {**TAKEN, "milliseconds": lambda one: times(one.form, one.outputs, one.inputs)}
 
     @property
     def _names(self) -> list[str]:

@@ -9,7 +9,7 @@ ACTIVATION_BITS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Product:
+class Multiplication:
     """Weights [N, K] that are multiplied as one, and their input."""
 
     form: str
@@ -35,6 +35,8 @@ class Budget:
     """Bytes of all weights."""
     operations: float | None = None
     """Bit operations of an item: rows x outputs x inputs x bits of weight x bits of activation."""
+    milliseconds: float | None = None
+    """Of all products of a step of decoding, as this machine takes them."""
 
     def __post_init__(self) -> None:
         given = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -48,11 +50,13 @@ class Budget:
         """Return the most of each name in TAKEN, for weights with so many values."""
         sizes = [one for one in (self.bits and self.bits * values, self.bytes and 8 * self.bytes)]
         size = min((one for one in sizes if one is not None), default=None)
-        every = {"bits": size, "operations": self.operations}
+        others = ("operations", "milliseconds")
+        every = {"bits": size, **{name: getattr(self, name) for name in others}}
         return {name: limit for name, limit in every.items() if limit is not None}
 
 
-TAKEN: dict[str, Callable[[Product], float]] = {
+Taken = Callable[[Multiplication], float]
+TAKEN: dict[str, Taken] = {
     "bits": lambda one: one.outputs * one.inputs * one.weight_bits,
     "operations": lambda one: (
         one.rows * one.outputs * one.inputs * one.weight_bits * one.activation_bits
@@ -64,5 +68,6 @@ SAID: dict[str, Callable[[float, int], str]] = {
         f"{taken / values:.3f} bits of a value or {math.ceil(taken / 8):,} bytes"
     ),
     "operations": lambda taken, values: f"{taken:.4g} bit operations of an item",
+    "milliseconds": lambda taken, values: f"{taken:.4g} milliseconds of products",
 }
 """What is taken, in words, by weights with so many values."""

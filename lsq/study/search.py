@@ -22,6 +22,7 @@ FORMAT, VERSION = "lsq-mixes", 1
 REMEDY = "choose another file, or delete it and measure again"
 LARGEST = 1e30
 """Divergence of a mix whose predictions are not finite."""
+FIRST = ("divergence", "second")
 Method = Callable[[Problem, Picked, Measure, int], None]
 SEARCHES: dict[str, Method] = {"refine": refine}
 """Methods that measure mixes: (problem, first mix, measure, seed)."""
@@ -73,14 +74,18 @@ class Search:
 
     method: str = "refine"
     """A key of SEARCHES."""
+    rule: str = "divergence"
+    """Of the costs that lsq.allocate makes the first mix from: "divergence", measured for one
+    tensor after the other, or "second", estimated in one pass."""
     mixes: int = 400
     """Most mixes to measure."""
     seed: int = 1
 
     def __post_init__(self) -> None:
-        if self.method not in SEARCHES:
-            allowed = ", ".join(map(repr, SEARCHES))
-            raise ValueError(f"method is {self.method!r}; allowed: {allowed}")
+        for name, allowed in (("method", SEARCHES), ("rule", FIRST)):
+            given = getattr(self, name)
+            if given not in allowed:
+                raise ValueError(f"{name} is {given!r}; allowed: {', '.join(map(repr, allowed))}")
         if self.mixes < 1:
             raise ValueError(f"{self.mixes} mixes shall be measured; give 1 at least")
 

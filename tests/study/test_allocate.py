@@ -66,6 +66,14 @@ def test_budgets_given_together():
     assert model(**batches()[0]).logits.isfinite().all()
 
 
+def test_an_estimate_makes_the_first_mix():
+    how = Search(mixes=1, rule="second")
+    one = lsq.allocate(llama(), batches(), 4.6, how=how, minimum_width=16)
+    assert one.allocation.rule == "second" and one.allocation.bits <= 4.6
+    with refused('rule is "second", which estimates costs of weights alone'):
+        lsq.allocate(llama(), batches(), 4.6, activations=True, how=how, minimum_width=16)
+
+
 @pytest.mark.parametrize("given", ["dict", "tuple", "one"])
 def test_how_a_model_is_called(given):
     layer = nn.Linear(5, 3)

@@ -156,6 +156,40 @@ def test_weights_and_their_input_share_bit_operations(operations):
     assert taken == pytest.approx(2 * sum(sizes.values()) * 8.5 * 2.125)
 
 
+def test_milliseconds_are_a_budget():
+    """Times that fall with the bits, with a part that all formats have."""
+
+    def milliseconds(form: str, outputs: int, inputs: int) -> float:
+        return 0.01 + outputs * inputs * FORMATS[form] * 1e-6
+
+    costs = costs_of("abc")
+    search = Allocator(costs=costs, milliseconds=milliseconds)
+    sizes = [one.values for one in costs.tensors]
+    for most in (0.034, 0.036, 0.04):
+        best = math.inf
+        for forms in itertools.product(FORMATS, repeat=3):
+            taken = sum(0.01 + n * FORMATS[one] * 1e-6 for n, one in zip(sizes, forms, strict=True))
+            pairs = zip(costs.tensors, forms, strict=True)
+            if taken <= most:
+                best = min(best, sum(one.formats[form].divergence for one, form in pairs))
+        found = search.run(Budget(milliseconds=most))
+        assert found.cost == pytest.approx(best, rel=1e-9)
+        assert found.takes["milliseconds"] <= most
+    with refused("the formats take .* milliseconds of products at least"):
+        search.run(Budget(milliseconds=0.03))
+    with refused("a budget of milliseconds needs times of products"):
+        Allocator(costs=costs).run(Budget(milliseconds=1.0))
+
+
+def test_some_of_the_formats():
+    some = Allocator(costs=costs_of(), formats=["int8/row", "int3/row"])
+    assert set(some.run(Budget(bits=4.0)).of("weight").values()) == {"int8/row", "int3/row"}
+    assert list(some.uniform()) == ["int8/row", "int3/row"]
+    for formats in (["nvfp4"], []):
+        with refused("measured were int8/row, int4/row"):
+            Allocator(costs=costs_of(), formats=formats)
+
+
 @pytest.mark.parametrize(
     "budget, message",
     [
