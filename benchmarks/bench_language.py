@@ -15,19 +15,16 @@ from pathlib import Path
 import common
 import llama_cpp_side
 import torch
-from decoding_models import FORMATS, packed_megabytes, random_model
+from decoding_models import FORMATS, START, llama_architecture, packed_megabytes, random_model
 from model_sides import llama
 
-from lsq.config import LayerConfig
 from lsq.native import loader
 from lsq.serving import SearchOptions, model_file
-from lsq.serving.architecture import Architecture, StackArchitecture
 from lsq.serving.engine import Engine
 from lsq.serving.model_file import ExportedModel
 from lsq.serving.search import search
 
 BASELINE = "lsq int8"
-START = 2
 TEXTS = (1, 8)
 
 
@@ -43,30 +40,9 @@ class Side:
     """Megabytes."""
 
 
-def architecture(layers: int, quick: bool) -> Architecture:
-    size = {"hidden": 32, "heads": 2, "feed_forward": 64}
-    if not quick:
-        size = {"hidden": 768, "heads": 12, "feed_forward": 2048}
-    layer = {"activation": "silu", "gated": True, "bias": False, "norm": "rms", "pre_norm": True}
-    stack = StackArchitecture(
-        config=LayerConfig(**size, **layer),
-        layers=layers,
-        words=64 if quick else 32000,
-        max_positions=1024,
-        positions="sinusoidal",
-        embedding_scale=1.0,
-        embedding_norm=False,
-        final_norm=True,
-    )
-    symbols = {"bos": 0, "padding": 1, "eos": START, "unk": 3}
-    return Architecture(
-        encoder=None, decoder=stack, shared_words=False, tied_projection=True, **symbols
-    )
-
-
 def of_lsq(weight_format: str, folder: Path, options) -> Side:
     path = folder / "model.safetensors"
-    described = architecture(options.layers, options.quick)
+    described = llama_architecture(options.layers, options.quick)
     symbols = tuple(map(str, range(described.decoder.words)))
     model = random_model(described, weight_format)
     model_file.write(path, ExportedModel(model=model, source=None, target=symbols))

@@ -5,14 +5,38 @@ from dataclasses import replace
 
 import torch
 
+from lsq.config import LayerConfig
 from lsq.quant.formats import Int4
-from lsq.serving.architecture import Architecture
+from lsq.serving.architecture import Architecture, StackArchitecture
 from lsq.serving.decoding_model import DecodingModel, tensors_of
 from lsq.serving.engine import Engine
 
 FORMATS = ("int8", "int4", "int4/row", "int3/row", "int2/row", "ternary/row")
 """Of weights."""
 CLIP = 4.0
+START = 2
+
+
+def llama_architecture(layers: int, quick: bool) -> Architecture:
+    """A Llama's, 768 wide, with 32,000 words and sinusoidal positions; START begins its texts."""
+    size = {"hidden": 32, "heads": 2, "feed_forward": 64}
+    if not quick:
+        size = {"hidden": 768, "heads": 12, "feed_forward": 2048}
+    layer = {"activation": "silu", "gated": True, "bias": False, "norm": "rms", "pre_norm": True}
+    stack = StackArchitecture(
+        config=LayerConfig(**size, **layer),
+        layers=layers,
+        words=64 if quick else 32000,
+        max_positions=1024,
+        positions="sinusoidal",
+        embedding_scale=1.0,
+        embedding_norm=False,
+        final_norm=True,
+    )
+    symbols = {"bos": 0, "padding": 1, "eos": START, "unk": 3}
+    return Architecture(
+        encoder=None, decoder=stack, shared_words=False, tied_projection=True, **symbols
+    )
 
 
 def random_model(architecture: Architecture, weight_format: str) -> DecodingModel:

@@ -29,7 +29,7 @@ _ALLOWED = {
     "observe": "config dist extras layers ops program quant run",
     "models": "config dist extras files graphs layers native observe program quant run",
     "text": "config extras files",
-    "study": "config extras files layers models ops program quant",
+    "study": "config extras files layers models native ops program quant run",
     "serving": "config extras files layers models native ops program quant run text",
     "fairseq": (
         "config dist files gemm layers models native observe optim program quant run serving"
