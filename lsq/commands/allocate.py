@@ -37,9 +37,11 @@ from lsq.study import (
     groups_of,
     read_costs,
     search,
+    timed,
 )
 from lsq.study.allocate import MIXES
 from lsq.study.allocation import METHODS, RULES
+from lsq.study.resources import SAID
 from lsq.study.search import SEARCHES
 
 JSON, TABLE, PICTURE, *TEXTS = OUTPUTS = (
@@ -96,6 +98,14 @@ class Options(Namespace):
     operations: Annotated[float, above, "N"] | None = None
     """most bit operations of a word: the sum of rows x outputs x inputs x bits of weight x bits of
     activation over all products"""
+    milliseconds: Annotated[float, above, "N"] | None = None
+    """most milliseconds of all products of a step of decoding; measured on this machine once"""
+    joules: Annotated[float, above, "N"] | None = None
+    """most joules of a step, modelled from published energies of operations and memories"""
+    rows: Count = 1
+    """rows of a step, for --milliseconds and --joules"""
+    formats: Annotated[list[str], "FORMAT"] = []
+    """formats to choose among; without it, all that were measured"""
     activations: bool = False
     """choose formats of the inputs of products, too; these run without fast products"""
     at_least: Annotated[list[str], fewest, "PATTERN=BITS"] = []
@@ -140,13 +150,17 @@ def run(arguments: list[str]) -> int:
     check_there(*given.text)
     check_writable(given.output, makes_folders=True)
     model = given.model or Path(str(costs.about.get("model", "")))
-    allocator = Allocator(
-        costs=costs,
-        groups=_groups(model),
-        activations=given.activations,
-        at_least=dict(given.at_least),
-        rule=given.rule,
-        method=method if method in METHODS else EXACT,
+    allocator = timed(
+        Allocator(
+            costs=costs,
+            groups=_groups(model),
+            activations=given.activations,
+            at_least=dict(given.at_least),
+            formats=given.formats or None,
+            rule=given.rule,
+            method=method if method in METHODS else EXACT,
+        ),
+        budget,
     )
     allocation, said = allocator.run(budget), ""
     locked = locked_folder(given.output, "choose another --output")
@@ -164,6 +178,8 @@ def run(arguments: list[str]) -> int:
     ):
         if names:
             print(f"\n{', '.join(names)} {reason}")
+    taken = [SAID[name](amount, allocation.values) for name, amount in allocation.takes.items()]
+    print(f"\nit takes {', '.join(taken)}")
     print(f"\n{_beside(allocation, budget, allocator)}{said}")
     print(f"\n{', '.join(OUTPUTS)} are in {given.output}")
     return 0

@@ -1,6 +1,6 @@
 """Errors of number formats in the tensors of a model, and their cost in loss."""
 
-from lsq.study.allocate import allocate
+from lsq.study.allocate import allocate, timed
 from lsq.study.allocation import Allocation, Allocator, Groups, groups_of
 from lsq.study.costs import Cost, Costs, TensorCosts, correlation, read_costs
 from lsq.study.errors import DEFAULT_FORMATS, Errors, measure, measure_tensors
@@ -35,4 +35,5 @@ __all__ = [
     "read_costs",
     "search",
     "sensitivity",
+    "timed",
 ]

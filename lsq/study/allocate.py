@@ -1,6 +1,7 @@
 """Formats for the tensors of a model in memory: costs, groups and search in one call."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch.nn.functional import nll_loss
 from tqdm import tqdm
 
 from lsq.study.allocation import Allocator, groups_of
+from lsq.study.product_times import Product, product_times
 from lsq.study.resources import Budget
 from lsq.study.search import Found, KeptMixes, Search, search
 from lsq.study.sensitivity import Keep, estimate, sensitivity
@@ -79,8 +81,11 @@ def allocate(
                 activations=activations,
                 keep=Keep(path=path and path / COSTS, progress=measured),
             )
-    allocator = Allocator(
-        costs=costs, groups=groups, activations=activations, at_least=at_least, rule=how.rule
+    allocator = timed(
+        Allocator(
+            costs=costs, groups=groups, activations=activations, at_least=at_least, rule=how.rule
+        ),
+        budget,
     )
     with tqdm(desc="measuring", unit=" mixes", disable=None) as bar:
         return search(
@@ -93,6 +98,36 @@ def allocate(
             held_out=held_out,
             keep=KeptMixes(path=path and path / MIXES, progress=lambda n, _: bar.update(n - bar.n)),
         )
+
+
+def timed(allocator: Allocator, budget: Budget) -> Allocator:
+    """Return the allocator for the steps of a budget; where this limits milliseconds, with times of
+    this machine, which are measured and kept (lsq.study.product_times).
+
+    Raises:
+        ValueError: the engine has no products of a format, or the C++ library is missing.
+    """
+    allocator = replace(allocator, rows=budget.rows)
+    if budget.milliseconds is None:
+        return allocator
+    wanted = [
+        Product(form=one.form, rows=budget.rows, outputs=one.outputs, inputs=one.inputs)
+        for one in allocator.multiplications
+    ]
+    widths = [one.weight_bits for one in allocator.multiplications]
+    bits = budget.bits or sum(widths) / len(widths)
+    with tqdm(desc="timing", unit=" products", disable=None) as bar:
+
+        def progress(done: int, wanted: int) -> None:
+            bar.total = wanted
+            bar.update(done - bar.n)
+
+        times = product_times(
+            wanted, megabytes=max(allocator.values * bits / 8e6, 1), progress=progress
+        )
+    return replace(
+        allocator, milliseconds=lambda form, p, k: times.milliseconds(form, budget.rows, p, k)
+    )
 
 
 def predictions_of(model: nn.Module, batch: Any) -> tuple[Tensor, float, Tensor]:

@@ -199,7 +199,8 @@ class Allocator:
         activations: whether inputs of products get formats, too; else they are int8.
         at_least: pattern of names -> the fewest bits of a weight's value.
         formats: those to choose among; None: all that were measured.
-        milliseconds: (format, outputs, inputs) -> the time of a product; None: times are not known.
+        rows: of a step, as in Budget.
+        milliseconds: (format, outputs, inputs) -> the time of a product in it; None: not known.
         rule: the costs that are added up, a key of RULES.
         method: a key of METHODS.
 
@@ -212,6 +213,7 @@ class Allocator:
     activations: bool = False
     at_least: Mapping[str, float] | None = None
     formats: Sequence[str] | None = None
+    rows: int = 1
     milliseconds: Callable[[str, int, int], float] | None = None
     rule: str = "divergence"
     method: str = "exact"
@@ -267,8 +269,8 @@ class Allocator:
         limits = budget.limits(self.values)
         if "milliseconds" in limits and self.milliseconds is None:
             raise ValueError(
-                "a budget of milliseconds needs times of products; give those of"
-                " lsq.study.product_times, or leave it out"
+                "a budget of milliseconds needs times of products; give an Allocator of"
+                " lsq.study.timed, or leave it out"
             )
         problem = self._problem(limits)
         picked = METHODS[self.method](problem)
@@ -295,7 +297,7 @@ class Allocator:
             unmeasured=tuple(sorted(rounded - set(measured))),
             unrounded=tuple(name for name in measured if self.groups and name not in rounded),
             rule=self.rule,
-            takes={name: math.fsum(map(take, products)) for name, take in self._taken.items()},
+            takes={name: self._sum(name, products) for name in self._taken},
         )
 
     def uniform(self) -> dict[str, Allocation]:
@@ -353,7 +355,7 @@ class Allocator:
         for forms in self._every(unit):
             cost = math.fsum(map(self._cost, unit, forms))
             products = self._products(unit, forms)
-            takes = tuple(math.fsum(map(self._taken[name], products)) for name in resources)
+            takes = tuple(self._sum(name, products) for name in resources)
             choices.append(Choice(name=" ".join(forms), cost=cost, takes=takes))
         item = Item(name=", ".join(unit[0].names), choices=tuple(choices))
         if len(unit) > 1:  # many, of which few are of use
@@ -445,7 +447,10 @@ class Allocator:
         if self.milliseconds is None:
             return TAKEN
         times = self.milliseconds
-        return {**TAKEN, "milliseconds": lambda one: times(one.form, one.outputs, one.inputs)}
+        return {**TAKEN, "milliseconds": lambda one, rows: times(one.form, one.outputs, one.inputs)}
+
+    def _sum(self, name: str, products: Iterable[Multiplication]) -> float:
+        return math.fsum(self._taken[name](one, self.rows) for one in products)
 
     @property
     def _names(self) -> list[str]:

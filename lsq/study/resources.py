@@ -2,8 +2,12 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
+from lsq.study.modelled import bit_operations, joules
+
+LIMITS = ("bits", "bytes", "operations", "milliseconds", "joules")
+"""Fields of Budget that limit something."""
 ACTIVATION_BITS = 8
 """Bits of activations that get no format: they are int8 with one scale."""
 
@@ -36,10 +40,16 @@ class Budget:
     operations: float | None = None
     """Bit operations of an item: rows x outputs x inputs x bits of weight x bits of activation."""
     milliseconds: float | None = None
-    """Of all products of a step of decoding, as this machine takes them."""
+    """Of all products of a step of decoding, as this machine takes them (product_times)."""
+    joules: float | None = None
+    """Of all products of a step, as modelled (lsq.study.modelled)."""
+    rows: int = 1
+    """Rows of a step, as one row for each text that is decoded."""
 
     def __post_init__(self) -> None:
-        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        if not (isinstance(self.rows, int) and self.rows > 0):
+            raise ValueError(f"rows is {self.rows!r}; it must be a whole number above 0")
+        given = {name: getattr(self, name) for name in LIMITS}
         for name, value in given.items():
             if value is not None and not (math.isfinite(value) and value > 0):
                 raise ValueError(f"a budget is {name}={value:g}; it must be a number above 0")
@@ -50,24 +60,29 @@ class Budget:
         """Return the most of each name in TAKEN, for weights with so many values."""
         sizes = [one for one in (self.bits and self.bits * values, self.bytes and 8 * self.bytes)]
         size = min((one for one in sizes if one is not None), default=None)
-        others = ("operations", "milliseconds")
+        others = ("operations", "milliseconds", "joules")
         every = {"bits": size, **{name: getattr(self, name) for name in others}}
         return {name: limit for name, limit in every.items() if limit is not None}
 
 
-Taken = Callable[[Multiplication], float]
+Taken = Callable[[Multiplication, int], float]
+"""(product, rows of a step) -> what it takes."""
 TAKEN: dict[str, Taken] = {
-    "bits": lambda one: one.outputs * one.inputs * one.weight_bits,
-    "operations": lambda one: (
-        one.rows * one.outputs * one.inputs * one.weight_bits * one.activation_bits
+    "bits": lambda one, rows: one.outputs * one.inputs * one.weight_bits,
+    "operations": lambda one, rows: bit_operations(
+        one.rows, one.outputs, one.inputs, one.weight_bits, one.activation_bits
+    ),
+    "joules": lambda one, rows: joules(
+        rows, one.outputs, one.inputs, one.weight_bits, one.activation_bits
     ),
 }
-"""What a product takes."""
+"""What a product takes. Milliseconds are those of a machine; see Allocator."""
 SAID: dict[str, Callable[[float, int], str]] = {
     "bits": lambda taken, values: (
         f"{taken / values:.3f} bits of a value or {math.ceil(taken / 8):,} bytes"
     ),
     "operations": lambda taken, values: f"{taken:.4g} bit operations of an item",
+    "joules": lambda taken, values: f"{taken:.4g} joules of a step",
     "milliseconds": lambda taken, values: f"{taken:.4g} milliseconds of products",
 }
 """What is taken, in words, by weights with so many values."""

@@ -69,7 +69,7 @@ def test_bytes(lsq, measured, tmp_path):
 @pytest.mark.parametrize(
     "given, message",
     [
-        ([], "there is no budget; give bits or bytes or operations"),
+        ([], "there is no budget; give bits or bytes or operations or milliseconds or joules"),
         (["--bits", "1"], "bits of a value or"),
         (["--bits", "-2"], "'-2' is not a number above 0"),
         (["--bits", "nan"], "'nan' is not a number above 0"),

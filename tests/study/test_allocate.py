@@ -1,5 +1,6 @@
 """lsq.allocate: from a float model in memory to formats that convert it."""
 
+from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ from torch.nn.functional import kl_div
 import lsq
 from lsq.study import Budget, Search
 from lsq.study.allocate import predictions_of
+from lsq.study.product_times import ProductTimes
 from tests.ops.compare import refused
 from tests.study.test_allocation import llama
 
@@ -64,6 +66,27 @@ def test_budgets_given_together():
     assert len({inputs[f"{layer}{one}_proj.weight"] for one in "qkv"}) == 1
     lsq.convert(model, tight.quant, minimum_width=16)
     assert model(**batches()[0]).logits.isfinite().all()
+
+
+def test_milliseconds_of_this_machine(monkeypatch):
+    """Times are given, so that the test does not depend on the machine."""
+    asked = []
+
+    def product_times(wanted, *, megabytes, progress):
+        asked.append((wanted, megabytes))
+        times = {one: 1e-6 * one.outputs * one.inputs * one.rows for one in wanted}
+        times = {one: t * (2 if one.form == "int8/row" else 1) for one, t in times.items()}
+        return ProductTimes(times, megabytes)
+
+    monkeypatch.setattr(import_module("lsq.study.allocate"), "product_times", product_times)
+    formats = ("int8/row", "int3/row")
+    free = found(llama(), 9.0, formats=formats).allocation
+    assert set(free.of("weight").values()) == {"int8/row"} and "milliseconds" not in free.takes
+    most = 1.5e-6 * free.values * 4
+    tight = found(llama(), Budget(milliseconds=most, rows=4), formats=formats).allocation
+    assert set(tight.of("weight").values()) == set(formats)
+    assert 0.8 * most < tight.takes["milliseconds"] <= most
+    assert {one.rows for one in asked[0][0]} == {4} and asked[0][1] >= 1
 
 
 def test_an_estimate_makes_the_first_mix():

@@ -14,6 +14,7 @@ import lsq
 from lsq.config import QuantConfig
 from lsq.study import Allocator, Budget, Groups, groups_of, sensitivity
 from lsq.study.costs import Cost, Costs, TensorCosts
+from lsq.study.modelled import joules
 from tests.ops.compare import refused
 
 FORMATS = {"int8/row": 8.5, "int4/row": 4.25, "int3/row": 3.5, "int2/row": 2.125}
@@ -179,6 +180,19 @@ def test_milliseconds_are_a_budget():
         search.run(Budget(milliseconds=0.03))
     with refused("a budget of milliseconds needs times of products"):
         Allocator(costs=costs).run(Budget(milliseconds=1.0))
+
+
+def test_joules_are_those_of_the_model():
+    costs = costs_of("ab")
+    search = Allocator(costs=costs, rows=3)
+    uniform = search.uniform()
+    for form, bits in FORMATS.items():
+        expected = sum(joules(3, 32, one.inputs, bits, 8) for one in costs.tensors)
+        assert uniform[form].takes["joules"] == pytest.approx(expected, rel=1e-9)
+    budget = Budget(joules=uniform["int3/row"].takes["joules"], rows=3)
+    assert search.run(budget).takes["joules"] <= budget.joules
+    with refused("rows is 0; it must be a whole number above 0"):
+        Budget(bits=3, rows=0)
 
 
 def test_some_of_the_formats():
