@@ -3,7 +3,7 @@
 from lsq.study.allocate import allocate, timed
 from lsq.study.allocation import Allocation, Allocator, Groups, groups_of
 from lsq.study.costs import Cost, Costs, TensorCosts, correlation, read_costs
-from lsq.study.errors import DEFAULT_FORMATS, Errors, measure, measure_tensors
+from lsq.study.errors import DEFAULT_FORMATS, Errors, measure, measure_tensors, worst_error
 from lsq.study.pictures import draw, draw_costs, draw_front
 from lsq.study.resources import Budget
 from lsq.study.search import Found, KeptMixes, Search, search
@@ -36,4 +36,5 @@ __all__ = [
     "search",
     "sensitivity",
     "timed",
+    "worst_error",
 ]

@@ -1,5 +1,6 @@
 """Errors of number formats in tensors, and limits for independent values of a distribution."""
 
+import itertools
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,6 +13,7 @@ from tqdm import tqdm
 import lsq
 from lsq.config import require_whole
 from lsq.quant.numbers import METHODS, PRESETS, ScaledFormat, scaled_format, signal_to_noise
+from lsq.quant.tables import NumberFormat
 from lsq.study.products import gather
 from lsq.study.tables import UNLIMITED, fitted
 from lsq.study.tensors import (
@@ -50,6 +52,20 @@ def laplacian(bits: float) -> float:
 
 
 BOUNDS: dict[str, Callable[[float], float]] = {"gaussian": gaussian, "laplacian": laplacian}
+
+
+def worst_error(number: NumberFormat, least: float = 0.0) -> float:
+    """Return the largest relative error of rounding to the nearest value, from magnitude `least`.
+
+    It is (b - a) / (b + a) in the middle between neighbours a < b of one sign. Neighbours below
+    `least` are left out, and so is what lies between 0 and the smallest magnitude.
+    """
+    worst = 0.0
+    for sign in (1, -1):
+        side = {sign * one for one in number.values if math.isfinite(one)}
+        magnitudes = sorted(one for one in side if one > 0 and one >= least)
+        worst = max([worst, *((b - a) / (b + a) for a, b in itertools.pairwise(magnitudes))])
+    return worst
 
 
 @dataclass(frozen=True, kw_only=True)

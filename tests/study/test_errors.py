@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from lsq.quant.numbers import METHODS, scaled_format, signal_to_noise
-from lsq.study import DEFAULT_FORMATS, measure, measure_tensors
+from lsq.quant.declared import declare
+from lsq.quant.numbers import METHODS, find_number, scaled_format, signal_to_noise
+from lsq.quant.tables import logarithmic
+from lsq.study import DEFAULT_FORMATS, measure, measure_tensors, worst_error
 from lsq.study.errors import COLUMNS, Entry, Error, Errors, gaussian, laplacian
 
 
@@ -190,3 +192,34 @@ def test_nvint4_beats_nvfp4_below_the_published_crest_factor():
     for factor, sign in ((2.1, 1), (2.6, -1)):
         x = crested(16, factor)
         assert sign * (quality("int4/group16/e4m3", x) - quality("nvfp4", x)) > 0.5
+
+
+def test_worst_errors_of_four_bits_are_the_published_ones():
+    """Dally's 33 %, 9 % and 13 %; the last is half a step over the lower neighbour, 1/8, which is
+    1/9 of the value in the middle. Logarithms with a sign err as much."""
+    values = {
+        "unsigned4": range(16),
+        "log-unsigned": [0, *(2 ** (code / 4) for code in range(15))],
+        "fp-unsigned": [(4 + code % 4) * 2 ** (code // 4) for code in range(16)],
+    }
+    whole, log, small = (worst_error(declare(name, table)) for name, table in values.items())
+    assert (whole, small, small / (1 - small)) == pytest.approx((1 / 3, 1 / 9, 1 / 8))
+    assert log == pytest.approx(worst_error(logarithmic(2, 2))) and round(log, 2) == 0.09
+    assert round(worst_error(find_number("log4.3")), 3) == 0.043
+    e4m3 = find_number("fp8-e4m3")
+    assert worst_error(e4m3, 2**-6) == 1 / 17
+    assert worst_error(e4m3) == 1 / 3  # between 2^-9 and 2^-8, below its normal numbers
+
+
+@pytest.mark.parametrize("least", [0.0, 0.25])
+@pytest.mark.parametrize("name", ["int3", "int8", "fp4-e2m1", "fp8-e5m2", "log3.2", "nf4"])
+def test_worst_errors_are_those_of_a_fine_grid(name, least):
+    """From the smallest magnitude of each sign, or the first from `least` on, to the largest."""
+    number, worst = find_number(name), 0.0
+    for sign in (1, -1):
+        usable = [sign * one / number.largest for one in number.values if math.isfinite(one)]
+        first = min(one for one in usable if one > 0 and one >= least)
+        x = sign * torch.logspace(math.log10(first), 0, 100_001) * number.largest
+        error = (number.decode(number.encode(x)) - x).abs() / x.abs()
+        worst = max(worst, float(error.max()))
+    assert worst_error(number, least * number.largest) == pytest.approx(worst, rel=3e-3)
