@@ -70,7 +70,7 @@ def declare(name: str, values: Iterable[float], where: str = "this declaration")
             " since scales divide by it"
         )
     lookup(number, torch.device("cpu"))  # refuses what loops cannot round to
-    _check_name(name)
+    check_name(name)
     before = NUMBER_FORMATS.setdefault(name, lambda: number)()
     if before.values != number.values:
         pairs = enumerate(zip_longest(before.values, number.values))
@@ -103,7 +103,7 @@ def _checked(name: str, given: Any) -> tuple[float, ...]:
     return tuple(map(float, values))
 
 
-def _check_name(name: str) -> None:
+def check_name(name: str) -> None:
     if not NAME.fullmatch(name):
         raise ValueError(
             f"{name!r} is no name of a number format; give letters, digits, _ . and -, such as"

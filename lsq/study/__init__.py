@@ -1,7 +1,8 @@
 """Errors of number formats in the tensors of a model, and their cost in loss."""
 
 from lsq.study.allocate import allocate, timed
-from lsq.study.allocation import Allocation, Allocator, Groups, groups_of
+from lsq.study.allocation import Allocation, Allocator, Groups, groups_of, weight_groups
+from lsq.study.codebooks import train_codebooks
 from lsq.study.costs import Cost, Costs, TensorCosts, correlation, read_costs
 from lsq.study.errors import DEFAULT_FORMATS, Errors, measure, measure_tensors, worst_error
 from lsq.study.pictures import draw, draw_costs, draw_front
@@ -36,5 +37,7 @@ __all__ = [
     "search",
     "sensitivity",
     "timed",
+    "train_codebooks",
+    "weight_groups",
     "worst_error",
 ]
