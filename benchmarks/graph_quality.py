@@ -224,7 +224,14 @@ def train(task: Task, quant: QuantConfig | None, seed: int, epochs: int) -> Trai
     model = task.model()
     if quant is not None:
         lsq.convert(model, quant, minimum_width=DIMENSION_MULTIPLE)
-    optimizer, begun, found = optimizer_of(model), time.process_time(), []
+    begun = time.process_time()
+    right = max(fit(task, model, epochs))[1]
+    return Trained(right=right, processor_seconds=time.process_time() - begun)
+
+
+def fit(task: Task, model: nn.Module, epochs: int) -> list[tuple[float, float]]:
+    """Train a model; return what is right now and then, in percent of validation and of test."""
+    optimizer, found = optimizer_of(model), []
     for epoch in range(1, epochs + 1):
         for batch in task.batches():
             chosen = batch.get("train_mask", slice(None))
@@ -235,7 +242,7 @@ def train(task: Task, quant: QuantConfig | None, seed: int, epochs: int) -> Trai
             with torch.no_grad():
                 found.append(task.right(model.eval()))
             model.train()
-    return Trained(right=max(found)[1], processor_seconds=time.process_time() - begun)
+    return found
 
 
 def rows(name: str, found: dict[str, list[Trained]]) -> Iterator[dict]:

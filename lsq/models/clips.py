@@ -318,8 +318,8 @@ def keep_apart(model: nn.Module, *, apart: bool = True) -> None:
 
 def warn_of_optimizers(model: nn.Module) -> None:
     """Warn if an optimizer has parameters of `model` already: it will not train clips."""
-    own = set(map(id, model.parameters()))
-    for one in gc.get_objects():
+    own = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    for one in gc.get_objects() if own else ():
         if issubclass(type(one), Optimizer) and hasattr(one, "param_groups"):
             groups = [group["params"] for group in one.param_groups]
             if any(id(parameter) in own for group in groups for parameter in group):

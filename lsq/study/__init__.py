@@ -5,6 +5,7 @@ from lsq.study.allocation import Allocation, Allocator, Groups, groups_of, weigh
 from lsq.study.codebooks import train_codebooks
 from lsq.study.costs import Cost, Costs, TensorCosts, correlation, read_costs
 from lsq.study.errors import DEFAULT_FORMATS, Errors, measure, measure_tensors, worst_error
+from lsq.study.graph_allocation import GraphAllocation, GraphAllocator
 from lsq.study.pictures import draw, draw_costs, draw_front
 from lsq.study.resources import Budget
 from lsq.study.search import Found, KeptMixes, Search, search
@@ -19,6 +20,8 @@ __all__ = [
     "Costs",
     "Errors",
     "Found",
+    "GraphAllocation",
+    "GraphAllocator",
     "Groups",
     "Keep",
     "KeptMixes",
