@@ -17,6 +17,7 @@ few bits in a byte, and multiplies it as one.
 import contextlib
 import copy
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -33,12 +34,12 @@ from lsq.study.allocation import groups_of
 from lsq.study.knapsack import Choice, Item, Problem, exact
 from lsq.study.products import inputs_replaced
 from lsq.study.refinement import Picked
-from lsq.study.search import SEARCHES, Search
+from lsq.study.search import LARGEST, SEARCHES, Search
 from lsq.study.sensitivity import still
 
 WIDTHS = (2, 3, 4, 6, 8)
-LARGEST = 8
-"""Bits that a code may have."""
+BITS = 8
+"""Most bits of a code."""
 KEPT = 16
 """Converted models that are kept, since mixes often differ in the bits of nodes alone."""
 
@@ -73,7 +74,7 @@ class GraphAllocation:
     @property
     def weight_format(self) -> str:
         """The widths of weights as QuantConfig.weight_format takes them."""
-        every = [*self.weights.values()] or [LARGEST]
+        every = [*self.weights.values()] or [BITS]
         others = max(dict.fromkeys(every), key=every.count)
         return ",".join(
             [
@@ -90,7 +91,7 @@ class GraphAllocation:
             (bits,) = {*self.activations.values()}
             return {"": QuantConfig(bits=bits, weight_format=self.weight_format)}
         return {
-            path: QuantConfig(bits=bits, weight_format=f"int{self.weights.get(path, LARGEST)}/row")
+            path: QuantConfig(bits=bits, weight_format=f"int{self.weights.get(path, BITS)}/row")
             for path, bits in self.activations.items()
         }
 
@@ -104,7 +105,7 @@ class GraphAllocation:
         """Convert a float model in place, measure clips in a pass on this graph, and set the bits
         of nodes. Predictions are then those that were measured, if the graph is the same."""
         narrow = copy.deepcopy(model).requires_grad_(False)
-        for one, most in ((model, LARGEST), (narrow, self.clip_bits)):
+        for one, most in ((model, BITS), (narrow, self.clip_bits)):
             for path, quant in self.configs.items():
                 quant = replace(quant, bits=min(quant.bits, most))
                 convert(one.get_submodule(path), quant, minimum_width=DIMENSION_MULTIPLE)
@@ -268,6 +269,7 @@ class GraphAllocator:
         problem = self.problem(memory=memory, computation=computation)
         start = self.picked(memory=memory, computation=computation)
         with contextlib.suppress(_Finished):
+            measure(start)
             SEARCHES[how.method](problem, start, measure, how.seed)
         return min(filter(problem.fits, seen), key=seen.get)
 
@@ -312,12 +314,13 @@ class GraphAllocator:
         return model(self._x, self._edges)
 
     def measure(self, picked: Sequence[int]) -> float:
-        """Return the divergence of the predictions with these choices."""
+        """Return the divergence of the predictions with these choices; LARGEST if not finite."""
         before, now = (
             logits[self._nodes].double().log_softmax(1)
             for logits in (self._floats, self.predictions(picked))
         )
-        return max(float((before.exp() * (before - now)).sum(1).mean()), 0.0)
+        divergence = float((before.exp() * (before - now)).sum(1).mean())
+        return max(divergence, 0.0) if math.isfinite(divergence) else LARGEST
 
     @cached_property
     def costs(self) -> list[list[float]]:

@@ -15,6 +15,7 @@ from lsq.config import QuantConfig  # noqa: E402
 from lsq.models import set_node_bits  # noqa: E402
 from lsq.study.graph_allocation import GraphAllocator, buckets_of  # noqa: E402
 from lsq.study.knapsack import exact  # noqa: E402
+from lsq.study.search import Search  # noqa: E402
 from tests.ops.compare import refused  # noqa: E402
 
 NODES, INPUTS, HIDDEN, CLASSES = 30, 12, 16, 16
@@ -171,13 +172,15 @@ def test_layers_of_a_fused_model_have_formats_by_name():
     model = model_of("GCN")
     chosen.convert(model, features(), edges())
     assert model.quant.bits == quant.bits == 8 and model.node_bits == chosen.node_bits
-    # by hand: but for clips, which `convert` measures for the mean of 4 and 8 bits
-    plain = model_of("GCN")
-    lsq.convert(plain, QuantConfig(bits=8, weight_format=chosen.weight_format), minimum_width=4)
+    # by hand, with clips that are measured for 6 bits, the mean of 4 and 8
+    plain, narrow = model_of("GCN"), model_of("GCN")
+    for one, bits in ((plain, 8), (narrow, 6)):
+        format = QuantConfig(bits=bits, weight_format=chosen.weight_format)
+        lsq.convert(one, format, minimum_width=4)
+        said(one)
     set_node_bits(plain, chosen.node_bits)
-    said(plain)
-    for name, clip in model.activation_clips().items():
-        plain.activation_clips()[name].data.copy_(clip)
+    for name, clip in plain.activation_clips().items():
+        clip.data.copy_(narrow.activation_clips()[name])
     assert torch.equal(said(model), said(plain))
 
 
@@ -211,6 +214,31 @@ def test_the_knapsack_is_that_of_brute_force(shared, bits, computes):
     assert picked in every and picked == exact(problem)
     least = min(map(problem.cost, every))
     assert problem.cost(picked) == pytest.approx(least, rel=1e-9)
+
+
+@pytest.mark.parametrize("activations", [True, False])
+def test_a_search_comes_near_the_best_of_all_mixes(activations):
+    found = allocator(activations=activations, widths=(2, 3, 8))
+    memory, computation = found.takes(found.uniform(3))
+    budgets = {"memory": memory, **({"computation": computation} if activations else {})}
+    problem = found.problem(**budgets)
+    every = itertools.product(*(range(len(item.choices)) for item in problem.items))
+    least = min(found.measure(mix) for mix in every if problem.fits(mix))
+    best = found.search(**budgets)
+    assert problem.fits(best)
+    others = found.measure(found.picked(**budgets)), found.measure(found.uniform(3))
+    assert least <= found.measure(best) <= min(1.2 * least, *others)
+    first = found.search(**budgets, how=Search(mixes=1))
+    assert first == found.picked(**budgets)
+
+
+def test_activations_may_have_the_largest_width():
+    found = allocator(activations=False)
+    assert found.pairs == [(2, 8), (4, 8), (8, 8)]
+    chosen = found.allocation(found.uniform(4))
+    assert set(chosen.activations.values()) == {8} and set(chosen.weights.values()) == {4}
+    names = {choice.name for item in found.problem(memory=9e9).items for choice in item.choices}
+    assert names == {"2", "4", "8"}
 
 
 def test_the_given_model_stays():
