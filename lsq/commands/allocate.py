@@ -1,6 +1,6 @@
 """`lsq allocate`: a number format for each tensor of a model, under budgets."""
 
-from argparse import ArgumentTypeError, Namespace
+from argparse import ArgumentTypeError
 from collections.abc import Sequence
 from dataclasses import fields
 from importlib import import_module
@@ -10,11 +10,11 @@ from typing import Annotated
 import torch
 from tqdm import tqdm
 
-from lsq.commands import model_batch
+from lsq.commands import model_batch, run_files
+from lsq.commands.model_batch import TextOptions
 from lsq.commands.options import (
     AnyPath,
     Count,
-    File,
     Folder,
     check_there,
     check_writable,
@@ -83,11 +83,11 @@ def fewest(text: str) -> tuple[str, float]:
     return pattern, above(bits)
 
 
-class Options(Namespace):
-    """Choose a number format for each weight of a model of transformers', so that it loses least
-    within budgets, from the costs that `lsq sensitivity` has measured. Weights that a converted
-    model multiplies as one get one format. With --text, mixes of formats are measured with the
-    model itself; stop it whenever you like, the same command goes on."""
+class Options(TextOptions):
+    """Choose a number format for each weight of a model, so that it loses least within budgets,
+    from the costs that `lsq sensitivity` has measured. Weights that a converted model multiplies as
+    one get one format. Searches measure mixes of formats with the model itself; stop them whenever
+    you like, the same command goes on."""
 
     costs: AnyPath
     """the folder that `lsq sensitivity` wrote, or its sensitivity.json"""
@@ -115,25 +115,20 @@ class Options(Namespace):
     the estimate's second term"""
     method: Annotated[str, (*METHODS, *SEARCHES)] | None = None
     """exact: the best sum of costs that there is; greedy: the steps that save most for what they
-    take; with --text also searches: refine measures mixes near the exact one (default: exact, with
-    --text refine)"""
-    model: Folder | None = None
-    """folder of transformers' with the model; without it, the one that was measured"""
-    text: list[File] = []
-    """sentences as for `lsq sensitivity`, to measure mixes on; a quarter of them is held out, and
-    where a uniform format loses less on these, it is taken"""
-    words: Count = 2048
-    """about how many words of the text"""
+    take; others are searches, of which refine measures mixes near the exact one (default: exact,
+    with --text refine)"""
+    model: AnyPath | None = None
+    """as for `lsq sensitivity`; without it, the one that was measured"""
     mixes: Count = 400
-    """most mixes to measure"""
+    """most mixes to measure; a quarter of the sentences is held out, and where a uniform format
+    loses less on these, it is taken"""
     seed: int = 1
     """of searches that draw at random"""
-    quiet: bool = False
-    """no progress bar"""
     output: Folder
     """folder for allocation.json, table, picture, weight_format.txt and activation_format.txt"""
     overwrite: bool = False
     """replace an allocation that is there"""
+    words = 2048
 
 
 def run(arguments: list[str]) -> int:
@@ -142,18 +137,15 @@ def run(arguments: list[str]) -> int:
     costs = read_costs(given.costs / COSTS if given.costs.is_dir() else given.costs)
     budget = Budget(**{name: getattr(given, name) for name in BUDGETS})
     method = given.method or (REFINE if given.text else EXACT)
-    if (method in SEARCHES) != bool(given.text):
-        raise ValueError(
-            f"--method {method} and --text do not go together: {', '.join(SEARCHES)} measure mixes"
-            f" on a text, {' and '.join(METHODS)} measure nothing"
-        )
-    check_there(*given.text)
+    if method in METHODS and given.text:
+        raise ValueError(f"--method {method} measures nothing: leave --text out")
+    given.model = given.model or Path(str(costs.about.get("model", "")))
+    check_there(given.model, *given.text)
     check_writable(given.output, makes_folders=True)
-    model = given.model or Path(str(costs.about.get("model", "")))
     allocator = timed(
         Allocator(
             costs=costs,
-            groups=_groups(model),
+            groups=_groups(given),
             activations=given.activations,
             at_least=dict(given.at_least),
             formats=given.formats or None,
@@ -168,7 +160,7 @@ def run(arguments: list[str]) -> int:
         for name in OUTPUTS:
             replaces(given.output / name, given.overwrite)
         if method in SEARCHES:
-            found = _searched(given, allocator, model, budget, method)
+            found = _searched(given, allocator, budget, method)
             allocation, said = found.allocation, _said(found)
         _write(given, allocator, allocation, method)
     print(allocation.table())
@@ -213,16 +205,14 @@ def _write(given: Options, allocator: Allocator, found: Allocation, method: str)
     draw_front(allocator, found, given.output / PICTURE)
 
 
-def _searched(
-    given: Options, allocator: Allocator, model: Path, budget: Budget, method: str
-) -> Found:
-    """Measure mixes with the model in a folder."""
-    batch, path = model_batch.of_transformers(model, given.text, given.words), given.output / MIXES
+def _searched(given: Options, allocator: Allocator, budget: Budget, method: str) -> Found:
+    """Measure mixes with the model."""
+    batch, path = model_batch.load(given), given.output / MIXES
     if given.overwrite:
         path.unlink(missing_ok=True)
     kept, held_out = _batches(batch.lengths)
     if not kept:
-        raise ValueError("--text has one sentence, and a quarter is held out; give more")
+        raise ValueError("the text has one sentence, and a quarter is held out; give more --words")
     with tqdm(
         desc="measuring", unit=" mixes", total=given.mixes, disable=given.quiet or None
     ) as bar:
@@ -279,13 +269,11 @@ def _beside(found: Allocation, budget: Budget, allocator: Allocator) -> str:
     return f"{text}; {form} for all weights has {other.bits:.2f} and costs {other.cost:.4g}"
 
 
-def _groups(path: Path) -> Groups:
-    """Return groups_of the model in a folder of transformers', on the meta device."""
-    if not (path / "config.json").is_file():
-        raise ValueError(
-            f"{path} is no folder of transformers', which says what weights are multiplied as one;"
-            " give it as --model. For other models call lsq.study.Allocator"
-        )
+def _groups(given: Options) -> Groups:
+    """Return groups_of the model; of transformers', on the meta device."""
+    path = given.model
+    if not model_batch.is_of_transformers(path):
+        return groups_of(run_files.load(run_files.find(path, given.data)).model)
     import_module("lsq.models.huggingface")  # keeps a broken torchaudio out of transformers
     transformers = import_module("transformers")
     try:

@@ -34,7 +34,7 @@ class ModelBatch:
     description: str
 
 
-class BatchOptions(UserCode):
+class TextOptions(UserCode):
     """model and text"""
 
     text: list[File] = []
@@ -44,17 +44,27 @@ class BatchOptions(UserCode):
     """with --model: about how many words of the text"""
     data: Folder | None = None
     """data folder of a checkpoint as --model"""
-    tensors: Annotated[list[str], "PATTERN"] = []
-    """names of weights, with * and ?; without it, all"""
-    formats: Annotated[list[str], "FORMAT"]
-    """such as nvfp4 or int4/group16/uint4, see docs/numbers.md"""
     quiet: bool = False
     """no progress bar"""
 
 
-def load(given: BatchOptions) -> ModelBatch:
+class BatchOptions(TextOptions):
+    """model, text and formats"""
+
+    tensors: Annotated[list[str], "PATTERN"] = []
+    """names of weights, with * and ?; without it, all"""
+    formats: Annotated[list[str], "FORMAT"]
+    """such as nvfp4 or int4/group16/uint4, see docs/numbers.md"""
+
+
+def is_of_transformers(model: Path) -> bool:
+    """Return whether a path is a folder of transformers'."""
+    return model.is_dir() and (model / "config.json").exists()
+
+
+def load(given: TextOptions) -> ModelBatch:
     """Read the model and make a batch of sentences spread over the text; ValueError or OSError."""
-    if not given.model.is_dir() or not (given.model / "config.json").exists():
+    if not is_of_transformers(given.model):
         return _of_fairseq(given)
     if given.data is not None:
         raise ValueError(f"{given.model} is a folder of transformers'; leave --data out")
@@ -70,7 +80,7 @@ def _spread(lengths: Sequence[int], words: int) -> list[int]:
 # Models of fairseq
 
 
-def _of_fairseq(given: BatchOptions) -> ModelBatch:
+def _of_fairseq(given: TextOptions) -> ModelBatch:
     path = given.model
     if given.text:
         raise ValueError(

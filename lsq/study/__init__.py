@@ -1,7 +1,7 @@
 """Errors of number formats in the tensors of a model, and their cost in loss."""
 
 from lsq.study.allocate import allocate, timed
-from lsq.study.allocation import Allocation, Allocator, Groups, groups_of, weight_groups
+from lsq.study.allocation import Allocation, Allocator, Groups, groups_of
 from lsq.study.codebooks import train_codebooks
 from lsq.study.costs import Cost, Costs, TensorCosts, correlation, read_costs
 from lsq.study.errors import DEFAULT_FORMATS, Errors, measure, measure_tensors, worst_error
@@ -41,6 +41,5 @@ __all__ = [
     "sensitivity",
     "timed",
     "train_codebooks",
-    "weight_groups",
     "worst_error",
 ]

@@ -14,9 +14,8 @@ import numpy
 from torch import nn
 
 from lsq.config import QuantConfig
-from lsq.layers.in_place import InPlace
+from lsq.layers.clips import ClippedModule
 from lsq.models.conversion import convert, revert
-from lsq.program.tensor import Kind
 from lsq.study.costs import Cost, Costs, TensorCosts
 from lsq.study.knapsack import ROUNDING, Choice, Item, Problem, exact, greedy, undominated
 from lsq.study.resources import ACTIVATION_BITS, SAID, TAKEN, Budget, Multiplication, Taken
@@ -47,31 +46,28 @@ class Groups:
 
 
 def groups_of(model: nn.Module, **options) -> Groups:
-    """Return what lsq.convert would make one tensor of `model`.
+    """Return what is one tensor in a model of lsq's layers, or in one that lsq.convert would make.
 
     `model` is the same afterwards; it may be on the meta device. `options`: of lsq.convert.
     """
-    convert(model, QuantConfig(), **{"check": False, **options})
+    converted = any(isinstance(module, ClippedModule) for module in model.modules())
+    if not converted:
+        convert(model, QuantConfig(), **{"check": False, **options})
     try:
         weights, inputs = [], []
         for path, module in model.named_modules():
-            if not isinstance(module, InPlace):
-                continue
-            own = {
-                declared: tuple(
-                    f"{path}.{one}" if path else one for one in module.state_names(name)
+            if isinstance(module, ClippedModule):
+                own, read = (
+                    [tuple(f"{path}.{one}" if path else one for one in each) for each in names]
+                    for names in map(dict.values, module.tensor_names)
                 )
-                for name, declared in module.declared.items()
-                if declared.kind is Kind.WEIGHT
-            }
-            weights += own.values()
-            known = {name for names in own.values() for name in names}
-            for names in module.tensor_names[1].values():
-                read = (f"{path}.{one}" if path else one for one in names)
-                inputs.append(tuple(name for name in read if name in known))
+                known = {name for names in own for name in names}
+                weights += own
+                inputs += [tuple(name for name in names if name in known) for names in read]
         return Groups(weights=tuple(weights), inputs=tuple(filter(None, inputs)))
     finally:
-        revert(model)
+        if not converted:
+            revert(model)
 
 
 @dataclass(frozen=True, kw_only=True)

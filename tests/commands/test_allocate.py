@@ -77,8 +77,9 @@ def test_bytes(lsq, measured, tmp_path):
         (["--bits", "4", "--at-least", "*head*"], "is no pattern and bits"),
         (["--bits", "4", "--at-least", "nothing=4"], "no tensor is called 'nothing'"),
         (["--bits", "8", "--at-least", "*down*=12"], "must have at least 12 bits"),
-        (["--bits", "4", "--model", "."], "is no folder of transformers'"),
-        (["--bits", "4", "--method", "refine"], "refine measure mixes on a text, exact and"),
+        (["--bits", "4", "--model", "nowhere"], "nowhere"),
+        (["--bits", "4", "--method", "refine"], "has no data in it; give --text FILE"),
+        (["--bits", "4", "--formats", "nvfp4"], "formats are nvfp4; measured were int8/row"),
         (["--bits", "4", "--activations"], "no activations were measured"),
     ],
 )
@@ -119,4 +120,4 @@ def test_mixes_are_measured(lsq, measured, texts, tmp_path):  # noqa: F811
     assert again[0] == 0 and again[1] == said
     given = [*given, "--overwrite", "--method", "greedy", "--text", texts[0]]
     status, _, error = lsq("allocate", *given)
-    assert status != 0 and "--method greedy and --text do not go together" in error
+    assert status != 0 and "--method greedy measures nothing: leave --text out" in error
