@@ -181,7 +181,7 @@ def exact(problem: Problem, seconds: float = 60.0) -> tuple[int, ...] | None:
     return tuple(picked) if problem.fits(picked) and better else start
 
 
-def undominated(item: Item, most: float) -> list[int]:
+def undominated(item: Item, most: float = math.inf) -> list[int]:
     """Return the numbers of choices that cost at most `most` and that no other one beats in all."""
     found: list[int] = []
     order = sorted(
