@@ -47,6 +47,11 @@ EXTRAS = {
         "studies of formats, tables, pictures and TensorBoard",
         {name: name for name in ("matplotlib", "tabulate", "tensorboard", "scipy")},
     ),
+    "reinforcement": Extra(
+        "searches for formats by reinforcement learning",
+        {"stable-baselines3": "stable_baselines3"},
+        ("gymnasium",),
+    ),
     "ctranslate2": Extra("`lsq export --to ctranslate2`", {"ctranslate2": "ctranslate2"}),
     "graphs": Extra(
         "batches of graphs, cut by METIS",
