@@ -115,8 +115,8 @@ class Options(TextOptions):
     the estimate's second term"""
     method: Annotated[str, (*METHODS, *SEARCHES)] | None = None
     """exact: the best sum of costs that there is; greedy: the steps that save most for what they
-    take; others are searches, of which refine measures mixes near the exact one (default: exact,
-    with --text refine)"""
+    take. Others measure mixes: refine near the exact one, evolve the best ones' children, random
+    any; ddpg and td3 are agents of stable-baselines3 (default: exact, with --text refine)"""
     model: AnyPath | None = None
     """as for `lsq sensitivity`; without it, the one that was measured"""
     mixes: Count = 400

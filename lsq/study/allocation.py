@@ -355,7 +355,7 @@ class Allocator:
             choices.append(Choice(name=" ".join(forms), cost=cost, takes=takes))
         item = Item(name=", ".join(unit[0].names), choices=tuple(choices))
         if len(unit) > 1:  # many, of which few are of use
-            kept = sorted(undominated(item, math.inf))
+            kept = sorted(undominated(item))
             item = replace(item, choices=tuple(choices[one] for one in kept))
         return item
 

@@ -33,7 +33,7 @@ from lsq.quant import maximum_code
 from lsq.study.allocation import groups_of
 from lsq.study.knapsack import Choice, Item, Problem, exact
 from lsq.study.products import inputs_replaced
-from lsq.study.refinement import Picked
+from lsq.study.proposals import Picked
 from lsq.study.search import LARGEST, SEARCHES, Search
 from lsq.study.sensitivity import still
 

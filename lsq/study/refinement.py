@@ -7,18 +7,14 @@ units, the most promising first.
 """
 
 import itertools
-from collections.abc import Callable
 
 from lsq.study.knapsack import Choice, Item, Problem, exact
+from lsq.study.proposals import Measure, Picked, uniform
 
 EXCHANGES = 48
 """Most exchanges to measure around a mix."""
 BETTER = 1e-6
 """By which share a divergence must fall to count as better."""
-Picked = tuple[int, ...]
-"""Number of the choice of each item."""
-Measure = Callable[[Picked], float]
-"""Mix that fits -> its divergence, measured once; an exception ends the search."""
 Near = list[dict[int, float]]
 """For each item, choice -> divergence of a mix with it."""
 
@@ -35,17 +31,6 @@ def refine(problem: Problem, start: Picked, measure: Measure, seed: int) -> None
                 break
         else:
             return
-
-
-def uniform(problem: Problem) -> list[Picked]:
-    """Return the mixes that fit of choices with one name."""
-    names = dict.fromkeys(choice.name for item in problem.items for choice in item.choices)
-    every = []
-    for name in names:
-        found = [[n for n, c in enumerate(i.choices) if c.name == name] for i in problem.items]
-        if all(found) and problem.fits([one[0] for one in found]):
-            every.append(tuple(one[0] for one in found))
-    return every
 
 
 def _around(problem: Problem, best: Picked, measure: Measure) -> Near:

@@ -13,7 +13,9 @@ from lsq.files.json_file import check_text, shown
 from lsq.study.allocation import Allocation, Allocator
 from lsq.study.costs import check_finite
 from lsq.study.knapsack import Problem
-from lsq.study.refinement import Measure, Picked, refine
+from lsq.study.proposals import Measure, Picked, evolve, random_search
+from lsq.study.refinement import refine
+from lsq.study.reinforcement import ddpg, td3
 from lsq.study.resources import Budget
 from lsq.study.sensitivity import Loss, Rounding, Trial, digest_of, still, weights_to_measure
 from lsq.study.tensors import ACTIVATION, WEIGHT
@@ -24,7 +26,13 @@ LARGEST = 1e30
 """Divergence of a mix whose predictions are not finite."""
 FIRST = ("divergence", "second")
 Method = Callable[[Problem, Picked, Measure, int], None]
-SEARCHES: dict[str, Method] = {"refine": refine}
+SEARCHES: dict[str, Method] = {
+    "refine": refine,
+    "evolve": evolve,
+    "random": random_search,
+    "ddpg": ddpg,
+    "td3": td3,
+}
 """Methods that measure mixes: (problem, first mix, measure, seed)."""
 
 
