@@ -1,12 +1,12 @@
 """Formats of weights under budgets of bits: what each method of `lsq allocate` finds, on a small
-Llama or GPT-2 that has learned a text.
+Llama that has learned a text by subwords.
 
 All methods have the same model, batches and number of mixes. Divergences are of predictions from
-the float model's, in nats a byte; "held_out" is on text that neither the training nor the search
+the float model's, in nats a subword; "held_out" is on text that neither the training nor the search
 has seen, and "ratio" is that over a uniform format's. Budgets are the bits of that format, int3/row
-and int4/row, and half a bit more than int3/row. "lost" are bits a byte that the loss there grows
-by; "lost_after" is the same after --last more updates with these formats, beside the float model
-after as many. Seconds are of the processor, and of measuring costs, which exact and greedy add up.
+and int4/row, and half a bit more than int3/row. "lost" are nats that the loss there grows by;
+"lost_after" is the same after --last more updates with these formats, beside the float model after
+as many. Seconds are of the processor, and of measuring costs, which exact and greedy add up.
 """
 
 import argparse
@@ -16,10 +16,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from pydoc_data.topics import topics
 
 import common
 import torch
-from model_quality import GRADIENT_NORM, Side, Text, groups, rate, task_of
+from model_quality import GRADIENT_NORM, OF_TEXT, QUICK, Llama, Side, Size, groups, rate
+from tokenizers import ByteLevelBPETokenizer
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, kl_div
 from tqdm import tqdm
@@ -39,7 +41,9 @@ from lsq.study import (
 from lsq.study.search import SEARCHES
 from lsq.study.tensors import WEIGHT
 
-FORMATS = ("int2/row", "int3/row", "int4/row", "int6/row")
+FORMATS = ("int2/row", "int3/row", "int4/row", "int6/row", "int8/row")
+SIZE = replace(OF_TEXT, layers=6, feed_forward=384, batch=16)
+SUBWORDS, QUICK_SUBWORDS = 2000, 300
 SMALLER, LARGER = "int3/row", "int4/row"
 SUMS = {
     "exact": "divergence",
@@ -49,8 +53,25 @@ SUMS = {
     "exact, drawn labels": "drawn",
 }
 """Methods that add up costs -> which costs."""
-BATCHES, RATE = 4, 0.25
+BATCHES, RATE = 2, 0.25
 """Of a search; and the learning rate of the last updates, as a part of the first one."""
+
+
+class Words(Llama):
+    """A Llama on subwords of a text; its last tenth is for validation."""
+
+    def __init__(self, size: Size, text: str, subwords: int):
+        end = len(text) * 9 // 10
+        tokenizer = ByteLevelBPETokenizer()
+        tokenizer.train_from_iterator([text[:end]], vocab_size=subwords, show_progress=False)
+        self.size, self.vocabulary = size, tokenizer.get_vocab_size()
+        self.training, held = (
+            torch.tensor(tokenizer.encode(part).ids) for part in (text[:end], text[end:])
+        )
+        if len(held) <= size.length:
+            raise ValueError(f"the text has {len(text)} letters; give a longer one")
+        starts = torch.linspace(0, len(held) - size.length, self.WINDOWS).long()
+        self.validation = torch.stack([held[start : start + size.length] for start in starts])
 
 
 def loss_of(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, float, Tensor]:
@@ -60,7 +81,7 @@ def loss_of(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, float, 
     return total, float(len(logits)), logits
 
 
-def train(task: Text, model: nn.Module, seed: int, updates: int, factor: float, say: str) -> None:
+def train(task: Words, model: nn.Module, seed: int, updates: int, factor: float, say: str) -> None:
     """Train by AdamW with so many updates, at a factor of the task's learning rate."""
     size, model = replace(task.size, updates=updates), model.train()
     parameters = groups(model, Side(), size.weight_decay)
@@ -77,13 +98,14 @@ def train(task: Text, model: nn.Module, seed: int, updates: int, factor: float, 
 
 
 @torch.no_grad()
-def tried(task: Text, model: nn.Module, other: nn.Module) -> tuple[float, float]:
-    """(divergence of another model's predictions, its loss in bits a byte), on held-out text."""
-    divergence = 0.0
+def tried(task: Words, model: nn.Module, other: nn.Module) -> tuple[float, float]:
+    """(divergence of another model's predictions, its loss), on held-out text."""
+    divergence = loss = 0.0
     for part in task.validation.split(task.size.batch):
         p, q = (one(input_ids=part).logits.float().log_softmax(2) for one in (model, other))
         divergence += float(kl_div(q, p, reduction="sum", log_target=True))
-    return divergence / task.validation.numel(), task.scores(other, last=False)["bits"]
+        loss += float(loss_of(other, {"input_ids": part})[0])
+    return divergence / task.validation.numel(), loss / task.validation[:, 1:].numel()
 
 
 def rounded(model: nn.Module, found: Allocation) -> nn.Module:
@@ -107,7 +129,7 @@ def found_by(
     return search(allocators["divergence"], budget, loss=loss_of, how=how, **model).allocation
 
 
-def rows(task: Text, seed: int, options: argparse.Namespace) -> Iterator[dict]:
+def rows(task: Words, seed: int, options: argparse.Namespace) -> Iterator[dict]:
     """The rows of one model."""
     torch.manual_seed(seed)
     model = task.model()
@@ -169,7 +191,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser = common.parser(__doc__)
     parser.set_defaults(threads=1)
     methods = [*SUMS, *SEARCHES]
-    parser.add_argument("task", choices=("text", "llama"), help="GPT-2 or Llama")
     parser.add_argument("--text", type=Path, metavar="FILE", help="Python's manual if left out")
     parser.add_argument("--seeds", type=common.positive, nargs="+", default=[1], metavar="SEED")
     parser.add_argument("--updates", type=common.positive, metavar="N", help="in float")
@@ -183,16 +204,22 @@ def main(arguments: list[str] | None = None) -> None:
             f"--{name}", nargs="+", choices=methods, default=default, metavar="METHOD", help=text
         )
     options = common.parse(parser, arguments)
-    task = task_of(options)
+    size = SIZE
     if options.quick:
-        options.mixes = 3
+        size, options.mixes = replace(SIZE, **QUICK, batch=2), 3
+    if options.updates is not None:
+        size = replace(size, updates=options.updates)
+    text = "\n".join(topics[name] for name in sorted(topics))
+    if options.text is not None:
+        text = options.text.read_text("utf-8")
+    task = Words(size, text, QUICK_SUBWORDS if options.quick else SUBWORDS)
     found = [row for seed in options.seeds for row in rows(task, seed, options)]
     conditions = common.conditions(
         options,
         packages=("transformers", "scipy"),
         baseline="the uniform format",
-        task=task.name,
-        size=vars(task.size),
+        size=vars(size),
+        vocabulary=task.vocabulary,
         mixes=options.mixes,
         last=options.last,
         clip=options.clip,

@@ -87,6 +87,7 @@ class Text(Task):
     """
 
     name, metric = "text", "bits"
+    vocabulary = BYTES
     WINDOWS = 128
 
     def __init__(self, size: Size, path: Path | None = None):
@@ -150,7 +151,7 @@ class Llama(Text):
 
         size = self.size
         config = LlamaConfig(
-            vocab_size=BYTES,
+            vocab_size=self.vocabulary,
             max_position_embeddings=size.length,
             hidden_size=size.hidden,
             num_hidden_layers=size.layers,
