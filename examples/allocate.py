@@ -1,5 +1,5 @@
-"""Which bits where: a small Llama learns a text by bytes, its weights get formats under a budget,
-and it trains on with them.
+"""Which bits where: a small Llama learns a text, its weights get formats under a budget, and it
+trains on with them.
 
     python examples/allocate.py                          # lsq's own documentation, some minutes
     python examples/allocate.py novel.txt --bits 3 3.5 4
@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 import torch
+from tokenizers import ByteLevelBPETokenizer
 from torch.nn.functional import kl_div
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -27,14 +28,16 @@ from lsq.study import Search
 ROOT = Path(__file__).resolve().parents[1]
 HELD_OUT = 0.1
 """Share of the text, its end, that models are tried on."""
-BYTES = 256
 UNIFORM = ("int8", "int4/row", "int3/row")
 
 
-def read(file: Path | None) -> torch.Tensor:
-    """A text as bytes int64 [L]; None: lsq's own documentation."""
+def read(file: Path | None, subwords: int) -> torch.Tensor:
+    """A text as subwords int64 [L], made from it; None: lsq's own documentation."""
     files = [file] if file else [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-    return torch.tensor(list(b"\n".join(file.read_bytes() for file in files)))
+    text = "\n".join(file.read_text(encoding="utf-8") for file in files)
+    tokenizer = ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator([text], vocab_size=subwords, show_progress=False)
+    return torch.tensor(tokenizer.encode(text).ids)
 
 
 def batches(text: torch.Tensor, given: argparse.Namespace, count: int, seed: int) -> list:
@@ -63,7 +66,7 @@ def train(model: torch.nn.Module, data: list, lr: float, side: str) -> None:
 
 @torch.no_grad()
 def tried(model: torch.nn.Module, of_float: list, data: list) -> tuple[float, float]:
-    """(divergence from the logarithms of the float model's probabilities, loss), in nats a byte."""
+    """(divergence from the logarithms of the float model's probabilities, loss), in nats."""
     divergence = loss = 0.0
     for batch, before in zip(data, of_float, strict=True):
         output = model(input_ids=batch, labels=batch)
@@ -91,22 +94,23 @@ def main(words: list[str] | None = None) -> dict[str, tuple[float, float, float,
         "hidden": 256,
         "heads": 4,
         "layers": 4,
+        "subwords": 2000,
         "seed": 1,
     }
     for name, default in numbers.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default: {default}")
     parser.add_argument("--lr", type=float, default=2e-3, help="default: 0.002")
     given = parser.parse_args(words)
-    text = read(given.text)
+    text = read(given.text, given.subwords)
     border = int(len(text) * (1 - HELD_OUT))
     if len(text) - border <= given.context:
-        parser.error(f"the text has {len(text)} bytes; --context {given.context} needs more")
+        parser.error(f"the text has {len(text)} subwords; --context {given.context} needs more")
 
     torch.manual_seed(given.seed)
     shape = {"num_attention_heads": given.heads, "num_key_value_heads": given.heads}
     model = LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=BYTES,
+            vocab_size=int(text.max()) + 1,
             hidden_size=given.hidden,
             intermediate_size=-(-given.hidden * 8 // 3 // 64) * 64,
             num_hidden_layers=given.layers,

@@ -145,7 +145,7 @@ def run(arguments: list[str]) -> int:
     allocator = timed(
         Allocator(
             costs=costs,
-            groups=_groups(given),
+            groups=_groups(given, given.formats or costs.formats),
             activations=given.activations,
             at_least=dict(given.at_least),
             formats=given.formats or None,
@@ -269,7 +269,7 @@ def _beside(found: Allocation, budget: Budget, allocator: Allocator) -> str:
     return f"{text}; {form} for all weights has {other.bits:.2f} and costs {other.cost:.4g}"
 
 
-def _groups(given: Options) -> Groups:
+def _groups(given: Options, formats: Sequence[str]) -> Groups:
     """Return groups_of the model; of transformers', on the meta device."""
     path = given.model
     if not model_batch.is_of_transformers(path):
@@ -286,4 +286,4 @@ def _groups(given: Options) -> Groups:
         raise ValueError(f"{path} is of the architecture {name}, which transformers does not have")
     with torch.device("meta"):
         model = kind(config)
-    return groups_of(model)
+    return groups_of(model, formats)

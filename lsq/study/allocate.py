@@ -15,7 +15,7 @@ from lsq.study.resources import Budget
 from lsq.study.search import Found, KeptMixes, Search, search
 from lsq.study.sensitivity import Keep, estimate, sensitivity
 
-FORMATS = tuple("int2/row int3/row int4/row int4 int6/row int8".split())
+FORMATS = tuple("int2/row int3/row int4/row int6/row int8".split())
 """Formats of weights that have fast products."""
 COSTS, MIXES = "sensitivity.json", "mixes.json"
 
@@ -57,7 +57,7 @@ def allocate(
         ValueError: an argument is wrong, nothing fits, or `folder` has other measurements.
     """
     budget = budget if isinstance(budget, Budget) else Budget(bits=budget)
-    groups = groups_of(model, **options)
+    groups = groups_of(model, formats, **options)
     path = None if folder is None else Path(folder)
     if path is not None:
         path.mkdir(parents=True, exist_ok=True)

@@ -5,7 +5,7 @@ The costs of `lsq sensitivity` are of one tensor at a time; those of several are
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -19,6 +19,7 @@ from lsq.models.conversion import convert, revert
 from lsq.study.costs import Cost, Costs, TensorCosts
 from lsq.study.knapsack import ROUNDING, Choice, Item, Problem, exact, greedy, undominated
 from lsq.study.resources import ACTIVATION_BITS, SAID, TAKEN, Budget, Multiplication, Taken
+from lsq.study.sensitivity import OF_WEIGHTS
 from lsq.study.tables import UNLIMITED, fitted
 from lsq.study.tensors import ACTIVATION, WEIGHT, chosen_by
 
@@ -45,14 +46,20 @@ class Groups:
     """Weights whose products read the same activation."""
 
 
-def groups_of(model: nn.Module, **options) -> Groups:
+def groups_of(model: nn.Module, formats: Collection[str] = (), **options) -> Groups:
     """Return what is one tensor in a model of lsq's layers, or in one that lsq.convert would make.
 
-    `model` is the same afterwards; it may be on the meta device. `options`: of lsq.convert.
+    Args:
+        model: the same afterwards; it may be on the meta device.
+        formats: to choose among, since "int4" cannot store some weights.
+        **options: of lsq.convert.
     """
     converted = any(isinstance(module, ClippedModule) for module in model.modules())
     if not converted:
-        convert(model, QuantConfig(), **{"check": False, **options})
+        quant = QuantConfig(
+            weight_format=next((one for one in OF_WEIGHTS if one in formats), OTHERS)
+        )
+        convert(model, quant, **{"check": False, **options})
     try:
         weights, inputs = [], []
         for path, module in model.named_modules():

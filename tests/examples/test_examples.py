@@ -63,6 +63,23 @@ def test_graphs(monkeypatch, capsys):
     assert "3 of 3 linear layers run in int8" in printed and "finds the group of" in printed
 
 
+def test_allocate(monkeypatch, capsys, tmp_path):
+    needed("transformers", "scipy")
+    allocate = example("allocate", monkeypatch)
+    few = ["--context", "32", "--last", "2", "--mixes", "4", "--subwords", "300"]
+    results = allocate.main([*SMALL, *few, "--bits", "4.8"])
+    assert list(results) == ["float32", "int8", "int4/row", "int3/row", "mix of 4.8"]
+    bits, divergence, loss, _ = results["mix of 4.8"]
+    assert bits <= 4.8 and results["float32"][1] == 0
+    assert divergence < results["int3/row"][1] and abs(loss - results["float32"][2]) < 0.1
+    assert "4 mixes" in capsys.readouterr().out
+    text = tmp_path / "text"
+    text.write_text("short")
+    with pytest.raises(SystemExit):
+        allocate.main([str(text)])
+    assert "subwords; --context 128 needs more" in capsys.readouterr().err
+
+
 @pytest.mark.thorough
 @pytest.mark.timeout(300)
 def test_fsdp(tmp_path):

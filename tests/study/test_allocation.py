@@ -243,10 +243,10 @@ def test_what_is_refused():
         Allocator(costs=replace(costs_of(), tensors=tuple(lost))).run(Budget(bits=4))
 
 
-def llama() -> nn.Module:
+def llama(vocabulary: int = 96) -> nn.Module:
     torch.manual_seed(1)
     config = LlamaConfig(
-        vocab_size=96,
+        vocab_size=vocabulary,
         hidden_size=64,
         intermediate_size=96,
         num_hidden_layers=2,
@@ -267,6 +267,10 @@ def test_groups_are_those_of_the_converted_model():
     assert joined in found.weights and joined in found.inputs
     fed = tuple(f"{layer}mlp.{one}_proj.weight" for one in ("gate", "up"))
     assert fed in found.inputs and (f"{layer}mlp.down_proj.weight",) in found.weights
+    head = ("lm_head.weight",)
+    odd = llama(vocabulary=90)  # no multiple of 16, which int4 wants
+    assert head in groups_of(odd, ["int8", "int3/row"], minimum_width=16).weights
+    assert head not in groups_of(odd, ["int8", "int4"], minimum_width=16).weights
     meta = groups_of(copy.deepcopy(model).to("meta"), minimum_width=16)
     assert meta == found
 
