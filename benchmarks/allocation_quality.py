@@ -108,13 +108,13 @@ def tried(task: Words, model: nn.Module, other: nn.Module) -> tuple[float, float
     return divergence / task.validation.numel(), loss / task.validation[:, 1:].numel()
 
 
-def rounded(model: nn.Module, found: Allocation) -> nn.Module:
+def rounded(model: nn.Module, found: Allocation, clip: str) -> nn.Module:
     """A copy with rounded weights."""
     other = copy.deepcopy(model)
     with torch.no_grad():
         for name, form in found.of(WEIGHT).items():
             weight, how = other.get_parameter(name), scaled_format(form)
-            weight.copy_(how.decode(how.encode(weight, "mse")))
+            weight.copy_(how.decode(how.encode(weight, clip)))
     return other
 
 
@@ -157,7 +157,7 @@ def rows(task: Words, seed: int, options: argparse.Namespace) -> Iterator[dict]:
     last(after, say="float32")
     _, loss_after = tried(task, model, after)
     for bits, form in budgets:
-        base = tried(task, model, rounded(model, uniform[form]))[0]
+        base = tried(task, model, rounded(model, uniform[form], options.clip))[0]
         for method in (form, *options.methods):
             begin = time.process_time()
             if method == form:
@@ -166,7 +166,7 @@ def rows(task: Words, seed: int, options: argparse.Namespace) -> Iterator[dict]:
                 budget = Budget(bits=bits * (1 + 1e-9))
                 found = found_by(method, allocators, budget, options, model=model, batches=batches)
             seconds = time.process_time() - begin + spent.get(SUMS.get(method, "divergence"), 0.0)
-            divergence, now = tried(task, model, rounded(model, found))
+            divergence, now = tried(task, model, rounded(model, found, options.clip))
             row = {
                 "seed": seed,
                 "budget": bits,

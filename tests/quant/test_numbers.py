@@ -3,8 +3,10 @@ optima, special values, orders that are published, and names."""
 
 import math
 
+import numpy
 import pytest
 import torch
+from scipy.stats import entropy
 
 from lsq.quant import numbers, quantize, tables
 from lsq.quant.calibration import _octav_fixed_point
@@ -310,7 +312,7 @@ def test_special_blocks(name, method):
 
 
 def test_what_is_refused():
-    with refused("clip is 'mean'; allowed: 'absmax', 'percentile', 'mse', or a tensor"):
+    with refused("clip is 'mean'; allowed: 'absmax', 'percentile', 'mse', 'kl', or a tensor"):
         scaled_format("mxfp4").encode(torch.ones(3), "mean")
     with refused("percentile is 0; it must be above 0"):
         scaled_format("mxfp4").encode(torch.ones(3), "percentile", percentile=0)
@@ -398,3 +400,34 @@ def test_unknown_names_are_refused_with_the_nearest(name, message):
 def test_blocks_without_values_are_refused():
     with refused("blocks of 0 rows and None columns"):
         Grain(0, None)
+
+
+@pytest.mark.parametrize("name", ["int4/row", "int8/row", "int3/group24", "fp4-e2m1/row"])
+def test_clips_of_least_divergence(name):
+    """Beside scipy's relative entropy of numpy's histograms."""
+    torch.manual_seed(7)
+    values = torch.randn(3, 72) * torch.tensor([[1.0], [0.1], [3.0]])
+    values[0, 0] = 12.0
+    form, width = scaled_format(name), 24 if "group" in name else 72
+    found = measure(form, values, "kl", 99.99).view(-1)
+    for block, clip in zip(values.view(-1, width).numpy(), found.tolist(), strict=True):
+        largest = numpy.abs(block).max()
+        counts, _ = numpy.histogram(numpy.abs(block) / largest, bins=128, range=(0, 1))
+        divergences = {}
+        for last in range(16, 129, 2):
+            p, kept = counts[:last].astype(float), counts[:last]
+            p[-1] += counts[last:].sum()
+            middles = torch.arange(last).add(0.5).div(128) * (form.number.largest * 128 / last)
+            levels = form.number.decode(form.number.encode(middles)).numpy()
+            q = numpy.full(last, 1e-4)
+            for level in set(levels.tolist()):
+                same = (levels == level) & (kept > 0)
+                if same.any():
+                    q[same] = kept[same].sum() / same.sum()
+            divergences[last / 128 * largest] = entropy(p, q)
+        near = min(divergences, key=lambda one: abs(one - clip))
+        assert clip == pytest.approx(near, rel=1e-5)
+        assert divergences[near] == pytest.approx(min(divergences.values()), rel=1e-4, abs=1e-6)
+    zeros = torch.zeros(2, 48)
+    assert torch.equal(form.decode(form.encode(zeros, "kl")), zeros)
+    assert measure(scaled_format("int4/row"), torch.tensor([[1.0, math.nan]]), "kl", 99).isnan()
