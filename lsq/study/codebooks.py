@@ -37,9 +37,9 @@ def train_codebooks(
     """Train codebooks of 2^bits entries for weights of a model, and declare their numbers.
 
     The formats may then be named as others are. The weights that are returned have values of their
-    formats: rounded again with clips by absmax they stay as they are. Without them, the model's own
-    weights are rounded to the nearest entry, which gains less. Meanwhile the model is in eval
-    mode; afterwards it is restored bit by bit. On the CPU equal calls give equal entries.
+    formats: rounded again with clips by absmax (QuantConfig.clip_init) they stay as they are. A
+    model's own weights are rounded to the nearest entry, which gains little. Meanwhile the model is
+    in eval mode; afterwards it is restored bit by bit. On the CPU equal calls give equal entries.
 
     Args:
         model: on any device.
@@ -48,6 +48,7 @@ def train_codebooks(
         formats: patterns with * and ? of names of weights -> formats with numbers under names of
             yours: {"*": "mine/row"}, {"*fc1*": "a/group64", "*fc2*": "b/group64/bfloat16"}. The
             last that fits counts. Weights of one number share its entries; scales are floats.
+            lsq.convert wants one format for all weights of a product (lsq.study.weight_groups).
         bits: 2 to 6.
         updates: 0: the entries are those of k-means.
 
