@@ -1,5 +1,6 @@
 """Searches for formats whose mixes are measured with the model itself."""
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -140,19 +141,18 @@ def search(
         return made
 
     with still(model, weights.values()):
-        mixes = _Mixes(allocator, problem, trial(batches), how.mixes, keep or KeptMixes())
-        first = mixes(start)
-        try:
-            SEARCHES[how.method](problem, start, mixes, how.seed)
-        except _Finished:
-            pass
+        with trial(batches).mixes() as measure:
+            mixes = _Mixes(allocator, problem, measure, how.mixes, keep or KeptMixes())
+            first = mixes(start)
+            with contextlib.suppress(_Finished):
+                SEARCHES[how.method](problem, start, mixes, how.seed)
         best = allocator.allocation(problem, mixes.best)
         found, against = {}, {"mix": best}
         if held_out:
             fitting = allocator.uniform().items()
             against |= {name: one for name, one in fitting if one.fits(budget)}
-            other = trial(held_out)
-            found = {name: divergence_of(other, one) for name, one in against.items()}
+            with trial(held_out).mixes() as measure:
+                found = {name: divergence_of(measure, one) for name, one in against.items()}
     least = min(found, key=found.get, default="mix")
     chosen = against[least] if found and found[least] < found["mix"] else best
     return Found(
@@ -164,9 +164,9 @@ def search(
     )
 
 
-def divergence_of(trial: Trial, allocation: Allocation) -> float:
-    """Return the divergence with the formats of an allocation; LARGEST if it is not finite."""
-    found = trial.divergence(allocation.of(WEIGHT), allocation.of(ACTIVATION))
+def divergence_of(measure: Callable[..., float], allocation: Allocation) -> float:
+    """Return the divergence with an allocation, of Trial.mixes; LARGEST if it is not finite."""
+    found = measure(allocation.of(WEIGHT), allocation.of(ACTIVATION))
     return found if math.isfinite(found) else LARGEST
 
 
@@ -178,9 +178,14 @@ class _Mixes:
     """Measures mixes, each once."""
 
     def __init__(
-        self, allocator: Allocator, problem: Problem, trial: Trial, most: int, keep: KeptMixes
+        self,
+        allocator: Allocator,
+        problem: Problem,
+        measure: Callable[..., float],
+        most: int,
+        keep: KeptMixes,
     ):
-        self._allocator, self._problem, self._trial = allocator, problem, trial
+        self._allocator, self._problem, self._measure = allocator, problem, measure
         self._most, self._keep = most, keep
         self._head = {
             "format": FORMAT,
@@ -207,7 +212,7 @@ class _Mixes:
         anew = key not in self._measured
         if anew:
             allocation = self._allocator.allocation(self._problem, mix)
-            self._measured[key] = divergence_of(self._trial, allocation)
+            self._measured[key] = divergence_of(self._measure, allocation)
         divergence = self._measured[key]
         if divergence < self.least and self._problem.fits(mix):
             self.best, self.least = mix, divergence

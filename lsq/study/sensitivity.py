@@ -435,19 +435,43 @@ class Trial:
             formats[form] = _cost(sums, found.count, width, loss - before, divergence)
         return self.costs(ACTIVATION, name, formats)
 
-    def divergence(self, weights: Mapping[str, str], inputs: Mapping[str, str]) -> float:
-        """Return the divergence with formats of weights and of their products' inputs, by the
-        weights' names; infinity if predictions are not finite."""
+    @contextlib.contextmanager
+    def mixes(self) -> Iterator[Callable[[Mapping[str, str], Mapping[str, str]], float]]:
+        """Yield a function that returns the divergence with formats of weights and of their
+        products' inputs, by the weights' names; infinity if predictions are not finite.
 
+        Between its calls weights stay rounded: only those whose format changes are rounded again.
+        """
+        floats: dict[str, Tensor] = {}
+        forms: dict[str, str | None] = {}
+
+        @torch.no_grad()
+        def give(weights: Mapping[str, str]) -> None:
+            for name in {**forms, **weights}:
+                form, weight = weights.get(name), self.weights[name]
+                if form == forms.get(name):
+                    continue
+                if name not in floats:
+                    floats[name] = weight.detach().clone()
+                weight.copy_(floats[name])
+                if form is not None:
+                    weight.copy_(self.rounding[form].weight(weight, name in self.transposed))
+                forms[name] = form
+
+        def divergence(weights: Mapping[str, str], inputs: Mapping[str, str]) -> float:
+            give(weights)
+            return self._divergence(inputs)
+
+        try:
+            yield divergence
+        finally:
+            give({})
+
+    def _divergence(self, inputs: Mapping[str, str]) -> float:
         def look(name: str, x: Tensor, transposed: bool) -> Tensor:
             return self.rounding[inputs[name]].activation(x) if name in inputs else x
 
-        with contextlib.ExitStack() as stack:
-            for name, form in weights.items():
-                weight = self.weights[name]
-                rounded = self.rounding[form].weight(weight, name in self.transposed)
-                stack.enter_context(_replaced(weight, rounded))
-            divergence = self.measured(look)[2]
+        divergence = self.measured(look)[2]
         if divergence is None:
             raise ValueError("the loss returns no logits, by which mixes are compared")
         return max(divergence, 0.0) if math.isfinite(divergence) else math.inf
