@@ -29,7 +29,7 @@ class Options(Namespace):
     output: AnyPath
     """the file, or CTranslate2's folder"""
     bits: Annotated[int, (4,), "N"] | None = None
-    """bits of weights, for lsq: 4 rounds int8 weights by least squares (default: as trained)"""
+    """bits of weights, for lsq: 4 rounds wider weights by least squares (default: as trained)"""
     overwrite: bool = False
     """replace what was exported there before"""
     data: Folder | None = None

@@ -18,6 +18,7 @@ from lsq.fairseq.model import LSQModel
 from lsq.layers.module import ProgramModule
 from lsq.run.backends import Backend, backend
 from lsq.serving import Engine, Hypothesis, SearchOptions, Steps, Symbols, search
+from lsq.serving.architecture import check_codes
 from lsq.serving.decoding_model import model_of
 from lsq.serving.steps import FairseqSteps
 from lsq.serving.subwords import Words
@@ -101,16 +102,20 @@ def evaluation_of_task(task: Any) -> SearchOptions | None:
 
 def engine_backend(models: Sequence[nn.Module]) -> Backend | None:
     """Return the backend of the layers of `models` if the int8 engine can decode there, else None.
-    It decodes one model of lsq whose layers share one format of codes, int8 or int4, and one
+    It decodes one model of lsq whose weights can all be kept as codes, and whose layers share one
     backend, with compiled loops or kernels."""
     if len(models) != 1 or not isinstance(models[0], LSQModel):
         return None
     modules = [module for module in models[0].modules() if isinstance(module, ProgramModule)]
     rounded = {module.quant for module in modules if module.quant.quantized}
-    if len(rounded) != 1 or not all(quant.coded and not quant.formats_differ for quant in rounded):
+    try:
+        for quant in rounded:
+            check_codes(quant)
+    except ValueError:
         return None
     backends = {module.target for module in modules}
-    return backends.pop() if len(backends) == 1 and backend("reference") not in backends else None
+    usable = rounded and len(backends) == 1 and backend("reference") not in backends
+    return backends.pop() if usable else None
 
 
 def steps_of(models: Sequence[nn.Module], target: Backend | None = None) -> Steps:

@@ -1,12 +1,13 @@
 """Architecture of a decoding model: it determines the tensors, their shapes and the programs."""
 
 import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from lsq.config import LayerConfig, QuantConfig, require_choice
 from lsq.config.quantization import RENAMED, of_trained
 from lsq.layers.embedding import POSITIONS
+from lsq.quant.formats import WeightFormat, format_choice
 from lsq.serving.stored_codes import format_of
 
 OF_OTHERS = """
@@ -27,7 +28,9 @@ class StackArchitecture:
     """An encoder or a decoder: embedding, layers, final norm; ValueError if a value is out of its
     range, or the layers are not in int8."""
 
-    config: LayerConfig  # of each layer; dropouts are ignored
+    config: LayerConfig
+    """Of each layer; dropouts are ignored. Patterns of `weight_format` fit whole names of weights,
+    which begin with the side."""
     layers: int
     words: int
     max_positions: int
@@ -61,21 +64,22 @@ class StackArchitecture:
         check_codes(self.config.quant)
 
 
-def check_codes(quant: QuantConfig) -> None:
-    """Raise ValueError for a model that cannot be kept as codes: it is in float, has several
-    formats, or has formats without fast products."""
-    if format_of(quant) is not None:
-        return
-    formats = (
-        f"weights in {quant.weight_format}, activations in {quant.activation_format}, gradients in"
-        f" {quant.gradient_format}"
-    )
-    raise ValueError(
-        (formats if quant.quantized else 'mode is "float"')
-        + "; models are kept as codes with activations in int8 and weights in int8, int4 or whole"
-        " numbers with a scale for each row or for the tensor, as int2/row: train such a model, or"
-        " make a checkpoint into one by lsq convert-checkpoint"
-    )
+def check_codes(quant: QuantConfig, weights: str = "weights") -> None:
+    """Raise ValueError, which names the `weights`, if they cannot be kept as codes: they are in
+    float or in a format without fast products, or their inputs are not in int8."""
+    choice = format_choice(quant.weight_format)
+    for name, form in ((weights, choice.others), *choice.exceptions):
+        if format_of(replace(quant, weight_format=form)) is None:
+            formats = (
+                f"{name} in {form}, activations in {quant.activation_format}, gradients in"
+                f" {quant.gradient_format}"
+            )
+            raise ValueError(
+                (formats if quant.quantized else 'mode is "float"')
+                + "; models are kept as codes with activations in int8 and weights in int8, int4"
+                " or whole numbers with a scale for each row or for the tensor, as int2/row: train"
+                " such a model, or make a checkpoint into one by lsq convert-checkpoint"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +104,11 @@ class Architecture:
         """Encoder, if there is one, and decoder, by name."""
         both = {"encoder": self.encoder, "decoder": self.decoder}
         return {side: stack for side, stack in both.items() if stack is not None}
+
+    def format_of(self, weight: str) -> WeightFormat:
+        """Return the format of a weight's codes, by its whole name."""
+        stack = self.stacks.get(weight.partition(".")[0], self.decoder)
+        return format_of(stack.config.quant, weight)
 
     def to_json(self) -> str:
         """Return JSON for `from_json`, without LEFT_OUT."""

@@ -2,7 +2,7 @@
 
 Names are as in a state dict: `decoder.layers.0.self_attn.qkv_bias`. A rounded weight W is stored as
 W.codes int8, packed as in its format, and W.scale float32, one for each row. They are the same
-numbers that the modules compute with.
+numbers that the modules compute with. Weights may have different formats.
 """
 
 from collections.abc import Iterator, Mapping
@@ -11,10 +11,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from lsq.config.quantization import FAST_FORMATS
 from lsq.layers import Embedding, VocabularyProjection, programs
 from lsq.layers.blocks import PackedSequences
-from lsq.layers.clip_format import option
 from lsq.layers.decoding import check_ready
 from lsq.layers.module import ProgramModule
 from lsq.layers.programs import Mode
@@ -22,10 +20,10 @@ from lsq.ops.rounding import RoundWeight
 from lsq.program.program import Program
 from lsq.program.tensor import Kind
 from lsq.program.values import Weight
-from lsq.quant.formats import WeightFormat
+from lsq.quant.formats import WeightFormat, format_choice
 from lsq.run.backends import Backend, backend
-from lsq.serving.architecture import Architecture, StackArchitecture
-from lsq.serving.stored_codes import WholeCodes, as_int8, format_of
+from lsq.serving.architecture import Architecture, StackArchitecture, check_codes
+from lsq.serving.stored_codes import WholeCodes, as_int8, format_of, mix_of
 
 Spec = tuple[tuple[int, ...], torch.dtype]
 PROJECTION = "output_projection"
@@ -65,7 +63,7 @@ class DecodingModel:
 
     def codes(self, name: str, columns: int) -> Tensor:
         """Return the codes of a rounded weight, unpacked for products, int8 [N, columns]."""
-        form = format_of(self.architecture.decoder.config.quant)
+        form = self.architecture.format_of(name)
         return form.unpack(self.tensors[name + ".codes"], columns)
 
 
@@ -74,10 +72,10 @@ def tensors_of(architecture: Architecture) -> dict[str, Spec]:
     specs: dict[str, Spec] = {}
     for side, stack in architecture.stacks.items():
         for prefix, program in _programs(architecture, side, stack):
-            own = dict(_specs(program))
+            own = dict(_specs(architecture, f"{side}.{prefix}.", program))
             if side == "encoder" and prefix == EMBEDDING and architecture.shared_words:
-                del own["weight"]
-            specs |= {f"{side}.{prefix}.{name}": spec for name, spec in own.items()}
+                del own[f"{side}.{prefix}.weight"]
+            specs |= own
         norms = []
         if stack.embedding_norm:
             norms += [f"{EMBEDDING}.layer_norm.weight", f"{EMBEDDING}.layer_norm.bias"]
@@ -115,13 +113,14 @@ def _programs(
         yield PROJECTION, programs.vocabulary_logits(config.quant, 1, *sizes, mode)
 
 
-def _specs(program: Program) -> Iterator[tuple[str, Spec]]:
+def _specs(architecture: Architecture, prefix: str, program: Program) -> Iterator[tuple[str, Spec]]:
     """Yield (name, shape and dtype) of parameters without clips; weights have codes and scale."""
     for virtual in program.parameters:
-        name, kind = virtual.name, virtual.declared.kind
+        name, kind = prefix + virtual.name, virtual.declared.kind
         if kind is Kind.WEIGHT:
-            weight = program.weights[name]
-            yield name + ".codes", (weight.codes.shape, weight.codes.dtype)
+            weight, form = program.weights[virtual.name], architecture.format_of(name)
+            rows, columns = weight.codes.shape
+            yield name + ".codes", ((rows, form.stored_columns(columns)), form.storage)
             yield name + ".scale", (weight.scale.shape, weight.scale.dtype)
         elif kind is not Kind.WEIGHT_CLIP:
             yield name, (virtual.shape, virtual.dtype)
@@ -136,16 +135,16 @@ def model_of(module: nn.Module) -> DecodingModel:
             LSQTransformerModel and LSQTransformerLanguageModel have them.
 
     Raises:
-        ValueError: it is in training or float mode; its clips were never measured; its layers are
-            in different formats; its dictionaries differ in the padding; or its final norm is of
-            another kind than the norms of its layers.
+        ValueError: it is in training or float mode; its clips were never measured; a weight has
+            a format that cannot be kept as codes; its dictionaries differ in the padding; or its
+            final norm is of another kind than the norms of its layers.
     """
     encoder, decoder = getattr(module, "encoder", None), module.decoder
     for each in module.modules():
         if isinstance(each, ProgramModule):
             check_ready(each)
             each.bring_clips_up()
-    _check_alike(module)
+    _check_gates(module)
     shared = encoder is not None and encoder.embed_tokens.weight is decoder.embed_tokens.weight
     words = decoder.dictionary
     if encoder is not None and encoder.padding_idx != decoder.padding_idx:
@@ -154,8 +153,8 @@ def model_of(module: nn.Module) -> DecodingModel:
             " target; both dictionaries must agree"
         )
     architecture = Architecture(
-        encoder=None if encoder is None else _architecture(encoder),
-        decoder=_architecture(decoder),
+        encoder=None if encoder is None else _architecture("encoder", encoder),
+        decoder=_architecture("decoder", decoder),
         shared_words=shared,
         tied_projection=decoder.output_projection.weight is decoder.embed_tokens.weight,
         padding=decoder.padding_idx,
@@ -169,21 +168,32 @@ def model_of(module: nn.Module) -> DecodingModel:
     return DecodingModel(architecture=architecture, tensors=kept)
 
 
-def _check_alike(module: nn.Module) -> None:
-    """Raise ValueError for layers in different formats, which patterns may have chosen."""
-    modules = ((p, each) for p, each in module.named_modules() if isinstance(each, ProgramModule))
-    rounding = {path: each.quant for path, each in modules if each.quant.quantized}
-    for field in FAST_FORMATS:
-        first = {getattr(quant, field): path for path, quant in reversed(rounding.items())}
-        if len(first) > 1:
-            listed = ", ".join(f"{form} in {path}" for form, path in sorted(first.items()))
-            raise ValueError(
-                f"{field} differs between layers ({listed}); models that are kept as codes have one"
-                f" format: lsq convert-checkpoint CHECKPOINT --output OTHER {option(field)} int8"
-            )
+def _check_gates(module: nn.Module) -> None:
+    """Raise ValueError if only some clips of a model with gates learn: they round gated products
+    by rows, or not."""
+    modules = [each for each in module.modules() if isinstance(each, ProgramModule)]
+    learned = {each.quant.learned for each in modules if each.quant.quantized}
+    if len(learned) > 1 and module.decoder.layers[0].config.gated:
+        raise ValueError(
+            'clips is "auto", by which those of some layers learn and others do not; gated models'
+            ' that are kept as codes need one kind: train with clips="learned"'
+        )
 
 
-def _architecture(stack: nn.Module) -> StackArchitecture:
+def _formats(side: str, stack: nn.Module) -> dict[str, str]:
+    """Return the format of each weight by name; ValueError if it cannot be kept as codes."""
+    formats = {}
+    for path, module in stack.named_modules():
+        if isinstance(module, ProgramModule) and module.quant.quantized:
+            for name in module.tensor_names[0]:
+                weight = f"{side}.{path}.{name}"
+                form = format_choice(module.quant.weight_format).of(name)
+                check_codes(replace(module.quant, weight_format=form), weight)
+                formats[weight] = form
+    return formats
+
+
+def _architecture(side: str, stack: nn.Module) -> StackArchitecture:
     embedding: Embedding = stack.embed_tokens
     norm, config = stack.layer_norm, stack.layers[0].config
     wanted = nn.RMSNorm if config.norm == "rms" else nn.LayerNorm
@@ -193,7 +203,10 @@ def _architecture(stack: nn.Module) -> StackArchitecture:
             f" {wanted.__name__}"
         )
     dropouts = dict.fromkeys(("dropout", "attention_dropout", "activation_dropout"), 0.0)
-    config = replace(config, **dropouts, quant=replace(config.quant, sparsity=""))
+    quant, formats = replace(config.quant, sparsity=""), _formats(side, stack)
+    if formats:
+        quant = replace(quant, weight_format=mix_of(formats))
+    config = replace(config, **dropouts, quant=quant)
     return StackArchitecture(
         config=config,
         layers=len(stack.layers),
@@ -220,7 +233,8 @@ def _tensors(side: str, stack: nn.Module) -> dict[str, Tensor]:
                 if isinstance(module, VocabularyProjection):
                     rows = programs.padded_words(as_int8(module.quant), rows)
                 clip = module.own_parameter(declared.clip).detach()
-                weight = round_weight(values, clip, format_of(module.quant), module.target, rows)
+                form = format_of(module.quant, name)
+                weight = round_weight(values, clip, form, module.target, rows)
                 tensors[f"{prefix}{name}.codes"] = weight.codes
                 tensors[f"{prefix}{name}.scale"] = weight.scale
         elif isinstance(module, (nn.LayerNorm, nn.RMSNorm)):

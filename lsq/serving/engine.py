@@ -38,7 +38,7 @@ from lsq.run.backends import Backend
 from lsq.serving.decoding_model import PROJECTION, DecodingModel
 from lsq.serving.step_programs import encoder_program, step_program
 from lsq.serving.steps import Candidates
-from lsq.serving.stored_codes import as_int8, format_of, ranks_of, stored_of
+from lsq.serving.stored_codes import as_int8, ranks_of, stored_of
 
 T = TypeVar("T")
 FIELD_BITS = 4
@@ -104,7 +104,6 @@ class Preparation:
 
     def __init__(self, model: DecodingModel, backend: Backend):
         self._model, self._backend = model, backend
-        self._format = format_of(model.architecture.decoder.config.quant)
         self.blocks = Blocks(backend)
         self._weights: dict[str, Weight | PackedWeight] = {}
         self._sparse: dict[str, SparseWeight | None] = {}
@@ -121,7 +120,7 @@ class Preparation:
         the device as fields or in its stored form, or with `plain` unpacked."""
         if name not in self._weights:
             stored, scale = (self._model.tensors[name + part] for part in (".codes", ".scale"))
-            form, device = self._format, self._backend.device
+            form, device = self._model.architecture.format_of(name), self._backend.device
             width = form.largest.bit_length() + 1  # of signed codes
             if not self._backend.packs_weights:
                 if plain:

@@ -1,4 +1,4 @@
-"""Rounding of a trained model's 8-bit weights to 4 bits, by least squared error.
+"""Rounding of a trained model's wider weights to 4 bits, by least squared error.
 
 The trained values, codes times scales, are rounded. Activations keep their clips, and nothing is
 trained again. The clip of each row is searched; groups of 32 inputs have multipliers under it (Int4
@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from lsq.quant.formats import Int4, WeightFormat
+from lsq.quant.formats import Int4, WeightFormat, format_choice, weight_format
 from lsq.run.backends import backend
 from lsq.serving.decoding_model import DecodingModel, round_weight
+from lsq.serving.stored_codes import mix_of
 
-INT4 = {"weight_format": "int4", "weight_granularity": "channel", "clips": "auto"}
-"""Fields of QuantConfig for weights in int4."""
+INT4 = {"weight_granularity": "channel", "clips": "auto", "gradient_format": "int8"}
+"""Fields of QuantConfig that go with weights in int4."""
 CODES, SCALE = ".codes", ".scale"
 TRIED = tuple(1 - 0.04 * step for step in range(10))
 """Clips that are tried for a row, as parts of its largest magnitude."""
@@ -25,22 +26,34 @@ TRIED = tuple(1 - 0.04 * step for step in range(10))
 
 @torch.no_grad()
 def with_int4(model: DecodingModel) -> DecodingModel:
-    """Return the model with its weights rounded to int4; a model in int4 is returned as it is."""
-    if isinstance(model.architecture.decoder.config.quant.weights, Int4):
-        return model
-    stacks = {
-        side: replace(
-            stack, config=replace(stack.config, quant=replace(stack.config.quant, **INT4))
-        )
-        for side, stack in model.architecture.stacks.items()
-    }
-    architecture = replace(model.architecture, **stacks)
-    tensors, form = dict(model.tensors), architecture.decoder.config.quant.weights
+    """Return the model with its weights rounded to int4. Weights in int4, and integers of up to 4
+    bits, stay; a model of such weights is returned as it is."""
+    architecture, tensors = model.architecture, dict(model.tensors)
     weights = [name.removesuffix(CODES) for name in tensors if name.endswith(CODES)]
-    for name in tqdm(weights, desc="rounding to 4 bits", unit="weight", leave=False, disable=None):
+    wide = {name for name in weights if not _is_narrow(architecture.format_of(name))}
+    if not wide:
+        return model
+    stacks = {}
+    for side, stack in architecture.stacks.items():
+        quant, own = stack.config.quant, [name for name in weights if name.startswith(side)]
+        before = format_choice(quant.weight_format)
+        mix = mix_of({name: "int4" if name in wide else before.of(name) for name in own})
+        quant = replace(quant, **INT4, weight_format=mix)
+        stacks[side] = replace(stack, config=replace(stack.config, quant=quant))
+    architecture = replace(architecture, **stacks)
+    every = tqdm(sorted(wide), desc="rounding to 4 bits", unit="weight", leave=False, disable=None)
+    for name in every:
         values = tensors[name + CODES].float() * tensors[name + SCALE][:, None]
+        form = architecture.format_of(name)
         tensors[name + CODES], tensors[name + SCALE] = least_squares(values, form)
     return DecodingModel(architecture=architecture, tensors=tensors)
+
+
+def _is_narrow(form: WeightFormat) -> bool:
+    """Whether codes have up to 4 bits, and may stand beside int4."""
+    if isinstance(form, Int4):
+        return True
+    return form.bits <= 4 and weight_format(form.name, form.bits, form.grain) is not None
 
 
 def least_squares(values: Tensor, form: WeightFormat) -> tuple[Tensor, Tensor]:

@@ -4,15 +4,16 @@ It has the tensors of a DecodingModel. Codes W.codes int8 [N, K] that are 2:4 sp
 5/8 of the bytes, as the kept values and their indices: W.codes.values int8 [N, K / 2] and
 W.codes.indices uint8 [N, ceil(K / 8)]; see lsq.models.sparsity.pack. Codes of fewer than 8 bits
 are stored as W.codes.narrow uint8, in as many bits as they have, five ternary codes to a byte
-(NumberFormat.pack); the metadata have their shapes, and the values of a number format that a user
-declared. The metadata have a text for each of architecture, vocabularies and sentencepiece's
-model. Checksums are CRC-32: of each tensor, and of all metadata.
+(NumberFormat.pack); the metadata have their shapes, and the values of number formats that users
+declared. The architecture has the format of each weight. The metadata have a text for each of
+architecture, vocabularies and sentencepiece's model. Checksums are CRC-32: of each tensor, and of
+all metadata.
 """
 
 import base64
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from lsq.quant.tables import NumberFormat
 from lsq.serving.architecture import MOST, Architecture
 from lsq.serving.decoding_model import DecodingModel
 from lsq.serving.search_options import SearchOptions
-from lsq.serving.stored_codes import format_of, ranks_of, stored_of
+from lsq.serving.stored_codes import ranks_of, stored_of
 
 KIND = "lsq model "
 FORMAT, SPARSE_FORMAT, NARROW_FORMAT = FORMATS = (KIND + "1", KIND + "2", KIND + "3")
@@ -99,14 +100,12 @@ def is_exported(path: Path) -> bool:
 
 def write(path: Path, exported: ExportedModel) -> None:
     """Write the file, whole or not at all; ValueError if a tensor holds NaN or infinity."""
-    tensors, shapes = dict(exported.model.tensors), {}
-    quant = exported.model.architecture.decoder.config.quant
-    form, kind = format_of(quant), FORMAT
-    if form.bits < 8:
-        tensors, shapes, kind = *narrow(tensors, form), NARROW_FORMAT
-    elif not form.packed:
-        tensors = split_sparse(tensors)
-        kind = FORMAT if tensors.keys() == exported.model.tensors.keys() else SPARSE_FORMAT
+    architecture = exported.model.architecture
+    tensors, shapes = narrow(exported.model.tensors, architecture.format_of)
+    kind = NARROW_FORMAT if shapes else FORMAT
+    split = split_sparse(tensors, architecture.format_of)
+    if split.keys() != tensors.keys():
+        tensors, kind = split, NARROW_FORMAT if shapes else SPARSE_FORMAT
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
             raise ValueError(
@@ -116,9 +115,13 @@ def write(path: Path, exported: ExportedModel) -> None:
     metadata = {
         FORMAT_NAME: kind,
         SHAPES: json.dumps(shapes),
-        NUMBERS: json.dumps(declared_tables([quant.weight_format])),
+        NUMBERS: json.dumps(
+            declared_tables(
+                stack.config.quant.weight_format for stack in architecture.stacks.values()
+            )
+        ),
         "lsq": lsq.__version__,
-        "architecture": exported.model.architecture.to_json(),
+        "architecture": architecture.to_json(),
         "source": json.dumps(exported.source),
         "target": json.dumps(exported.target),
         "subwords": base64.b64encode(subwords).decode(),
@@ -171,11 +174,10 @@ def _model(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> Export
     for name, values in _read({NUMBERS: "{}"} | rest, NUMBERS, dict).items():
         declare(name, values, "the exported file")
     architecture, codes = Architecture.from_json(rest.get("architecture", "")), tensors
-    if form == SPARSE_FORMAT:
+    if form != FORMAT:
         codes = join_sparse(tensors)
-    elif form == NARROW_FORMAT:
-        form = format_of(architecture.decoder.config.quant)
-        codes = widen(tensors, _read(rest, SHAPES, dict), form)
+    if form == NARROW_FORMAT:
+        codes = widen(codes, _read(rest, SHAPES, dict), architecture.format_of)
     model = DecodingModel(architecture=architecture, tensors=codes)
     wanted = _read(rest, CHECKSUMS, dict)
     for name, tensor in tensors.items():
@@ -217,13 +219,16 @@ def _read(metadata: Mapping[str, str], name: str, kind: Any) -> Any:
     return value
 
 
-def split_sparse(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def split_sparse(
+    tensors: Mapping[str, Tensor], format_of: Callable[[str], WeightFormat]
+) -> dict[str, Tensor]:
     """Replace sparse codes by their values and indices, in formats that are not packed."""
     result = {}
     for name, tensor in tensors.items():
-        if name.endswith(CODES) and is_sparse(tensor):
-            packed, name = pack(tensor), name.removesuffix(CODES)
-            result |= {name + VALUES: packed.values, name + INDICES: packed.indices}
+        weight = name.removesuffix(CODES)
+        if weight != name and not format_of(weight).packed and is_sparse(tensor):
+            packed = pack(tensor)
+            result |= {weight + VALUES: packed.values, weight + INDICES: packed.indices}
         else:
             result[name] = tensor
     return result
@@ -262,26 +267,31 @@ def _digits(form: WeightFormat) -> tuple[NumberFormat, Tensor]:
 
 
 def narrow(
-    tensors: Mapping[str, Tensor], form: WeightFormat
+    tensors: Mapping[str, Tensor], format_of: Callable[[str], WeightFormat]
 ) -> tuple[dict[str, Tensor], dict[str, list[int]]]:
-    """Replace codes by as few bytes as they need; return (tensors, shapes of codes by name)."""
-    (digits, _), result, shapes = _digits(form), {}, {}
+    """Replace codes of fewer than 8 bits by as few bytes as they need; return (tensors, shapes of
+    such codes by name)."""
+    result, shapes = {}, {}
     for name, tensor in tensors.items():
-        if name.endswith(CODES):
-            name = name.removesuffix(CODES) + NARROW
+        weight = name.removesuffix(CODES)
+        if weight != name and (form := format_of(weight)).bits < 8:
+            name, (digits, _) = weight + NARROW, _digits(form)
             shapes[name], tensor = list(tensor.shape), digits.pack(ranks_of(tensor, form))
         result[name] = tensor
     return result, shapes
 
 
 def widen(
-    tensors: Mapping[str, Tensor], shapes: Mapping[str, Any], form: WeightFormat
+    tensors: Mapping[str, Tensor],
+    shapes: Mapping[str, Any],
+    format_of: Callable[[str], WeightFormat],
 ) -> dict[str, Tensor]:
     """Undo `narrow`; ValueError if a shape is missing or does not fit, or a code has no value."""
-    (digits, wholes), result = _digits(form), {}
+    result = {}
     for name, tensor in tensors.items():
         if name.endswith(NARROW):
-            shape, name = shapes.get(name), name.removesuffix(NARROW) + CODES
+            shape, weight = shapes.get(name), name.removesuffix(NARROW)
+            name, (digits, wholes) = weight + CODES, _digits(format_of(weight))
             if not (isinstance(shape, list) and len(shape) == 2 and tensor.dtype == torch.uint8):
                 raise ValueError(
                     f"{name} is {tensor.dtype} of shape {shape!r:.80}, not uint8 [N, K]"

@@ -25,8 +25,7 @@ PROJECTION_CLIP = "decoder.output_projection.input_clip"
 
 
 def builder_of(name: str, architecture: Architecture, backend: Backend) -> LayerBuilder:
-    quant = architecture.decoder.config.quant
-    quant = replace(as_int8(quant), weight_format="int8")
+    quant = as_int8(architecture.decoder.config.quant)
     return Mode(training=False, backward=False, backend=backend).builder(name, quant)
 
 

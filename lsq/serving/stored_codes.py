@@ -7,6 +7,8 @@ same whole numbers as codes. N rows, K columns.
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,7 +16,7 @@ from torch import Tensor
 
 from lsq.config import QuantConfig
 from lsq.config.quantization import FAST_FORMATS
-from lsq.quant.formats import Grain, WeightFormat
+from lsq.quant.formats import Grain, WeightFormat, format_choice
 from lsq.quant.numbers import FLOAT32, ScaledFormat
 from lsq.quant.stored import StoredType, stored_type
 from lsq.quant.tables import NumberFormat, integer
@@ -46,27 +48,34 @@ class WholeCodes(WeightFormat):
         return codes, scale.masked_fill(poisoned, math.nan)
 
 
-def format_of(quant: QuantConfig) -> WeightFormat | None:
-    """Return the format of a model's weights as codes; None: it cannot be kept as codes."""
-    if not quant.quantized or quant.formats_differ:
+def mix_of(formats: Mapping[str, str]) -> str:
+    """Return the weight_format that gives each weight, by name, its format."""
+    ((others, _),) = Counter(formats.values()).most_common(1)
+    return ",".join(
+        [others, *(f"{name}={form}" for name, form in formats.items() if form != others)]
+    )
+
+
+def format_of(quant: QuantConfig, name: str = "") -> WeightFormat | None:
+    """Return the format of a weight's codes; None: the weight cannot be kept as codes."""
+    if not quant.quantized or {*format_choice(quant.activation_format).formats} != {"int8"}:
         return None
-    form = quant.weights
-    if quant.coded:
+    form = quant.weight_form(name)
+    if isinstance(form, WeightFormat):
         return form
-    if not isinstance(form, ScaledFormat) or quant.activation_format != "int8":
+    if not isinstance(form, ScaledFormat):
         return None
     stored = stored_type(form.number)
     whole = stored.whole and form.number.largest / stored.unit <= LARGEST
     if not whole or form.scales != FLOAT32 or form.grain not in (Grain.ROW, Grain.TENSOR):
         return None
-    return WholeCodes(
-        name=quant.weight_format, bits=stored.bits, grain=form.grain, number=form.number
-    )
+    chosen = format_choice(quant.weight_format).of(name)
+    return WholeCodes(name=chosen, bits=stored.bits, grain=form.grain, number=form.number)
 
 
 def as_int8(quant: QuantConfig) -> QuantConfig:
-    """Return the configuration of programs that read the codes of such a model's weights."""
-    formats = {} if quant.coded else dict.fromkeys(FAST_FORMATS, "int8")
+    """Return the configuration of programs that read such weights as int8 codes."""
+    formats = dict.fromkeys(FAST_FORMATS, "int8")
     return replace(quant, **formats, clips="learned" if quant.learned else "absmax")
 
 

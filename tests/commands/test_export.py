@@ -1,5 +1,7 @@
 """`lsq export`: a run or a checkpoint for each target, and what is refused."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from fairseq import checkpoint_utils
@@ -89,6 +91,26 @@ def test_weights_of_4_bits(lsq_export, export_refused, output, tmp_path):
     assert not other.exists()
 
 
+def test_a_mix_of_formats(lsq, lsq_export, output, tmp_path):
+    checkpoint, path, narrow = (tmp_path / name for name in ("mixed.pt", "mixed", "narrow"))
+    mix = "int4,*fc2*=int8,*qkv*=int3/row,encoder.layers.0.*=int2/row"
+    given = "--output", checkpoint, "--weight-format", mix
+    assert lsq("convert-checkpoint", output / "int8" / CHECKPOINT, *given)[0] == 0
+    assert lsq_export(checkpoint, "lsq", path, "--data", output / "data")[0] == 0
+    found = run_files.load(run_files.find(checkpoint, output / "data"))
+    exported = model_file.read(path).model
+    assert same(found.model, exported.tensors)
+    assert exported.architecture.encoder.config.quant.weight_format == "int2/row"
+    lines = ["a b c", "one red cat", "two black dog"]
+    trained, file = Translator(checkpoint, data=output / "data"), Translator(path)
+    options = replace(file.options, beam=3, nbest=2, max_len_b=9)
+    assert file.translate(lines, options) == trained.translate(lines, options)
+    assert lsq_export(path, "lsq", narrow, "--bits", 4)[0] == 0
+    quant = model_file.read(narrow).model.architecture.decoder.config.quant
+    assert quant.weight_format == "int4,decoder.layers.0.self_attn.qkv_weight=int3/row"
+    assert len(list(Translator(narrow).translate(lines))) == 3
+
+
 def test_for_fairseq(lsq_export, export_refused, output, tmp_path):
     path = tmp_path / "model.pt"
     assert lsq_export(output, "fairseq", path)[0] == 0
@@ -146,9 +168,7 @@ def test_formats_by_patterns_are_refused_as_they_were_given(
     state["cfg"]["model"].lsq_weight_format = formats
     torch.save(state, path)
     monkeypatch.setattr(run_files, "load", None)  # nothing is loaded before
-    message = (
-        f"weights in {formats}, activations in int8, gradients in int8; models are kept as codes"
-    )
+    message = "*fc2* in nvfp4, activations in int8, gradients in int8; models are kept as codes"
     export_refused(message, path, target, tmp_path / "out", "--data", output / "data")
     assert files_in(tmp_path).keys() == {"mixed.pt"}
 

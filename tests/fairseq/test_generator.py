@@ -40,19 +40,21 @@ SEARCHES = [
 ]
 DRAWN = [{"sampling": True, "sampling_topk": 4}, {"sampling": True, "beam": 2}]
 """In int8 the modules draw from fairseq's generator themselves, and the engine does not."""
+MIX = "int4,*fc2*=int8,*qkv*=int3/row,decoder.layers.0.*=int2/row"
 
 
 @pytest.mark.parametrize(
     "mode, given",
     [
         *first((("int8", given) for given in SEARCHES), 2),
+        (f"int8 --lsq-weight-format {MIX}", SEARCHES[0]),
         *first((("float", given) for given in DRAWN), 1),
         *(pytest.param("float", given, marks=pytest.mark.thorough) for given in SEARCHES),
     ],
 )
 def test_what_is_generated_is_what_fairseq_generates(build, batch, mode, given):
     task, model = build(f"--lsq-mode {mode}")
-    assert (engine_backend([model]) is not None) == (mode == "int8")
+    assert (engine_backend([model]) is not None) == (mode != "float")
     sample, args = batch(task), Namespace(**{"max_len_b": 9, **given})
     model(**sample["net_input"])
     for prefix in (None, sample["target"][:, :2]):

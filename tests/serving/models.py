@@ -1,6 +1,8 @@
 """Small models with what fairseq's plugin has, made of lsq.layers alone: calibrated, with weights
 of some size."""
 
+from functools import partial
+
 import torch
 from torch import nn
 
@@ -11,10 +13,18 @@ from lsq.layers import (
     TransformerDecoderLayer,
     TransformerEncoderLayer,
     VocabularyProjection,
+    programs,
 )
+from lsq.layers.blocks import PackedSequences
+from lsq.layers.linear import ALONE
+from lsq.layers.model_formats import config_at
 from lsq.layers.stack import Stack
 
 PADDING, BOS, EOS, UNK = 1, 0, 2, 3
+MIX = "int4,*fc2*=int8,*qkv*=int3/row,decoder.layers.0.*=int2/row,*encoder_attn.out*=ternary/tensor"
+"""Formats of weights, by name."""
+WHOLE_MIX = "int8,*fc1*=fp4-e2m1/row,decoder.layers.1.*=log3.0/tensor,*output_projection*=int6/row"
+"""Formats of weights; layers decode some of them."""
 
 
 class Dictionary:
@@ -57,21 +67,32 @@ class SmallModel(nn.Module):
         config = LayerConfig(
             **({"hidden": 48, "heads": 4, "feed_forward": 96, "quant": quant} | options)
         )
-        embedding = embedding or {}
+        embedding, one = embedding or {}, PackedSequences(rows=1, count=1)
+
+        def configs(side, count, build):
+            return [config_at(config, f"{side}.layers.{index}", build) for index in range(count)]
+
+        alone = partial(programs.encoder_layer, config, one)
         self.encoder = None
         if encoder_layers:
-            layers = (TransformerEncoderLayer(config) for _ in range(encoder_layers))
+            layers = map(TransformerEncoderLayer, configs("encoder", encoder_layers, alone))
             self.encoder = SmallStack(layers, config, words if shared else words + 6, **embedding)
-            layers = [TransformerDecoderLayer(config) for _ in range(decoder_layers)]
+            build = partial(programs.decoder_layer, config, one, one)
+            layers = [
+                TransformerDecoderLayer(own) for own in configs("decoder", decoder_layers, build)
+            ]
         else:
-            layers = [TransformerEncoderLayer(config, causal=True) for _ in range(decoder_layers)]
+            layers = [
+                TransformerEncoderLayer(own, causal=True)
+                for own in configs("decoder", decoder_layers, alone)
+            ]
         self.decoder = SmallStack(layers, config, words, **embedding)
         if encoder_layers and shared:
             self.encoder.embed_tokens.weight = self.decoder.embed_tokens.weight
         self.decoder.output_projection = VocabularyProjection(
             words,
             config.hidden,
-            quant=quant,
+            quant=quant.at("decoder.output_projection", *ALONE),
             weight=self.decoder.embed_tokens.weight if tied else None,
             padding_idx=PADDING,
         )

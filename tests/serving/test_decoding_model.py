@@ -6,7 +6,7 @@ import torch
 from lsq.layers import ProgramModule
 from lsq.models.sparsity import sparsify
 from lsq.serving.decoding_model import DecodingModel, model_of, tensors_of
-from tests.serving.models import small_model
+from tests.serving.models import MIX, WHOLE_MIX, small_model
 
 VARIANTS = [
     {},
@@ -16,6 +16,7 @@ VARIANTS = [
     {"embedding": {"positions": "learned", "scale": 1.0}},
     {"quant": {"weight_granularity": "tensor", "bits": 5}},
     {"norm": "rms"},
+    {"quant": {"weight_format": MIX}, "tied": False},
 ]
 
 
@@ -81,24 +82,70 @@ def test_tensors_that_do_not_fit_are_refused():
 
 
 @pytest.mark.parametrize(
-    "field, form",
+    ("mix", "decoded", "expected"),
     [
-        ("weight_format", "int4"),
-        ("weight_format", "nvfp4"),
-        ("weight_format", "float32"),
-        ("activation_format", "fp8-e4m3/row"),
-        ("gradient_format", "float32"),
+        (MIX, "decoder.layers.1.feed_forward.fc1_weight", "int4"),
+        (MIX, "decoder.layers.1.feed_forward.fc2_weight", "int8"),
+        (MIX, "encoder.layers.0.self_attn.qkv_weight", "int3/row"),
+        (MIX, "decoder.layers.0.self_attn.qkv_weight", "int2/row"),
+        (MIX, "decoder.layers.0.encoder_attn.out_weight", "ternary/tensor"),
+        (WHOLE_MIX, "decoder.output_projection.weight", "int6/row"),
+        (WHOLE_MIX, "encoder.layers.1.feed_forward.fc1_weight", "fp4-e2m1/row"),
     ],
 )
-def test_layers_in_different_formats_are_refused(field, form):
-    """As fairseq's plugin makes them, each with a configuration for its place."""
-    module = small_model()
-    other = small_model(quant={field: form})
-    module.decoder.layers[1] = other.decoder.layers[1]
-    with pytest.raises(
-        ValueError, match=f"{field} differs .*in decoder.layers.1.*--{field.replace('_', '-')} int8"
-    ):
-        model_of(module)
+def test_each_weight_has_its_own_format(mix, decoded, expected):
+    """As in fairseq's plugin, each layer has a configuration for its place."""
+    model, alone = (
+        model_of(small_model(quant={"weight_format": form, "clips": "learned"}))
+        for form in (mix, expected)
+    )
+    own, other = (one.architecture.format_of(decoded) for one in (model, alone))
+    assert (own.bits, own.grain, own.largest) == (other.bits, other.grain, other.largest)
+    for part in (".codes", ".scale"):
+        assert torch.equal(model.tensors[decoded + part], alone.tensors[decoded + part])
+
+
+def test_a_format_that_all_weights_share_has_no_pattern():
+    module = small_model(quant={"weight_format": "int4,*fc2*=int2/row,*=int2/row"})
+    stack = model_of(module).architecture.decoder
+    assert stack.config.quant.weight_format == "int2/row"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            {"weight_format": "int8,*fc2*=nvfp4"},
+            "encoder.layers.0.feed_forward.fc2_weight in nvfp4",
+        ),
+        (
+            {"weight_format": "int8,decoder.layers.1.*out*=float32"},
+            "decoder.layers.1.self_attn.out_weight in float32, activations in int8",
+        ),
+        (
+            {"weight_format": "int8,*output_projection*=int2/group16"},
+            "decoder.output_projection.weight in int2/group16",
+        ),
+        (
+            {"activation_format": "int8,decoder.layers.1.feed_forward.input=fp8-e4m3/row"},
+            "decoder.layers.1.self_attn.qkv_weight in int8, activations in int8,feed.*=fp8-e4m3",
+        ),
+    ],
+)
+def test_a_weight_that_cannot_be_kept_as_codes_is_named(options, said):
+    with pytest.raises(ValueError, match=f"^{said}.*; models are kept as codes with activations"):
+        model_of(small_model(quant=options))
+
+
+def test_gates_of_which_only_some_round_by_rows_are_refused():
+    gated = {"gated": True, "activation": "silu", "bias": False}
+    for clips in ("auto", "learned"):
+        module = small_model(**gated, quant={"weight_format": "int8,*.0.*=int4", "clips": clips})
+        if clips == "auto":
+            with pytest.raises(ValueError, match='clips is "auto".*train with clips="learned"'):
+                model_of(module)
+        else:
+            model_of(module)
 
 
 def test_other_modules_are_refused():

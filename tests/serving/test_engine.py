@@ -18,7 +18,7 @@ from lsq.run.backends import backend
 from lsq.serving.decoding_model import model_of
 from lsq.serving.engine import Engine, Preparation, filled
 from lsq.serving.step_programs import encoder_program
-from tests.serving.models import EOS, PADDING, batch, small_model
+from tests.serving.models import EOS, MIX, PADDING, WHOLE_MIX, batch, small_model
 
 TIME = 8
 LEVELS = [
@@ -45,6 +45,16 @@ VARIANTS = [
     {"quant": {"weight_format": "int4/row"}, "encoder_layers": 0, "tied": False},
     {"quant": {"weight_format": "fp4-e2m1/row"}},
     {"quant": {"weight_format": "log3.0/tensor"}, "shared": False},
+    {"quant": {"weight_format": MIX}, "shared": False},
+    GATED | {"quant": {"weight_format": MIX, "clips": "learned"}, "encoder_layers": 0},
+    {
+        "quant": {
+            "weight_format": WHOLE_MIX,
+            "gradient_format": "int8,*fc2*=float32,decoder.layers.0.*=nvfp4",
+        },
+        "tied": False,
+        "pre_norm": True,
+    },
 ]
 
 
@@ -291,6 +301,19 @@ def test_narrow_weights_are_packed_in_their_bits(form, bits):
     assert packed.bits == bits and torch.equal(packed.codes(), codes)
     if bits < 8:  # 144 outputs become 160, and 48 inputs 64 if the width is odd
         assert packed.tiles.numel() == 160 * (64 if bits % 2 else 48) * bits // 8
+
+
+def test_each_weight_of_a_mix_is_packed_in_its_bits():
+    model = model_of(small_model(quant={"weight_format": MIX}))
+    preparation = Preparation(model, backend("cpu"))
+    for name, inner, bits in (
+        ("decoder.layers.1.feed_forward.fc2_weight", 96, 8),
+        ("encoder.layers.0.self_attn.qkv_weight", 48, 3),
+        ("decoder.layers.0.feed_forward.fc1_weight", 48, 2),
+        ("encoder.layers.1.feed_forward.fc1_weight", 48, 4),
+    ):
+        packed = preparation.weight(name, inner)
+        assert packed.bits == bits and torch.equal(packed.codes(), model.codes(name, inner)), name
 
 
 def test_sparse_weights_are_packed_as_such():

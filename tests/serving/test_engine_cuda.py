@@ -13,7 +13,7 @@ from lsq.serving import SearchOptions, search
 from lsq.serving.decoding_model import DecodingModel, model_of
 from lsq.serving.engine import Engine
 from tests.ops import cuda
-from tests.serving.models import batch, small_model
+from tests.serving.models import MIX, batch, small_model
 from tests.serving.test_engine import TIME, hypotheses, sentences
 
 SMALL = {"heads": 2, "encoder_layers": 1}
@@ -39,6 +39,7 @@ def engines(activations=torch.float32, sparse=False, **options) -> tuple[Engine,
     [
         {"sparse": True},
         {"quant": {"bits": 2, "clips": "absmax"}, "encoder_layers": 0},
+        {"quant": {"weight_format": MIX}},
         *(
             pytest.param(one, marks=pytest.mark.thorough)
             for one in (
@@ -79,6 +80,18 @@ def test_codes_of_few_bits_are_packed_to_fields(bits):
     assert torch.equal(weight.format.unpack(weight.codes.cpu(), inner), codes)
     (projection,) = engine._projection.values()
     assert projection.codes.shape[1] == inner and projection.format.bits == bits
+
+
+def test_each_weight_of_a_mix_is_packed_by_itself():
+    engine = engines(quant={"weight_format": MIX})[1]
+    for name, inner, packed in (
+        ("decoder.layers.1.feed_forward.fc2_weight", 96, False),
+        ("decoder.layers.1.feed_forward.fc1_weight", 48, False),
+        ("encoder.layers.0.self_attn.qkv_weight", 48, True),
+    ):
+        weight, codes = engine._preparation.weight(name, inner), engine.model.codes(name, inner)
+        assert isinstance(weight.format, Fields) == packed, name
+        assert torch.equal(weight.format.unpack(weight.codes.cpu(), inner), codes)
 
 
 def thoroughly(**options):

@@ -22,6 +22,7 @@ TRANSLATION = [
         "embedding": {"positions": "learned", "layer_norm": True, "scale": 1.0},
         "quant": {"weight_format": "int4"},
     },
+    {"quant": {"weight_format": "int4,*fc2*=int8,*qkv*=int6/row"}},
     {
         "encoder_layers": 1,
         "decoder_layers": 3,

@@ -5,11 +5,11 @@ import pytest
 import torch
 
 from lsq.quant import Grain
-from lsq.quant.formats import Int4
+from lsq.quant.formats import Int4, format_choice
 from lsq.serving.decoding_model import model_of, tensors_of
 from lsq.serving.engine import Engine
 from lsq.serving.int4 import least_squares, with_int4
-from tests.serving.models import EOS, small_model
+from tests.serving.models import EOS, MIX, WHOLE_MIX, small_model
 
 FORM = Int4(name="int4", bits=8, grain=Grain.ROW)
 
@@ -70,6 +70,37 @@ def test_a_model(options):
         elif not name.endswith(".scale"):
             assert after.tensors[name] is tensor
     assert with_int4(after) is after
+
+
+@pytest.mark.parametrize(
+    ("mix", "stay"),
+    [
+        (MIX, {"int4", "int3/row", "int2/row", "ternary/tensor"}),
+        (WHOLE_MIX + ",*encoder_attn.out*=int2/row", {"int2/row"}),
+        ("int4,*fc2*=int6/row", {"int4"}),
+    ],
+)
+def test_weights_of_a_mix_with_more_bits_are_rounded(mix, stay):
+    before = model_of(small_model(quant={"weight_format": mix}))
+    after, rounded = with_int4(before), 0
+    for name, tensor in before.tensors.items():
+        if not name.endswith(".codes"):
+            continue
+        weight = name.removesuffix(".codes")
+        side = before.architecture.stacks[weight.partition(".")[0]]
+        form = format_choice(side.config.quant.weight_format).of(weight)
+        assert (after.tensors[name] is tensor) == (form in stay), form
+        assert isinstance(after.architecture.format_of(weight), Int4) == (
+            form == "int4" or form not in stay
+        )
+        rounded += form not in stay
+    assert rounded and with_int4(after) is after
+
+
+@pytest.mark.parametrize("form", ["int2/row", "int4/tensor"])
+def test_narrow_models_stay(form):
+    before = model_of(small_model(quant={"weight_format": form}))
+    assert with_int4(before) is before
 
 
 def test_it_decodes_nearly_as_before():

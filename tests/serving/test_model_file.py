@@ -19,7 +19,7 @@ from lsq.serving.model_file import ExportedModel
 from tests.fuzz import trial
 from tests.fuzz.mutations import mutated_bytes, mutated_json
 from tests.layers.test_clip_format import forgotten
-from tests.serving.models import small_model
+from tests.serving.models import MIX, WHOLE_MIX, small_model
 
 CONFIGURATIONS = [
     {},
@@ -33,6 +33,9 @@ CONFIGURATIONS = [
     {"quant": {"weight_format": "ternary/tensor"}},
     {"quant": {"weight_format": "int3/row"}, "words": 21, "tied": False},
     {"quant": {"weight_format": "fp4-e2m1/tensor"}},
+    {"quant": {"weight_format": MIX}, "shared": False},
+    {"quant": {"weight_format": WHOLE_MIX}},
+    {"quant": {"weight_format": "int4,*fc2*=int8"}},
 ]
 TINY = {"encoder_layers": 1, "decoder_layers": 1, "words": 21, "hidden": 16, "feed_forward": 32}
 
@@ -136,6 +139,62 @@ def test_narrow_codes_take_as_many_bits_as_they_have(path, form, bits):
     assert same(before, model_file.read(path))
 
 
+def test_codes_of_a_mix_are_stored_each_in_its_way(path):
+    mix = "int8,*qkv*=int3/row,decoder.layers.0.*=ternary/row,decoder.layers.1.*fc1*=int4"
+    before = exported(sparse=True, quant={"weight_format": mix})
+    model_file.write(path, before)
+    with safe_open(path, framework="pt") as file:
+        stored = {name: file.get_tensor(name) for name in file.keys()}
+    for name, part, bytes_of_codes in (
+        ("encoder.layers.0.feed_forward.fc2_weight", ".values", 48 * 96 / 2),
+        ("encoder.layers.1.feed_forward.fc2_weight", "", 48 * 96),
+        ("encoder.layers.0.self_attn.qkv_weight", ".narrow", 144 * 48 * 3 / 8),
+        ("decoder.layers.0.feed_forward.fc1_weight", ".narrow", -(-96 * 48 // 5)),
+        ("decoder.layers.1.feed_forward.fc1_weight", "", 96 * 2 * 17),
+    ):
+        assert stored[f"{name}.codes{part}"].nbytes == bytes_of_codes, name
+    assert same(before, model_file.read(path))
+
+
+def change_format(name, form):
+    """Change the format of a weight in the architecture."""
+
+    def changing(metadata, tensors):
+        architecture = json.loads(metadata["architecture"])
+        quant = architecture[name.partition(".")[0]]["config"]["quant"]
+        quant["weight_format"] += f",{name}={form}"
+        metadata["architecture"] = json.dumps(architecture)
+
+    return changing
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (change_format("encoder.layers.0.self_attn.qkv_weight", "int2/row"), "packed holds"),
+        (change_format("encoder.layers.0.self_attn.qkv_weight", "int4"), "packed holds"),
+        (change_format("decoder.layers.1.feed_forward.fc2_weight", "int4"), "it must be"),
+        (change_format("decoder.layers.1.feed_forward.fc2_weight", "int9"), "weight_format is"),
+        (change_format("decoder.layers.1.feed_forward.fc2_weight", ""), "weight_format is"),
+        (
+            change_format("decoder.layers.1.feed_forward.fc2_weight", "int8/group16"),
+            "decoder.layers.1.feed_forward.fc2_weight in int8/group16, activations in int8",
+        ),
+        (
+            lambda metadata, tensors: tensors.update(
+                {"x.codes.narrow": torch.zeros(4, dtype=torch.uint8)}
+            ),
+            "x.codes is torch.uint8 of shape None",
+        ),
+    ],
+)
+def test_formats_of_a_mix_that_do_not_fit_are_named(path, change, reason):
+    model_file.write(path, exported(quant={"weight_format": "int8,*qkv*=int3/row"}))
+    rewrite(path, change)
+    with pytest.raises(ValueError, match=f"model.safetensors is damaged or no model.*{reason}"):
+        model_file.read(path)
+
+
 def test_a_format_of_a_user_is_read_where_nobody_declared_it(path):
     declare("seven_exported", (-4, -2, -1, 0, 1, 2, 4))
     before = exported(quant={"weight_format": "seven_exported/row"})
@@ -174,7 +233,7 @@ assert not [name for name in sys.modules if name.split(".")[0] in late]
 
 @trial.quick_counts
 @pytest.mark.parametrize("part", ["all", "header"])
-@pytest.mark.parametrize("form", ["int8", "ternary/row"])
+@pytest.mark.parametrize("form", ["int8", "ternary/row", "int8,*fc2*=int4,*out*=int3/row"])
 def test_no_damage_is_read_in_silence(path, part, form, count):
     before = exported(**TINY, quant={"weight_format": form})
     model_file.write(path, before)
