@@ -128,8 +128,8 @@ def product_times(
     wanted, path = list(dict.fromkeys(wanted)), path or default_path()
     check_number("megabytes", megabytes, 1e9)
     megabytes = round(min(max(megabytes, 1), MOST_MEGABYTES))
-    for product in wanted:
-        _check_form(product.form)
+    for form in {product.form for product in wanted}:
+        _check_form(form)
     entries = {entry.key: entry for entry in _kept(path)}
     left = [product for product in wanted if (product, megabytes) not in entries]
     left.sort(key=lambda one: (one.outputs, one.inputs))
@@ -166,12 +166,12 @@ def _check_form(form: str) -> None:
     """Raise ValueError for a format that the engine does not multiply as codes."""
     quant = QuantConfig(weight_format=form)
     chosen = quant.weights
-    fits = quant.coded and not quant.formats_differ
+    fits = quant.coded
     if isinstance(chosen, ScaledFormat):
         stored = stored_type(chosen.number)
         fits = stored.whole and chosen.number.largest / stored.unit <= LARGEST_CODE
         fits &= chosen.scales == FLOAT32 and chosen.grain in (Grain.ROW, Grain.TENSOR)
-    if not fits:
+    if not fits or quant.formats_differ:
         raise ValueError(
             f"decoding does not multiply weights in {form!r} as codes; allowed are 'int8', 'int4'"
             " and whole numbers with a scale for each row or for the tensor, such as 'int3/row' or"

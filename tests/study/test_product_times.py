@@ -145,7 +145,7 @@ def test_each_number_of_threads_has_a_file(measured):
 
 
 @pytest.mark.parametrize(
-    "form", ["nvfp4", "int4/group32", "float32", "nf4/row", "int8,*fc2*=int4", "int4/row/e4m3"]
+    "form", ["nvfp4", "int4/group32", "float32", "nf4/row", "int8,*fc2*=int4", "int8,*fc2*=nvfp4"]
 )
 def test_formats_without_products_of_codes_are_refused(form, measured):
     wanted = [*WANTED, Product(form=form, rows=1, outputs=2, inputs=3)]
