@@ -1,10 +1,10 @@
 """Decoding steps beside what the times of their products predict, for weights in each format.
 
-predicted = products of the format + rest; the rest is a step in int8 minus its products. So int8 is
-predicted by itself. The model is that of bench_language.py, and each row of a step is a text.
-Products are timed by lsq.study.product_times. In each round steps and products of all formats take
-turns; a figure is the fastest of all rounds. With one thread, times are the processor's. "ratio" is
-predicted over measured.
+predicted = products of the format + rest; the rest is a step in int2/row minus its products, whose
+errors are the smallest. So int2/row is predicted by itself. The model is that of bench_language.py,
+and each row of a step is a text. Products are timed by lsq.study.product_times. In each round steps
+and products of all formats take turns; a figure is the fastest of all rounds. With one thread,
+times are the processor's. "ratio" is predicted over measured.
 """
 
 import os
@@ -21,7 +21,7 @@ from lsq.native import loader, tiles
 from lsq.serving.engine import Engine
 from lsq.study.product_times import Product, product_times
 
-BASELINE = FORMATS[0]
+BASELINE = "int2/row"
 LAYERS, ROWS = (12, 24), (1, 4, 16)
 SETTLING, STEPS, TOP = 16, 32, 5
 """Steps before the caches are as they stay, steps that are timed, and words that each returns."""
