@@ -1,6 +1,7 @@
 """`lsq allocate`: a number format for each tensor of a model, under budgets."""
 
 from argparse import ArgumentTypeError
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import fields
 from importlib import import_module
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Annotated
 
 import torch
+from torch import nn
 from tqdm import tqdm
 
 from lsq.commands import model_batch, run_files
@@ -25,6 +27,7 @@ from lsq.commands.sensitivity import BATCH_WORDS, by_length, interruptible
 from lsq.commands.sensitivity import JSON as COSTS
 from lsq.files import json_file, write_text
 from lsq.files.lock import locked_folder
+from lsq.layers.clips import ClippedModule
 from lsq.study import (
     Allocation,
     Allocator,
@@ -53,6 +56,7 @@ JSON, TABLE, PICTURE, *TEXTS = OUTPUTS = (
 )
 FORMAT, VERSION = "lsq-allocation", 2
 EXACT, REFINE = "exact", "refine"
+PROJECTION = "decoder.output_projection.weight"
 HELD_OUT = 4
 """Every fourth sentence is held out from a search, to compare its result with uniform formats."""
 BUDGETS = tuple(field.name for field in fields(Budget))
@@ -273,7 +277,9 @@ def _groups(given: Options, formats: Sequence[str]) -> Groups:
     """Return groups_of the model; of transformers', on the meta device."""
     path = given.model
     if not model_batch.is_of_transformers(path):
-        return groups_of(run_files.load(run_files.find(path, given.data)).model)
+        model = run_files.load(run_files.find(path, given.data)).model
+        own = any(isinstance(module, ClippedModule) for module in model.modules())
+        return groups_of(model) if own else _groups_of_fairseq(model)
     import_module("lsq.models.huggingface")  # keeps a broken torchaudio out of transformers
     transformers = import_module("transformers")
     try:
@@ -287,3 +293,16 @@ def _groups(given: Options, formats: Sequence[str]) -> Groups:
     with torch.device("meta"):
         model = kind(config)
     return groups_of(model, formats)
+
+
+def _groups_of_fairseq(model: nn.Module) -> Groups:
+    """Return what is one tensor in lsq's model that begins with the weights of fairseq's own."""
+    from lsq.fairseq.checkpoint import our_name  # imports fairseq, which takes seconds
+
+    weights = [name for name, one in model.named_parameters() if one.dim() == 2]
+    names = {name: our_name(name) for name in weights if ".layers." in name}
+    groups: defaultdict[str, list[str]] = defaultdict(list)
+    for name, ours in names.items():
+        groups[ours].append(name)
+    joined = tuple(map(tuple, groups.values()))
+    return Groups(weights=(*joined, (PROJECTION,)), inputs=joined, names=names)

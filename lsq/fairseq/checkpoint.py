@@ -89,6 +89,14 @@ def rename(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return renamed
 
 
+def our_name(name: str) -> str:
+    """Return the name that `rename` gives a parameter of fairseq's transformer."""
+    parts = [(theirs.format(one), ours) for theirs, letters, ours in _JOINED for one in letters]
+    for theirs, ours in (*parts, *_RENAMED):
+        name = name.replace(theirs, ours)
+    return name
+
+
 def restore(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Undo `rename`."""
     restored: dict[str, Tensor] = {}

@@ -44,6 +44,8 @@ class Groups:
     """Weights that are one tensor."""
     inputs: tuple[tuple[str, ...], ...]
     """Weights whose products read the same activation."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """Weights that have another name in the converted model -> that name."""
 
 
 def groups_of(model: nn.Module, formats: Collection[str] = (), **options) -> Groups:
@@ -113,8 +115,10 @@ class Allocation:
     unrounded: tuple[str, ...]
     """Weights that were measured but are not rounded."""
     rule: str
-    takes: dict[str, float] = field(default_factory=dict)
+    takes: dict[str, float]
     """What the model takes, by name in TAKEN."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """As in Groups."""
 
     def of(self, kind: str) -> dict[str, str]:
         """Return the formats of tensors of a kind: name of each weight -> format."""
@@ -163,14 +167,18 @@ class Allocation:
     @property
     def weight_format(self) -> str:
         """The formats as QuantConfig.weight_format takes them."""
-        formats = self.of(WEIGHT) | dict.fromkeys(self.unmeasured, OTHERS)
+        formats = self._named(WEIGHT) | dict.fromkeys(self.unmeasured, OTHERS)
         every = list(formats.values())
         return _text(max(dict.fromkeys(every), key=every.count), formats)
 
     @property
     def activation_format(self) -> str:
         """The formats as QuantConfig.activation_format takes them."""
-        return _text(OTHERS, self.of(ACTIVATION))
+        return _text(OTHERS, self._named(ACTIVATION))
+
+    def _named(self, kind: str) -> dict[str, str]:
+        """Return `of` by names in the converted model."""
+        return {self.names.get(name, name): form for name, form in self.of(kind).items()}
 
     def table(self, style: str = "simple") -> str:
         """Return a table of formats; style "github" is Markdown."""
@@ -275,6 +283,12 @@ class Allocator:
                 "a budget of milliseconds needs times of products; give an Allocator of"
                 " lsq.study.timed, or leave it out"
             )
+        unseen = [name for unit in self.units for name in unit[0].names if not self._rows(name)]
+        if "operations" in limits and unseen:
+            raise ValueError(
+                f"no product with {unseen[0]} was seen in the measurement, as in lsq's own layers;"
+                " measure the float model, or leave operations out"
+            )
         problem = self._problem(limits)
         picked = METHODS[self.method](problem)
         if picked is None:
@@ -301,6 +315,7 @@ class Allocator:
             unrounded=tuple(name for name in measured if self.groups and name not in rounded),
             rule=self.rule,
             takes={name: self._sum(name, products) for name in self._taken},
+            names=self.groups.names if self.groups else {},
         )
 
     def uniform(self) -> dict[str, Allocation]:
@@ -436,6 +451,9 @@ class Allocator:
 
     def _of(self, part: Part) -> list[TensorCosts]:
         return [self._tensors[part.kind, name] for name in part.names]
+
+    def _rows(self, name: str) -> int:
+        return self._tensors[WEIGHT, name].rows
 
     @cached_property
     def _tensors(self) -> dict[tuple[str, str], TensorCosts]:

@@ -362,6 +362,7 @@ class Trial:
     values: dict[str, int] = field(default_factory=dict)
     """Name of a weight -> number of values in the inputs of its products."""
     transposed: set[str] = field(default_factory=set)
+    begun: bool = False
     predictions: list[Tensor] = field(default_factory=list)
     """Logarithms of the probabilities [items, classes] of the first batches, from the first run."""
 
@@ -386,7 +387,7 @@ class Trial:
         """Return (mean loss of all batches, number of losses, divergence from the first run or
         None); ValueError if there are no losses."""
         total = count = divergence = 0.0
-        first, kept = not self.values, 0
+        first, kept, self.begun = not self.begun, 0, True
         with inputs_replaced(self.weights, look):
             for number, batch in enumerate(self.batches):
                 value, items, *logits = self.loss(self.model, batch)

@@ -121,3 +121,26 @@ def test_mixes_are_measured(lsq, measured, texts, tmp_path):  # noqa: F811
     given = [*given, "--overwrite", "--method", "greedy", "--text", texts[0]]
     status, _, error = lsq("allocate", *given)
     assert status != 0 and "--method greedy measures nothing: leave --text out" in error
+
+
+def test_a_translator(lsq, output, tmp_path, monkeypatch):
+    """Its joined projections are one weight, and its checkpoint is converted by the file."""
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda *_, **__: None)
+    costs, mix = tmp_path / "costs", tmp_path / "mix"
+    given = ["--formats", *FORMATS, "--weights-only", "--words", "60", "--quiet"]
+    assert lsq("sensitivity", "--model", output, *given, "--output", costs)[0] == 0
+    given = ["--bits", "4.6", "--method", "refine", "--mixes", "4", "--words", "60", "--quiet"]
+    status, said, error = lsq("allocate", "--costs", costs, *given, "--output", mix)
+    assert status == 0, error
+    assert "encoder.layers.0.self_attn.qkv_weight" in said and "of 4 mixes" in said
+    assert "decoder.output_projection.weight were not measured, and get int8" in said
+    text = (mix / allocate.TEXTS[0]).read_text().strip()
+    assert "decoder.output_projection.weight=int8" in text or text.startswith("int8,")
+    checkpoint, other = output / "int8" / "model" / "checkpoint_best.pt", tmp_path / "other.pt"
+    given = ["--weight-format", f"@{mix / allocate.TEXTS[0]}", "--output", other]
+    assert lsq("convert-checkpoint", checkpoint, *given)[0] == 0
+    stored = torch.load(other, weights_only=False)["cfg"]["model"]
+    assert stored.lsq_weight_format == text
+    given = ["--bits", "4.6", "--operations", "1e9", "--output", tmp_path / "none"]
+    status, _, error = lsq("allocate", "--costs", costs, *given)
+    assert status != 0 and "no product with" in error and "leave operations out" in error

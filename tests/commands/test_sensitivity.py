@@ -43,6 +43,8 @@ def test_a_run(lsq_sensitivity, output, tmp_path):
     assert costs.about["loss"] == "nats per word" and costs.about["model"] == str(output)
     found = [tensor.formats["int2/row"].cost for tensor in costs.tensors]
     assert max(found) > 10 * max(abs(tensor.formats["int8/row"].cost) for tensor in costs.tensors)
+    divergences = [tensor.formats["int2/row"].divergence for tensor in costs.tensors]
+    assert min(divergences) > 0  # products of lsq's layers are not seen, but predictions are
     assert "| encoder.embed_tokens.weight " in (written / sensitivity.TABLE).read_text()
 
 

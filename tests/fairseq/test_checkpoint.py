@@ -6,9 +6,11 @@ import pytest
 import torch
 from fairseq import checkpoint_utils
 
+from lsq.commands import allocate
 from lsq.fairseq import checkpoint
 from lsq.layers import clip_format
 from lsq.observe import quantized_tensors
+from lsq.study import groups_of
 from tests.fairseq.comparison import assert_equal_states
 
 FAIRSEQ = "--arch transformer --criterion label_smoothed_cross_entropy --task translation"
@@ -327,3 +329,17 @@ def test_a_training_goes_on_with_what_it_was_trained_with(train, parse, tmp_path
 def test_no_options_in_a_damaged_checkpoint(parse, tmp_path, content):
     (tmp_path / "checkpoint_last.pt").write_bytes(content)
     assert checkpoint.trained_with(parse(f"--save-dir {tmp_path}")) == {}
+
+
+@pytest.mark.parametrize("options", ["", "--share-all-embeddings"])
+def test_groups_of_fairseqs_own_model_are_weights_of_ours(build, options):
+    theirs, ours = build(f"{FAIRSEQ} {options}")[1], build(options)[1]
+    groups = allocate._groups_of_fairseq(theirs)
+    expected = groups_of(ours).weights
+    named = [tuple(dict.fromkeys(groups.names.get(n, n) for n in one)) for one in groups.weights]
+    assert sorted(named) == sorted(expected) and len(named) > 8
+    state = checkpoint.rename(theirs.state_dict())
+    for names, (name,) in zip(groups.weights, named, strict=True):
+        if len(names) > 1:
+            parts = torch.cat([theirs.get_parameter(one) for one in names])  # in another order
+            assert torch.equal(parts.sort(0).values, state[name].sort(0).values)
