@@ -156,7 +156,7 @@ def rows(task: Words, seed: int, options: argparse.Namespace) -> Iterator[dict]:
     after = copy.deepcopy(model)
     last(after, say="float32")
     _, loss_after = tried(task, model, after)
-    for bits, form in budgets:
+    for bits, form in budgets[: options.budgets]:
         base = tried(task, model, rounded(model, uniform[form], options.clip))[0]
         for method in (form, *options.methods):
             begin = time.process_time()
@@ -195,6 +195,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--seeds", type=common.positive, nargs="+", default=[1], metavar="SEED")
     parser.add_argument("--updates", type=common.positive, metavar="N", help="in float")
     parser.add_argument("--last", type=int, default=0, metavar="N", help="updates with formats")
+    parser.add_argument("--budgets", type=common.positive, default=3, metavar="N", help="the first")
     parser.add_argument("--mixes", type=common.positive, default=300, metavar="N")
     parser.add_argument("--clip", default="mse", help="how clips of weights are measured")
     for name in ("methods", "trained"):
