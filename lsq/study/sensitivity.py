@@ -365,6 +365,8 @@ class Trial:
     begun: bool = False
     predictions: list[Tensor] = field(default_factory=list)
     """Logarithms of the probabilities [items, classes] of the first batches, from the first run."""
+    begun: bool = False
+    """Whether there was a first run."""
 
     def look(self, name: str, x: Tensor, transposed: bool) -> Tensor:
         self.values[name] = self.values.get(name, 0) + x.numel()

@@ -77,6 +77,34 @@ def test_the_divergence_is_that_from_the_models_own_predictions():
     )
 
 
+def test_the_divergence_of_a_model_whose_products_are_not_seen():
+    """A matmul here; lsq's own layers are not seen either."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(24, 7, generator=torch.Generator()))
+
+        def forward(self, x):
+            return torch.matmul(x, self.weight)
+
+    def loss(model, x):
+        return model(x).square().sum(), float(len(x)), model(x)
+
+    model, x = Model(), torch.randn(5, 24)
+    costs = sensitivity(model, loss, [x], formats=["int2/row"], clip="absmax", activations=False)
+    how = scaled_format("int2/row")
+    with torch.no_grad():
+        p, q = (
+            torch.matmul(x, weight).double().log_softmax(1)
+            for weight in (model.weight, how.decode(how.encode(model.weight)))
+        )
+    expected = (p.exp() * (p - q)).sum(1).mean().item()
+    (tensor,) = costs.tensors
+    found = tensor.formats["int2/row"].divergence
+    assert found == pytest.approx(expected, rel=1e-4) and expected > 1e-3
+
+
 def test_no_divergence_is_measured_without_predictions():
     costs = sensitivity(
         Layers(), word_loss, word_batches(), formats=["int4/row"], activations=False
