@@ -46,7 +46,8 @@ class Mix:
     divergence: float
 
     def __post_init__(self) -> None:
-        check_text("formats", self.formats)
+        for name in self.formats.split(","):
+            check_text("formats", name)
         check_finite("divergence", self.divergence)
 
 

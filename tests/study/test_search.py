@@ -110,6 +110,21 @@ def test_a_stopped_search_ends_alike(found, tmp_path):
     assert searched(found, keep=keep) == whole and len(counts) == whole.mixes - 4
 
 
+def test_a_search_of_many_units_goes_on(tmp_path):
+    torch.manual_seed(3)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(40)))
+    batches = [torch.randn(3, 4)]
+
+    def loss(model, x):
+        return model(x).square().sum(), 3.0, model(x)
+
+    costs = sensitivity(model, loss, batches, formats=FORMATS, activations=False)
+    allocator, keep = Allocator(costs=costs), KeptMixes(path=tmp_path / "mixes.json")
+    given = allocator, Budget(bits=15), model, loss, batches
+    one, other = (search(*given, how=Search(mixes=3), keep=keep) for _ in range(2))
+    assert one == other and one.mixes == 3
+
+
 def test_every_mix_is_rounded_from_the_floats(found, tmp_path):
     model, allocator = found
     path = tmp_path / "mixes.json"
