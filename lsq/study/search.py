@@ -11,6 +11,7 @@ from torch import nn
 
 from lsq.files import json_file
 from lsq.files.json_file import check_text, shown
+from lsq.quant.declared import declared_tables
 from lsq.study.allocation import Allocation, Allocator
 from lsq.study.costs import check_finite
 from lsq.study.knapsack import Problem
@@ -21,7 +22,7 @@ from lsq.study.resources import Budget
 from lsq.study.sensitivity import Loss, Rounding, Trial, digest_of, still, weights_to_measure
 from lsq.study.tensors import ACTIVATION, WEIGHT
 
-FORMAT, VERSION = "lsq-mixes", 1
+FORMAT, VERSION = "lsq-mixes", 2
 REMEDY = "choose another file, or delete it and measure again"
 LARGEST = 1e30
 """Divergence of a mix whose predictions are not finite."""
@@ -134,16 +135,21 @@ def search(
         raise ValueError(
             "the model has other weights than those whose costs were measured; give the same model"
         )
+    numbers = declared_tables(costs.formats)
+    if numbers != costs.about.get("numbers", {}):
+        raise ValueError(
+            f"{', '.join(numbers)} had other values when the costs were measured; measure again"
+        )
     rounding = {name: Rounding.of(name, costs.clip) for name in costs.formats}
 
-    def trial(batches: Sequence[Any]) -> Trial:
+    def trial(batches: Sequence[Any]) -> tuple[Trial, float]:
         made = Trial(model=model, loss=loss, batches=batches, weights=weights, rounding=rounding)
-        made.begin()
-        return made
+        return made, made.begin()[0]
 
     with still(model, weights.values()):
-        with trial(batches).mixes() as measure:
-            mixes = _Mixes(allocator, problem, measure, how.mixes, keep or KeptMixes())
+        begun, before = trial(batches)
+        with begun.mixes() as measure:
+            mixes = _Mixes(allocator, problem, measure, before, how.mixes, keep or KeptMixes())
             first = mixes(start)
             with contextlib.suppress(_Finished):
                 SEARCHES[how.method](problem, start, mixes, how.seed)
@@ -152,7 +158,7 @@ def search(
         if held_out:
             fitting = allocator.uniform().items()
             against |= {name: one for name, one in fitting if one.fits(budget)}
-            with trial(held_out).mixes() as measure:
+            with trial(held_out)[0].mixes() as measure:
                 found = {name: divergence_of(measure, one) for name, one in against.items()}
     least = min(found, key=found.get, default="mix")
     chosen = against[least] if found and found[least] < found["mix"] else best
@@ -183,16 +189,22 @@ class _Mixes:
         allocator: Allocator,
         problem: Problem,
         measure: Callable[..., float],
+        loss: float,
         most: int,
         keep: KeptMixes,
     ):
+        """`loss`: of the model as it is."""
+        costs = allocator.costs
         self._allocator, self._problem, self._measure = allocator, problem, measure
         self._most, self._keep = most, keep
         self._head = {
             "format": FORMAT,
             "version": VERSION,
             "about": dict(keep.about),
-            "weights": allocator.costs.weights,
+            "weights": costs.weights,
+            "clip": costs.clip,
+            "numbers": declared_tables(costs.formats),
+            "loss": loss,
             "units": [[[part.kind, *part.names] for part in unit] for unit in allocator.units],
         }
         self._measured = self._read()
@@ -238,7 +250,9 @@ class _Mixes:
         fields = dict(content) if isinstance(content, dict) else {}
         mixes = fields.pop("mixes", None)
         for name, value in self._head.items():
-            if fields.get(name) != value:
-                raise ValueError(f"{name} is {shown(fields.get(name))}; now it is {shown(value)}")
+            given = fields.get(name)
+            near = name == "loss" and isinstance(given, float)  # losses may differ by rounding
+            if given != value and not (near and math.isclose(given, value, rel_tol=1e-5)):
+                raise ValueError(f"{name} is {shown(given)}; now it is {shown(value)}")
         made = json_file.sequence(mixes, "mixes", lambda one, at: json_file.record(Mix, one, at))
         return {mix.formats: mix.divergence for mix in made}

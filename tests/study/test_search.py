@@ -3,15 +3,18 @@
 import copy
 import itertools
 import json
+from dataclasses import replace
 from importlib import import_module
 
 import pytest
 import torch
 from torch import nn
 
+from lsq.quant.declared import declare
 from lsq.quant.numbers import scaled_format
 from lsq.study import Allocator, Budget, Groups, KeptMixes, Search, search, sensitivity
 from lsq.study.products import inputs_replaced
+from tests.layers.test_clip_format import forgotten
 from tests.ops.compare import refused
 from tests.study.models import Layers, word_batches, word_loss
 
@@ -214,6 +217,24 @@ def test_what_is_refused(found, tmp_path):
     searched(found, mixes=1, keep=KeptMixes(path=path, about={"text": "a"}))
     with refused("about is .*choose another file, or delete it"):
         searched(found, keep=KeptMixes(path=path, about={"text": "b"}))
+    with refused("loss is .*choose another file, or delete it"):
+        other = [(words.flip(0), labels) for words, labels in word_batches()]
+        how, keep = Search(mixes=1), KeptMixes(path=path, about={"text": "a"})
+        search(allocator, budget, model, loss, other, how=how, keep=keep)
+    with refused("clip is 'mse'; now it is 'absmax'"):
+        costs = replace(allocator.costs, clip="absmax")
+        searched((model, replace(allocator, costs=costs)), mixes=1, keep=keep)
     path.write_text(path.read_text().replace('"divergence": ', '"divergence": "x", "y": '))
     with refused("mixes.0. has the unknown field"):
         searched(found, keep=KeptMixes(path=path, about={"text": "a"}))
+
+
+def test_numbers_of_other_values_are_refused(found):
+    model, allocator = found
+    declare("ours", (-1, 0, 2))
+    costs = sensitivity(model, loss, word_batches(), formats=["ours/row"], activations=False)
+    forgotten("ours")
+    declare("ours", (-1, 0, 3))
+    with refused("ours had other values when the costs were measured; measure again"):
+        search(Allocator(costs=costs), Budget(bits=4), model, loss, word_batches())
+    forgotten("ours")
