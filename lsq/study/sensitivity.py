@@ -142,6 +142,7 @@ def gradients(
         squares=zeros(),
         activations={(name, form): Sums() for name in activations for form in rounding},
     )
+    torch.clear_autocast_cache()  # which may hold casts of weights that have changed
     for number, sample in enumerate(samples):
         read: list[tuple[str, Tensor]] = []
 
@@ -388,6 +389,7 @@ class Trial:
     def measured(self, look: Look = _as_it_is) -> tuple[float, float, float | None]:
         """Return (mean loss of all batches, number of losses, divergence from the first run or
         None); ValueError if there are no losses."""
+        torch.clear_autocast_cache()  # which may hold casts of weights that have changed
         total = count = divergence = 0.0
         first, kept, self.begun = not self.begun, 0, True
         with inputs_replaced(self.weights, look):
@@ -564,6 +566,7 @@ def still(model: nn.Module, weights: Iterable[nn.Parameter]) -> Iterator[None]:
     try:
         yield
     finally:
+        torch.clear_autocast_cache()  # of rounded weights
         for parameter in changed:
             parameter.requires_grad_(not wanted[parameter])
         for module, training in before:  # outer modules come first

@@ -192,6 +192,16 @@ def test_a_mix_that_loses_more_on_held_out_batches_is_not_taken(found, monkeypat
     assert set(formats_of(unlucky.allocation).values()) == {"int2/row"}
 
 
+def test_autocast_casts_rounded_weights_anew(found):
+    model, words = copy.deepcopy(found[0]).eval(), word_batches()[0][0]
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
+        before = model(words)
+        one = searched((model, found[1]), mixes=1)
+        assert torch.equal(model(words), before)
+    expected = divergence_of(model, formats_of(one.allocation))
+    assert one.divergence == pytest.approx(expected, rel=0.1)
+
+
 def test_few_mixes(found):
     one = searched(found, mixes=1)
     assert one.mixes == 1 and one.divergence == one.first
