@@ -1,6 +1,6 @@
 """Formats for the tensors of a model in memory: costs, groups and search in one call."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,13 +22,13 @@ COSTS, MIXES = "sensitivity.json", "mixes.json"
 
 def allocate(
     model: nn.Module,
-    batches: Sequence[Any],
+    batches: Iterable[Any],
     budget: Budget | float,
     *,
     formats: Sequence[str] = FORMATS,
     at_least: Mapping[str, float] | None = None,
     activations: bool = False,
-    held_out: Sequence[Any] = (),
+    held_out: Iterable[Any] = (),
     how: Search | None = None,
     folder: Path | str | None = None,
     **options,
@@ -56,6 +56,7 @@ def allocate(
     Raises:
         ValueError: an argument is wrong, nothing fits, or `folder` has other measurements.
     """
+    batches = list(batches)  # of a loader, which may shuffle them
     budget = budget if isinstance(budget, Budget) else Budget(bits=budget)
     groups = groups_of(model, formats, **options)
     path = None if folder is None else Path(folder)

@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -106,10 +106,10 @@ def search(
     budget: Budget,
     model: nn.Module,
     loss: Loss,
-    batches: Sequence[Any],
+    batches: Iterable[Any],
     *,
     how: Search | None = None,
-    held_out: Sequence[Any] = (),
+    held_out: Iterable[Any] = (),
     keep: KeptMixes | None = None,
 ) -> Found:
     """Search for a better mix than the allocator's, with the model itself.
@@ -128,6 +128,7 @@ def search(
             were measured, or the file of `keep` is of other settings.
         OSError: that file cannot be written.
     """
+    batches, held_out = list(batches), list(held_out)  # of a loader, which may shuffle them
     how, costs = how or Search(), allocator.costs
     problem, start = allocator.solved(budget)
     weights = weights_to_measure(model, [tensor.name for tensor in costs.tensors])

@@ -210,9 +210,9 @@ class Keep:
 def sensitivity(
     model: nn.Module,
     loss: Loss,
-    batches: Sequence[Any],
+    batches: Iterable[Any],
     *,
-    samples: Sequence[Any] | None = None,
+    samples: Iterable[Any] | None = None,
     formats: Sequence[str] = FORMATS,
     clip: str = "mse",
     tensors: Iterable[str] = (),
@@ -250,7 +250,8 @@ def sensitivity(
             raise ValueError(
                 f"activations cannot be in {name}: measure weights only, or take int4/group32/uint4"
             )
-    samples, keep = batches if samples is None else samples, keep or Keep()
+    batches = list(batches)  # of a loader, which may shuffle them
+    samples, keep = batches if samples is None else list(samples), keep or Keep()
     numbers = declared_tables(rounding)  # what was measured with other values counts no more
     trial = Trial(
         model=model,
@@ -300,7 +301,7 @@ def sensitivity(
 def estimate(
     model: nn.Module,
     loss: Loss,
-    samples: Sequence[Any],
+    samples: Iterable[Any],
     *,
     formats: Sequence[str] = FORMATS,
     clip: str = "mse",
@@ -313,7 +314,7 @@ def estimate(
     Arguments and errors are those of `sensitivity`; the loss must return logits. Costs and
     divergences are None.
     """
-    rounding = _roundings(formats, clip)
+    samples, rounding = list(samples), _roundings(formats, clip)
     trial = Trial(
         model=model,
         loss=loss,

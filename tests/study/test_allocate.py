@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import kl_div
+from torch.utils.data import DataLoader
 
 import lsq
 from lsq.study import Budget, Search
@@ -50,6 +51,14 @@ def test_a_model_is_converted_by_what_is_found(tmp_path):
         count += int(mask.sum())
     # activations are in int8, too, and clips of weights are measured by layer
     assert total / count == pytest.approx(one.divergence, rel=0.3)
+
+
+def test_batches_of_a_loader_that_shuffles():
+    rows = [{"input_ids": one} for one in torch.randint(96, (8, 5))]
+    loader = DataLoader(rows, batch_size=2, shuffle=True)
+    given = {"how": Search(mixes=1), "minimum_width": 16}
+    one, other = (lsq.allocate(llama(), each, 4.6, **given) for each in (list(loader), loader))
+    assert other.divergence == pytest.approx(one.divergence, rel=0.1)
 
 
 def test_budgets_given_together():
