@@ -334,6 +334,10 @@ class Allocator:
                 found[" ".join(pair)] = self.of_formats(every)
         return found
 
+    def allows(self, allocation: Allocation) -> bool:
+        """Return whether all weights have the fewest bits that at_least says, or more."""
+        return all(one.format in self._formats(one.part) for one in allocation.chosen)
+
     def front(self, steps: int = STEPS) -> list[Allocation]:
         """Return allocations for budgets from the least to the most bits of weights."""
         problem = self._problem({"bits": 1.0})

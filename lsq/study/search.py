@@ -120,7 +120,7 @@ def search(
         allocator: with the costs of this model.
         model, loss, batches: as for lsq.study.sensitivity; the loss returns logits, too.
         held_out: further batches. Where the best mix loses more on them than uniform formats that
-            fit, these are the result.
+            fit and are allowed, these are the result.
         keep: where to keep and report mixes; None: nowhere.
 
     Raises:
@@ -157,8 +157,11 @@ def search(
         best = allocator.allocation(problem, mixes.best)
         found, against = {}, {"mix": best}
         if held_out:
-            fitting = allocator.uniform().items()
-            against |= {name: one for name, one in fitting if one.fits(budget)}
+            against |= {
+                name: one
+                for name, one in allocator.uniform().items()
+                if one.fits(budget) and allocator.allows(one)
+            }
             with trial(held_out)[0].mixes() as measure:
                 found = {name: divergence_of(measure, one) for name, one in against.items()}
     least = min(found, key=found.get, default="mix")

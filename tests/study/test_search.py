@@ -190,6 +190,11 @@ def test_a_mix_that_loses_more_on_held_out_batches_is_not_taken(found, monkeypat
     monkeypatch.setattr(module, "divergence_of", worse_there)
     unlucky = searched(found, held_out=batches)
     assert set(formats_of(unlucky.allocation).values()) == {"int2/row"}
+    measures.clear()
+    strict = replace(allocator, at_least={"back*": 4})
+    kept = searched((model, strict), held_out=batches)
+    assert kept.held_out.keys() == {"mix"}
+    assert formats_of(kept.allocation)["back.weight"] == "int4/row"
 
 
 def test_autocast_casts_rounded_weights_anew(found):
