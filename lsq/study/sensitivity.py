@@ -364,7 +364,6 @@ class Trial:
     values: dict[str, int] = field(default_factory=dict)
     """Name of a weight -> number of values in the inputs of its products."""
     transposed: set[str] = field(default_factory=set)
-    begun: bool = False
     predictions: list[Tensor] = field(default_factory=list)
     """Logarithms of the probabilities [items, classes] of the first batches, from the first run."""
     begun: bool = False
