@@ -87,7 +87,7 @@ def _learn(method: str, problem: Problem, start: Picked, measure: Measure, seed:
     noise = OrnsteinUhlenbeckActionNoise(
         numpy.zeros(count), numpy.full(count, NOISE), theta=RETURN, dt=1.0
     )
-    with outside.exchanged():
+    with torch.inference_mode(False), outside.exchanged():
         reference = math.log(max(propose(start), TINY))
         agent = getattr(stable_baselines3, method)(
             "MlpPolicy",
@@ -105,14 +105,15 @@ def _learn(method: str, problem: Problem, start: Picked, measure: Measure, seed:
 
 
 class _Globals:
-    """Random numbers and threads that stable-baselines3 shares with the rest of the process.
+    """Random numbers, threads and the default dtype that stable-baselines3 shares with the rest of the process.
 
     One thread is many times as fast as several in networks as small as these.
     """
 
     def __init__(self, seed: int):
         generator = torch.Generator().manual_seed(seed)
-        self._other = generator.get_state(), numpy.random.RandomState(seed).get_state(), 1
+        numbers = generator.get_state(), numpy.random.RandomState(seed).get_state()
+        self._other = *numbers, 1, torch.float32
 
     @contextmanager
     def exchanged(self) -> Iterator[None]:
@@ -124,8 +125,10 @@ class _Globals:
             self._exchange()
 
     def _exchange(self) -> None:
-        now = torch.get_rng_state(), numpy.random.get_state(), torch.get_num_threads()
+        numbers = torch.get_rng_state(), numpy.random.get_state()
+        now = *numbers, torch.get_num_threads(), torch.get_default_dtype()
         torch.set_rng_state(self._other[0])
         numpy.random.set_state(self._other[1])
         torch.set_num_threads(self._other[2])
+        torch.set_default_dtype(self._other[3])
         self._other = now

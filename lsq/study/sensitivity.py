@@ -155,7 +155,7 @@ def gradients(
             return own
 
         seeded = torch.random.fork_rng(devices=[])
-        with inputs_replaced(weights, look), torch.enable_grad(), seeded:
+        with inputs_replaced(weights, look), torch.inference_mode(False), seeded:
             torch.default_generator.manual_seed(SEED)
             total, count, *logits = loss(model, sample)
             if drawn:

@@ -44,6 +44,19 @@ def test_a_seed_has_its_proposals(method):
     assert one != other
 
 
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_it_learns_whatever_the_caller_does(context):
+    given = mixes.problem(2, items=3)
+    before = proposed(ddpg, given, sum, most=60)
+    torch.set_default_dtype(torch.float64)
+    try:
+        with context():
+            assert proposed(ddpg, given, sum, most=60) == before
+        assert torch.get_default_dtype() is torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_nothing_is_left_behind(method, monkeypatch, tmp_path):
     given, threads, seen = mixes.problem(3, items=6), torch.get_num_threads(), []

@@ -288,6 +288,13 @@ def test_half_precision_patterns_and_losses_that_are_not_finite():
     assert costs.tensors[0].formats["int2/row"].cost is None
 
 
+def test_costs_are_the_same_in_inference_mode():
+    model, samples = Quadratic(), quadratic_samples(1.0)
+    one = sensitivity(model, quadratic_loss, samples, formats=FORMATS)
+    with torch.inference_mode():
+        assert sensitivity(model, quadratic_loss, samples, formats=FORMATS) == one
+
+
 def test_what_cannot_be_measured_is_refused():
     for given, named in (
         ({"formats": ["int9/row"]}, "did you mean"),
