@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Real
 
 from lsq.study.modelled import bit_operations, joules
 
@@ -47,12 +48,13 @@ class Budget:
     """Rows of a step, as one row for each text that is decoded."""
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.rows, int) and self.rows > 0):
+        if not (isinstance(self.rows, int) and not isinstance(self.rows, bool) and self.rows > 0):
             raise ValueError(f"rows is {self.rows!r}; it must be a whole number above 0")
         given = {name: getattr(self, name) for name in LIMITS}
         for name, value in given.items():
-            if value is not None and not (math.isfinite(value) and value > 0):
-                raise ValueError(f"a budget is {name}={value:g}; it must be a number above 0")
+            number = isinstance(value, Real) and not isinstance(value, bool)
+            if value is not None and not (number and math.isfinite(value) and value > 0):
+                raise ValueError(f"a budget is {name}={value!r}; it must be a number above 0")
         if all(value is None for value in given.values()):
             raise ValueError(f"there is no budget; give {' or '.join(given)}")
 

@@ -125,9 +125,14 @@ def test_how_a_model_is_called(given):
 
 
 def test_what_is_refused():
-    with refused("a budget is bits=-1; it must be a number above 0"):
+    with refused("a budget is bits=-1.0; it must be a number above 0"):
         found(llama(), -1.0)
     with refused("the formats take .* bits of a value or .* bytes at least"):
         found(llama(), 1.0)
+    for given in ("4", True):
+        with refused(f"a budget is bits={given!r}; it must be a number above 0"):
+            Budget(bits=given)
+    with refused("rows is True; it must be a whole number above 0"):
+        Budget(bits=4, rows=True)
     with pytest.raises(TypeError, match="the model returns tuple; it must return logits"):
         predictions_of(nn.LSTM(4, 4), torch.randn(2, 3, 4))
