@@ -99,6 +99,8 @@ class Search:
                 raise ValueError(f"{name} is {given!r}; allowed: {', '.join(map(repr, allowed))}")
         if self.mixes < 1:
             raise ValueError(f"{self.mixes} mixes shall be measured; give 1 at least")
+        if self.seed < 0:
+            raise ValueError(f"seed is {self.seed}; it must be 0 or more")
 
 
 def search(
@@ -154,6 +156,11 @@ def search(
             first = mixes(start)
             with contextlib.suppress(_Finished):
                 SEARCHES[how.method](problem, start, mixes, how.seed)
+        if mixes.least >= LARGEST:
+            raise ValueError(
+                f"predictions are not finite with any of {len(mixes.seen)} mixes; give larger"
+                " formats, or a model whose predictions are finite"
+            )
         best = allocator.allocation(problem, mixes.best)
         found, against = {}, {"mix": best}
         if held_out:

@@ -470,7 +470,9 @@ class Trial:
         try:
             yield divergence
         finally:
-            give({})
+            with torch.no_grad():
+                for name, values in floats.items():
+                    self.weights[name].copy_(values)
 
     def _divergence(self, inputs: Mapping[str, str]) -> float:
         def look(name: str, x: Tensor, transposed: bool) -> Tensor:
@@ -498,7 +500,9 @@ class Trial:
 def _divergence(before: Tensor, logits: Tensor) -> float:
     """Return the sum over items of the divergence of logits from log probabilities before."""
     now = logits.float().log_softmax(1)
-    return float(kl_div(now, before, reduction="none", log_target=True).sum(dtype=torch.float64))
+    found = kl_div(now, before, reduction="none", log_target=True)
+    found.masked_fill_(before == -math.inf, 0.0)  # of classes that the model rules out
+    return float(found.sum(dtype=torch.float64))
 
 
 def _cost(sums: Sums, count: float, bits: float, cost: float, divergence: float | None) -> Cost:

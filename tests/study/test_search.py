@@ -3,6 +3,7 @@
 import copy
 import itertools
 import json
+import math
 from dataclasses import replace
 from importlib import import_module
 
@@ -207,6 +208,43 @@ def test_autocast_casts_rounded_weights_anew(found):
     assert one.divergence == pytest.approx(expected, rel=0.1)
 
 
+def test_weights_are_restored_when_a_signal_comes_in_a_copy(found, monkeypatch):
+    model, before, copies = found[0], copy.deepcopy(found[0].state_dict()), []
+
+    def interrupted(to, values, real=torch.Tensor.copy_):
+        real(to, values)
+        copies.append(to)
+        if len(copies) == 2:  # of the rounded weight
+            raise KeyboardInterrupt
+        return to
+
+    monkeypatch.setattr(torch.Tensor, "copy_", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        searched(found)
+    monkeypatch.undo()
+    assert all(torch.equal(one, before[name]) for name, one in model.state_dict().items())
+
+
+def test_predictions_that_are_not_finite(found):
+    model, allocator = found
+
+    def padded(model, batch, value):
+        total, count, logits = loss(model, batch)
+        return total, count, nn.functional.pad(logits, (0, 3), value=value)
+
+    plain, ruled_out = (
+        search(
+            *(allocator, Budget(bits=BITS), model, each, word_batches()), how=Search(mixes=4)
+        ).divergence
+        for each in (loss, lambda *given: padded(*given, -math.inf))
+    )
+    assert ruled_out == pytest.approx(plain, rel=1e-4)
+    with refused("predictions are not finite with any of 1 mixes"):
+        none = lambda *given: padded(*given, math.nan)  # noqa: E731
+        given = allocator, Budget(bits=BITS), model, none, word_batches()
+        search(*given, how=Search(mixes=1))
+
+
 def test_few_mixes(found):
     one = searched(found, mixes=1)
     assert one.mixes == 1 and one.divergence == one.first
@@ -220,6 +258,8 @@ def test_what_is_refused(found, tmp_path):
         searched(found, mixes=0)
     with refused("method is 'hope'; allowed: 'refine'"):
         Search(method="hope")
+    with refused("seed is -1; it must be 0 or more"):
+        Search(seed=-1)
     budget = Budget(bits=BITS)
     with refused("the loss returns no logits"):
         search(allocator, budget, model, word_loss, word_batches())
