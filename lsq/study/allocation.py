@@ -111,7 +111,8 @@ class Allocation:
 
     chosen: tuple[Chosen, ...]
     unmeasured: tuple[str, ...]
-    """Weights that are rounded but were not measured, which get OTHERS."""
+    """Weights that are rounded but were not measured, or another one of the same tensor was not:
+    these get OTHERS."""
     unrounded: tuple[str, ...]
     """Weights that were measured but are not rounded."""
     rule: str
@@ -308,11 +309,11 @@ class Allocator:
             chosen += map(self._chosen, unit, forms)
         groups = self.groups.weights if self.groups else ()
         rounded = {name for names in groups for name in names}
-        measured = [tensor.name for tensor in self.costs.of(WEIGHT)]
+        given = {name for one in chosen if one.part.kind == WEIGHT for name in one.part.names}
         return Allocation(
             chosen=tuple(chosen),
-            unmeasured=tuple(sorted(rounded - set(measured))),
-            unrounded=tuple(name for name in measured if self.groups and name not in rounded),
+            unmeasured=tuple(sorted(rounded - given)),
+            unrounded=tuple(name for name in self._names if self.groups and name not in rounded),
             rule=self.rule,
             takes={name: self._sum(name, products) for name in self._taken},
             names=self.groups.names if self.groups else {},
@@ -353,9 +354,11 @@ class Allocator:
         read = {tensor.name for tensor in self.costs.of(ACTIVATION) if self.activations}
         each = tuple((name,) for name in self._names)
         groups = self.groups or Groups(weights=each, inputs=each)
-        parts = [_part(WEIGHT, names, weights) for names in groups.weights]
-        left, units = list(filter(None, parts)), []
-        for inputs in filter(None, (_part(ACTIVATION, names, read) for names in groups.inputs)):
+        whole = (names for names in groups.weights if names and weights.issuperset(names))
+        left, units = [Part(kind=WEIGHT, names=names) for names in whole], []
+        inputs_of = (tuple(name for name in names if name in read) for names in groups.inputs)
+        for names in filter(None, inputs_of):
+            inputs = Part(kind=ACTIVATION, names=names)
             reading = [part for part in left if set(part.names) & set(inputs.names)]
             left = [part for part in left if part not in reading]
             if reading:
@@ -491,9 +494,3 @@ class Allocator:
             f"the formats take {' and '.join(least)} at least; give a larger budget, or measure"
             " smaller formats"
         )
-
-
-def _part(kind: str, names: Iterable[str], measured: set[str]) -> Part | None:
-    """Return the part of the measured ones of these names, or None."""
-    found = tuple(name for name in names if name in measured)
-    return Part(kind=kind, names=found) if found else None

@@ -297,6 +297,11 @@ def test_an_allocation_converts_a_model():
     some = Allocator(costs=partly, groups=groups).run(Budget(bits=4.0))
     assert "lm_head.weight" in some.unmeasured
     lsq.convert(llama(), QuantConfig(weight_format=some.weight_format), minimum_width=16)
+    # the products of queries, keys and values are one
+    partly = replace(costs, tensors=tuple(one for one in costs.tensors if "k_proj" not in one.name))
+    some = Allocator(costs=partly, groups=groups).run(Budget(bits=4.0))
+    assert sum("self_attn" in name for name in some.unmeasured) == 6
+    lsq.convert(llama(), QuantConfig(weight_format=some.weight_format), minimum_width=16)
 
 
 def test_tables_name_each_weight():
