@@ -43,7 +43,8 @@ def allocate(
         model: not converted; it is the same afterwards.
         batches: what the model is called with: a dict of keyword arguments, a tuple of arguments,
             or one argument. It returns logits [..., classes], or an object that has them as
-            `logits`. Items whose `attention_mask` is 0 do not count.
+            `logits`. Items whose `attention_mask` is 0 do not count; of an encoder and a decoder,
+            those whose `decoder_attention_mask` is 0.
         budget: a Budget, or mean bits of a weight's value, scales included.
         formats: names as for QuantConfig.weight_format.
         at_least: pattern of names -> the fewest bits of a weight's value.
@@ -144,7 +145,9 @@ def predictions_of(model: nn.Module, batch: Any) -> tuple[Tensor, float, Tensor]
             f"the model returns {type(output).__name__}; it must return logits [..., classes], or"
             " an object that has them as `logits`"
         )
-    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+    of_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    name = "decoder_attention_mask" if of_decoder else "attention_mask"
+    mask = batch.get(name) if isinstance(batch, Mapping) else None
     if mask is not None and mask.shape == logits.shape[:-1]:
         logits = logits[mask.bool()]
     logits = logits.flatten(0, -2)

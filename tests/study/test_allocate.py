@@ -119,6 +119,16 @@ def test_how_a_model_is_called(given):
         def forward(self, x, attention_mask):
             return SimpleNamespace(logits=layer(x))
 
+    class Translator(Model):
+        config = SimpleNamespace(is_encoder_decoder=True)
+
+        def forward(self, decoder_attention_mask=None, **given):
+            return super().forward(**given)
+
+    batch = {"x": x, "attention_mask": mask.long()}  # of the words that the encoder reads
+    assert predictions_of(Translator(), batch)[1] == 28
+    batch |= {"decoder_attention_mask": ~mask}
+    assert predictions_of(Translator(), batch)[1] == 28 - int(mask.sum())
     loss, count, logits = predictions_of(Model(), {"x": x, "attention_mask": mask.long()})
     assert count == int(mask.sum()) and torch.equal(logits, layer(x)[mask])
     assert loss.item() == pytest.approx(-logits.log_softmax(1).amax(1).sum().item(), rel=1e-6)
