@@ -312,7 +312,7 @@ def estimate(
     model's predictions: one pass, forward and backward, for each sample.
 
     Arguments and errors are those of `sensitivity`; the loss must return logits. Costs and
-    divergences are None.
+    divergences are None, so that `sensitivity` does not go on with a file of these.
     """
     samples, rounding = list(samples), _roundings(formats, clip)
     trial = Trial(
@@ -328,7 +328,7 @@ def estimate(
         measured = tuple(trial.weight(name, found, None) for name in trial.weights)
     numbers = declared_tables(rounding)
     return Costs(
-        about={**(about or {}), **({"numbers": numbers} if numbers else {})},
+        about={**(about or {}), **({"numbers": numbers} if numbers else {}), "estimated": True},
         weights=digest_of(trial.weights),
         clip=clip,
         formats=tuple(rounding),

@@ -10,7 +10,7 @@ import lsq
 from lsq.quant.declared import declare
 from lsq.quant.numbers import scaled_format
 from lsq.study import Keep, estimate, read_costs, sensitivity
-from lsq.study.costs import TensorCosts
+from lsq.study.costs import TensorCosts, write_costs
 from lsq.study.sensitivity import Rounding, Trial
 from tests.layers.test_clip_format import forgotten
 from tests.ops.compare import refused
@@ -404,3 +404,12 @@ def test_int8_and_int4_are_those_of_converted_models():
     assert bits == 8 * 17 / 32 + 32 / 128
     with refused("activations cannot be in int4: measure weights only"):
         sensitivity(model, trial.loss, [x], formats=["int4"])
+
+
+def test_a_measurement_does_not_go_on_with_an_estimate(tmp_path):
+    model, x = Quadratic(), torch.randn(3, 40)
+    loss = lambda model, x: (model(x).sum(), 3.0, model(x))  # noqa: E731
+    path = tmp_path / "sensitivity.json"
+    write_costs(path, estimate(model, loss, [x], formats=FORMATS))
+    with refused("is of other settings .about: {'estimated': True} before, {} now"):
+        sensitivity(model, loss, [x], formats=FORMATS, keep=Keep(path=path))
