@@ -161,8 +161,7 @@ def run(arguments: list[str]) -> int:
     allocation, said = allocator.run(budget), ""
     locked = locked_folder(given.output, "choose another --output")
     with locked, interruptible(given.overwrite):
-        for name in OUTPUTS:
-            replaces(given.output / name, given.overwrite)
+        replaces(given.output / JSON, given.overwrite)
         if method in SEARCHES:
             found = _searched(given, allocator, budget, method)
             allocation, said = found.allocation, _said(found)
@@ -182,7 +181,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _write(given: Options, allocator: Allocator, found: Allocation, method: str) -> None:
-    """Write all OUTPUTS."""
+    """Write all OUTPUTS; the JSON file comes last, so that a stopped command may begin again."""
     uniform = {name: [one.bits, one.cost] for name, one in allocator.uniform().items()}
     head = {
         "format": FORMAT,
@@ -202,18 +201,19 @@ def _write(given: Options, allocator: Allocator, found: Allocation, method: str)
         {"kind": one.part.kind, "names": one.part.names, "format": one.format, "cost": one.cost}
         for one in found.chosen
     ]
-    json_file.write(given.output / JSON, head, "chosen", lines)
     for name in TEXTS:
         write_text(given.output / name, head[name.removesuffix(".txt")] + "\n")
     write_text(given.output / TABLE, f"# Formats of {given.costs}\n\n{found.table('github')}\n")
     draw_front(allocator, found, given.output / PICTURE)
+    json_file.write(given.output / JSON, head, "chosen", lines)
 
 
 def _searched(given: Options, allocator: Allocator, budget: Budget, method: str) -> Found:
     """Measure mixes with the model."""
     batch, path = model_batch.load(given), given.output / MIXES
-    if given.overwrite:
-        path.unlink(missing_ok=True)
+    if given.overwrite:  # after a stop the same command without it goes on
+        for old in (path, given.output / JSON):
+            old.unlink(missing_ok=True)
     kept, held_out = _batches(batch.lengths)
     if not kept:
         raise ValueError("the text has one sentence, and a quarter is held out; give more --words")

@@ -8,7 +8,7 @@ import torch
 import lsq as package
 from lsq.commands import allocate
 from lsq.config import QuantConfig
-from lsq.study import read_costs
+from lsq.study import KeptMixes, read_costs
 from tests.commands.test_model_batch import folder, texts, transformers  # noqa: F401
 
 SHAPE = {"vocab_size": 40, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2}
@@ -144,3 +144,30 @@ def test_a_translator(lsq, output, tmp_path, monkeypatch):
     given = ["--bits", "4.6", "--operations", "1e9", "--output", tmp_path / "none"]
     status, _, error = lsq("allocate", "--costs", costs, *given)
     assert status != 0 and "no product with" in error and "leave operations out" in error
+
+
+@pytest.mark.parametrize("stop", ["progress", "draw_front"])
+def test_a_stopped_command_goes_on(lsq, measured, texts, tmp_path, monkeypatch, stop):  # noqa: F811
+    """Also one that replaces an allocation, and one that is stopped while it writes."""
+    costs, _ = measured
+    given = ["--costs", costs, "--bits", "4.5", "--quiet", "--words", "40", "--text", texts[0]]
+    given += ["--mixes", "4"]
+    whole, output = tmp_path / "whole", tmp_path / "mix"
+    assert lsq("allocate", *given, "--output", whole)[0] == 0
+    assert lsq("allocate", *given, "--output", output, "--mixes", "2")[0] == 0
+
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    def stopped(**options):
+        return KeptMixes(**{**options, "progress": interrupt})
+
+    with monkeypatch.context() as patch:
+        name = {"progress": "KeptMixes"}.get(stop, stop)
+        patch.setattr(allocate, name, {"progress": stopped}.get(stop, interrupt))
+        status, _, error = lsq("allocate", *given, "--output", output, "--overwrite")
+    assert status == 130 and "the same command without --overwrite goes on from there" in error
+    status, _, error = lsq("allocate", *given, "--output", output)
+    assert status == 0, error
+    for name in (*allocate.OUTPUTS, allocate.MIXES):
+        assert (whole / name).read_bytes() == (output / name).read_bytes(), name
