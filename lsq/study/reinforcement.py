@@ -105,7 +105,8 @@ def _learn(method: str, problem: Problem, start: Picked, measure: Measure, seed:
 
 
 class _Globals:
-    """Random numbers, threads and the default dtype that stable-baselines3 shares with the rest of the process.
+    """Random numbers, threads and the default dtype, which stable-baselines3 shares with the rest
+    of the process.
 
     One thread is many times as fast as several in networks as small as these.
     """
