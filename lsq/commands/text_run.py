@@ -28,6 +28,7 @@ from lsq.commands.run_files import BEST, TRANSLATION
 from lsq.commands.stages import Stage
 from lsq.commands.train import CHECKPOINT
 from lsq.config import DIMENSION_MULTIPLE
+from lsq.config.quantization import read_format
 from lsq.fairseq.checkpoint import LAST
 from lsq.fairseq.compatibility.checkpoints import newest_sound, updates_of
 from lsq.fairseq.memory import made_up_dictionary
@@ -103,7 +104,8 @@ def named_options(words: list[str]) -> dict[str, str | None]:
 
 
 def bound(training: dict[str, str | None], extra: list[str]) -> dict[str, str | bool]:
-    """Return the options that a run depends on, as in `lsq train-text`; True for switches."""
+    """Return the options that a run depends on, as in `lsq train-text`; True for switches, and the
+    text of a file of formats."""
     further = named_options(extra)
     ours = {
         NAMES.get(name, name): value
@@ -111,7 +113,11 @@ def bound(training: dict[str, str | None], extra: list[str]) -> dict[str, str | 
         if name not in further and name not in UNBOUND
     }
     theirs = {name: value for name, value in further.items() if name not in UNBOUND}
-    return {name: True if value is None else value for name, value in (ours | theirs).items()}
+    fields = {name: name.removeprefix("--lsq-").replace("-", "_") for name in ours | theirs}
+    return {
+        name: True if value is None else read_format(fields[name], value)
+        for name, value in (ours | theirs).items()
+    }
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -79,7 +79,7 @@ FROM_FILE = "@"
 """Begins a format that stands in a file: "@mix/weight_format.txt"."""
 
 
-def _read_format(field: str, given: Any) -> Any:
+def read_format(field: str, given: Any) -> Any:
     """Return a field's value, or the text of the file that it names."""
     if field not in FAST_FORMATS or not isinstance(given, str) or not given.startswith(FROM_FILE):
         return given
@@ -95,7 +95,7 @@ def _read_format(field: str, given: Any) -> Any:
 def of_this_version(given: Mapping[str, Any]) -> dict[str, Any]:
     """Rename fields of version 0.1, and read formats in files; raises ValueError for values that
     would be lost."""
-    given = {name: _read_format(name, value) for name, value in given.items()}
+    given = {name: read_format(name, value) for name, value in given.items()}
     fields = without_constants(given, CONSTANT)
     for name in RENAMED.keys() & given.keys():
         value, now = fields.pop(name), RENAMED[name]

@@ -48,6 +48,15 @@ def test_options_that_bind_a_run():
     }
 
 
+def test_a_file_of_formats_binds_a_run_by_its_text(tmp_path):
+    path = tmp_path / "weight_format.txt"
+    for text in ("int8", "int8,*fc2*=int4"):
+        path.write_text(text + "\n")
+        for given in (["--lsq-weight-format", f"@{path}"], [f"--lsq-weight-format=@{path}"]):
+            assert bound({}, given) == {"--lsq-weight-format": text}
+        assert bound({"--lsq-weight-format": f"@{path}"}, []) == {"--lsq-weight-format": text}
+
+
 def test_a_signal_during_the_translation_leaves_the_training(prepared, monkeypatch):
     """A finished run is neither trained nor translated again."""
     for name in ("check_training", "train_model"):
