@@ -41,8 +41,8 @@ def allocate(
 
     Args:
         model: not converted; it is the same afterwards.
-        batches: what the model is called with: a dict of keyword arguments, a tuple of arguments,
-            or one argument. It returns logits [..., classes], or an object that has them as
+        batches: a batch or several: what the model is called with, a dict of keyword arguments, a
+            tuple of arguments in a list, or one argument. It returns logits [..., classes], or an object that has them as
             `logits`. Items whose `attention_mask` is 0 do not count; of an encoder and a decoder,
             those whose `decoder_attention_mask` is 0.
         budget: a Budget, or mean bits of a weight's value, scales included.
@@ -57,7 +57,8 @@ def allocate(
     Raises:
         ValueError: an argument is wrong, nothing fits, or `folder` has other measurements.
     """
-    batches = list(batches)  # of a loader, which may shuffle them
+    one = isinstance(batches, Mapping | Tensor)
+    batches = [batches] if one else list(batches)  # of a loader, which may shuffle them
     budget = budget if isinstance(budget, Budget) else Budget(bits=budget)
     groups = groups_of(model, formats, **options)
     path = None if folder is None else Path(folder)

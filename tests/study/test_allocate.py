@@ -98,6 +98,12 @@ def test_milliseconds_of_this_machine(monkeypatch):
     assert {one.rows for one in asked[0][0]} == {4} and asked[0][1] >= 1
 
 
+def test_one_batch_is_no_list():
+    single = batches()[0]
+    one = lsq.allocate(llama(), single, 4.6, how=FEW, minimum_width=16)
+    assert one == lsq.allocate(llama(), [single], 4.6, how=FEW, minimum_width=16)
+
+
 def test_an_estimate_makes_the_first_mix():
     how = Search(mixes=1, rule="second")
     one = lsq.allocate(llama(), batches(), 4.6, how=how, minimum_width=16)
