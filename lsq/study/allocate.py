@@ -43,8 +43,8 @@ def allocate(
         model: not converted; it is the same afterwards.
         batches: a batch or several: what the model is called with, a dict of keyword arguments, a
             tuple of arguments in a list, or one argument. It returns logits [..., classes], or an
-            object that has them as `logits`. Items whose `attention_mask` is 0 do not count; of an encoder and a decoder,
-            those whose `decoder_attention_mask` is 0.
+            object that has them as `logits`. Items whose `attention_mask` is 0 do not count; of an
+            encoder and a decoder, those whose `decoder_attention_mask` is 0.
         budget: a Budget, or mean bits of a weight's value, scales included.
         formats: names as for QuantConfig.weight_format.
         at_least: pattern of names -> the fewest bits of a weight's value.
