@@ -32,6 +32,7 @@ from lsq.study import (
     Allocation,
     Allocator,
     Budget,
+    Costs,
     Found,
     Groups,
     KeptMixes,
@@ -46,6 +47,7 @@ from lsq.study.allocate import MIXES
 from lsq.study.allocation import METHODS, RULES
 from lsq.study.resources import SAID
 from lsq.study.search import SEARCHES
+from lsq.study.tensors import WEIGHT
 
 JSON, TABLE, PICTURE, *TEXTS = OUTPUTS = (
     "allocation.json",
@@ -145,11 +147,13 @@ def run(arguments: list[str]) -> int:
         raise ValueError(f"--method {method} measures nothing: leave --text out")
     given.model = given.model or Path(str(costs.about.get("model", "")))
     check_there(given.model, *given.text)
+    if given.output.exists() and not given.output.is_dir():
+        raise ValueError(f"--output {given.output} is a file; give a folder")
     check_writable(given.output, makes_folders=True)
     allocator = timed(
         Allocator(
             costs=costs,
-            groups=_groups(given, given.formats or costs.formats),
+            groups=_groups(given, costs),
             activations=given.activations,
             at_least=dict(given.at_least),
             formats=given.formats or None,
@@ -273,13 +277,27 @@ def _beside(found: Allocation, budget: Budget, allocator: Allocator) -> str:
     return f"{text}; {form} for all weights has {other.bits:.2f} and costs {other.cost:.4g}"
 
 
-def _groups(given: Options, formats: Sequence[str]) -> Groups:
-    """Return groups_of the model; of transformers', on the meta device."""
+def _groups(given: Options, costs: Costs) -> Groups:
+    """Return groups_of the model; ValueError if it lacks a weight whose costs were measured."""
+    model = _model(given)
+    shapes = {name: (*one.shape,) for name, one in model.named_parameters(remove_duplicate=False)}
+    for tensor in costs.of(WEIGHT):
+        if shapes.get(tensor.name) != tensor.shape:
+            raise ValueError(
+                f"the costs are of another model: {given.model} has no {tensor.name} of the shape"
+                f" {list(tensor.shape)}"
+            )
+    own = any(isinstance(module, ClippedModule) for module in model.modules())
+    if own or model_batch.is_of_transformers(given.model):
+        return groups_of(model, given.formats or costs.formats)
+    return _groups_of_fairseq(model)
+
+
+def _model(given: Options) -> nn.Module:
+    """Return the model; of transformers', on the meta device."""
     path = given.model
     if not model_batch.is_of_transformers(path):
-        model = run_files.load(run_files.find(path, given.data)).model
-        own = any(isinstance(module, ClippedModule) for module in model.modules())
-        return groups_of(model) if own else _groups_of_fairseq(model)
+        return run_files.load(run_files.find(path, given.data)).model
     import_module("lsq.models.huggingface")  # keeps a broken torchaudio out of transformers
     transformers = import_module("transformers")
     try:
@@ -291,18 +309,4 @@ def _groups(given: Options, formats: Sequence[str]) -> Groups:
     if kind is None:
         raise ValueError(f"{path} is of the architecture {name}, which transformers does not have")
     with torch.device("meta"):
-        model = kind(config)
-    return groups_of(model, formats)
-
-
-def _groups_of_fairseq(model: nn.Module) -> Groups:
-    """Return what is one tensor in lsq's model that begins with the weights of fairseq's own."""
-    from lsq.fairseq.checkpoint import our_name  # imports fairseq, which takes seconds
-
-    weights = [name for name, one in model.named_parameters() if one.dim() == 2]
-    names = {name: our_name(name) for name in weights if ".layers." in name}
-    groups: defaultdict[str, list[str]] = defaultdict(list)
-    for name, ours in names.items():
-        groups[ours].append(name)
-    joined = tuple(map(tuple, groups.values()))
-    return Groups(weights=(*joined, (PROJECTION,)), inputs=joined, names=names)
+        return kind(config)

@@ -90,6 +90,21 @@ def test_what_is_refused(lsq, measured, tmp_path, given, message):
     assert not list((tmp_path / "mix").glob("*.json"))
 
 
+def test_other_models_and_files_as_folders_are_refused(lsq, measured, tmp_path):
+    costs, model = measured
+    other, output = tmp_path / "other", tmp_path / "mix"
+    other.mkdir()
+    config = json.loads((model / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, "intermediate_size": 80}))
+    given = ["allocate", "--costs", costs, "--bits", "4.5", "--output", output]
+    status, _, error = lsq(*given, "--model", other)
+    assert status != 0 and "the costs are of another model: " in error and "[96, 64]" in error
+    assert not output.exists()
+    output.write_text("")
+    status, _, error = lsq(*given)
+    assert status != 0 and f"--output {output} is a file; give a folder" in error
+
+
 def test_costs_of_a_stopped_measurement_are_refused(lsq, measured, tmp_path):
     costs, _ = measured
     path = costs / "sensitivity.json"
