@@ -39,11 +39,12 @@ from lsq.quant.tables import (
 )
 
 METHODS = ("absmax", "percentile", "mse", "kl")
+"""absmax: the largest magnitude; percentile: a quantile of magnitudes; mse: least squared error;
+kl: least divergence of histograms."""
 BINS = 128
 """Of the histogram of a block's magnitudes, for "kl"."""
 TINY_SHARE = 1e-4
 """Of values, for a bin of q that is empty: the divergence stays finite."""
-"""absmax: the largest magnitude; percentile: a quantile of magnitudes; mse: least squared error."""
 PERCENTILE = 99.99
 INTEGERS = {integer(bits): bits for bits in range(2, 9)}
 """Number formats whose clips OCTAV finds -> bits."""
