@@ -1,7 +1,6 @@
 """`lsq allocate`: a number format for each tensor of a model, under budgets."""
 
 from argparse import ArgumentTypeError
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import fields
 from importlib import import_module
@@ -310,3 +309,16 @@ def _model(given: Options) -> nn.Module:
         raise ValueError(f"{path} is of the architecture {name}, which transformers does not have")
     with torch.device("meta"):
         return kind(config)
+
+
+def _groups_of_fairseq(model: nn.Module) -> Groups:
+    """Return what is one tensor in lsq's model that begins with the weights of fairseq's own."""
+    from lsq.fairseq.checkpoint import our_name  # imports fairseq, which takes seconds
+
+    weights = [name for name, one in model.named_parameters() if one.dim() == 2]
+    names = {name: our_name(name) for name in weights if ".layers." in name}
+    groups: defaultdict[str, list[str]] = defaultdict(list)
+    for name, ours in names.items():
+        groups[ours].append(name)
+    joined = tuple(map(tuple, groups.values()))
+    return Groups(weights=(*joined, (PROJECTION,)), inputs=joined, names=names)

@@ -44,7 +44,7 @@ kl: least divergence of histograms."""
 BINS = 128
 """Of the histogram of a block's magnitudes, for "kl"."""
 TINY_SHARE = 1e-4
-"""Of values, for a bin of q that is empty: the divergence stays finite."""
+"""Of one value, for a bin of q that is empty: the divergence stays finite."""
 PERCENTILE = 99.99
 INTEGERS = {integer(bits): bits for bits in range(2, 9)}
 """Number formats whose clips OCTAV finds -> bits."""
