@@ -252,14 +252,18 @@ class Allocator:
             if unknown or not self.formats:
                 raise ValueError(
                     f"formats are {', '.join(self.formats) or 'none'}; measured were"
-                    f" {', '.join(self.costs.formats)}"
+                    f" {', '.join(self.costs.formats)}: choose among these, or measure others"
                 )
         for pattern, bits in (self.at_least or {}).items():
             if not (math.isfinite(bits) and bits >= 0):
                 raise ValueError(f"at least {bits} bits for {pattern!r}: give a number, 0 or more")
             chosen_by([pattern], self._names)
         if not self.units:
-            raise ValueError("no weight that was measured is rounded by lsq.convert")
+            rounded = [name for names in self.groups.weights for name in names]
+            raise ValueError(
+                f"no weight that was measured, such as {self._names[0]}, is rounded in this model,"
+                f" which has {', '.join(rounded[:3])}, ...; give the model that was measured"
+            )
 
     def run(self, budget: Budget) -> Allocation:
         """Return the formats that cost least within a budget.
@@ -430,8 +434,9 @@ class Allocator:
         known = [form for form in wide if self._cost(part, form) is not None]
         if not known:
             raise ValueError(
-                f"{names} has no {self.rule} in any format; take another rule, or measure with a"
-                " loss that also returns the logits of its predictions"
+                f"{names}: the costs have no {self.rule} in any format; take another rule (an"
+                ' estimate has "second" alone), or measure with a loss that also returns the logits'
+                " of its predictions"
             )
         return known
 
@@ -487,10 +492,16 @@ class Allocator:
     def _too_small(self, problem: Problem, resources: Sequence[str]) -> str:
         """Say what formats take at least of the resources whose budgets are too small."""
         pairs = zip(resources, problem.least, problem.budgets, strict=True)
-        least = [SAID[name](float(one), self.values) for name, one, most in pairs if one > most]
-        if not least:
+        said = [
+            [SAID[name](float(taken), self.values) for taken in (most, least)]
+            for name, least, most in pairs
+            if least > most
+        ]
+        if not said:
             return "no formats keep to all budgets together; give larger ones"
+        given, least = map(" and ".join, zip(*said, strict=True))
+        fewer = ", or fewer bits in at_least" if self.at_least else ""
         return (
-            f"the formats take {' and '.join(least)} at least; give a larger budget, or measure"
-            " smaller formats"
+            f"the budget is {given}, but the formats take {least} at least; give a larger"
+            f" budget{fewer}, or measure smaller formats"
         )

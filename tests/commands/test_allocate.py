@@ -70,7 +70,7 @@ def test_bytes(lsq, measured, tmp_path):
     "given, message",
     [
         ([], "there is no budget; give bits or bytes or operations or milliseconds or joules"),
-        (["--bits", "1"], "bits of a value or"),
+        (["--bits", "1"], "the budget is 1.000 bits of a value or"),
         (["--bits", "-2"], "'-2' is not a number above 0"),
         (["--bits", "nan"], "'nan' is not a number above 0"),
         (["--bytes", "7XB"], "'7X' is not a number above 0"),

@@ -176,7 +176,7 @@ def test_milliseconds_are_a_budget():
         found = search.run(Budget(milliseconds=most))
         assert found.cost == pytest.approx(best, rel=1e-9)
         assert found.takes["milliseconds"] <= most
-    with refused("the formats take .* milliseconds of products at least"):
+    with refused("is 0.03 milliseconds of products, but the formats take .* of products at least"):
         search.run(Budget(milliseconds=0.03))
     with refused("a budget of milliseconds needs times of products"):
         Allocator(costs=costs).run(Budget(milliseconds=1.0))
@@ -208,9 +208,16 @@ def test_some_of_the_formats():
     "budget, message",
     [
         ({}, "there is no budget"),
-        ({"bits": 2.0}, "the formats take 2.125 bits of a value or 1,428 bytes at least"),
+        (
+            {"bits": 2.0},
+            "the budget is 2.000 bits of a value or 1,344 bytes, but the formats take 2.125 bits of"
+            " a value or 1,428 bytes at least; give a larger budget, or measure smaller formats",
+        ),
         ({"bytes": 1000}, "give a larger budget"),
-        ({"operations": 1000}, "the formats take 1.828e.05 bit operations of an item at least"),
+        (
+            {"operations": 1000},
+            "is 1000 bit operations of an item, but the formats take 1.828e.05 bit",
+        ),
         ({"bits": -1.0}, "it must be a number above 0"),
         ({"bits": math.nan}, "it must be a number above 0"),
         ({"bits": 0.0}, "it must be a number above 0"),
@@ -228,7 +235,7 @@ def test_what_is_refused():
         Allocator(costs=costs_of(), method="sat")
     with refused("a measurement that was stopped"):
         Allocator(costs=replace(costs_of(), finished=False))
-    with refused("no weight that was measured is rounded"):
+    with refused("no weight that was measured, such as a, is rounded in this model, which has oth"):
         Allocator(costs=costs_of(), groups=of_weights(("other",)))
     with refused("no activations were measured"):
         Allocator(costs=costs_of(), activations=True)
@@ -239,7 +246,9 @@ def test_what_is_refused():
         )
         for one in costs_of().tensors
     ]
-    with refused("a has no divergence in any format"):
+    with refused("fewer bits in at_least, or measure smaller formats"):
+        Allocator(costs=costs_of(), at_least={"*": 4}).run(Budget(bits=3))
+    with refused('a: the costs have no divergence in any format.*an estimate has "second" alone'):
         Allocator(costs=replace(costs_of(), tensors=tuple(lost))).run(Budget(bits=4))
 
 
