@@ -67,7 +67,12 @@ SIZES = {"kB": 10**3, "MB": 10**6, "GB": 10**9, "B": 1, "": 1}
 def size(text: str) -> float:
     """Convert a number of bytes, as 300000, 2.5MB or 1GB."""
     unit = next(unit for unit in SIZES if text.endswith(unit))
-    return above(text.removesuffix(unit) if unit else text) * SIZES[unit]
+    try:
+        return above(text.removesuffix(unit)) * SIZES[unit]
+    except ArgumentTypeError:
+        raise ArgumentTypeError(
+            f"{text!r} is no number of bytes above 0, such as 300000, 300kB, 2.5MB or 1GB"
+        ) from None
 
 
 def above(text: str) -> float:

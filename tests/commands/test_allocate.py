@@ -73,7 +73,7 @@ def test_bytes(lsq, measured, tmp_path):
         (["--bits", "1"], "the budget is 1.000 bits of a value or"),
         (["--bits", "-2"], "'-2' is not a number above 0"),
         (["--bits", "nan"], "'nan' is not a number above 0"),
-        (["--bytes", "7XB"], "'7X' is not a number above 0"),
+        (["--bytes", "7XB"], "'7XB' is no number of bytes above 0, such as 300000"),
         (["--bits", "4", "--at-least", "*head*"], "is no pattern and bits"),
         (["--bits", "4", "--at-least", "nothing=4"], "no tensor is called 'nothing'"),
         (["--bits", "8", "--at-least", "*down*=12"], "must have at least 12 bits"),
