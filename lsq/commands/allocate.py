@@ -126,12 +126,13 @@ class Options(TextOptions):
     method: Annotated[str, (*METHODS, *SEARCHES)] | None = None
     """exact: the best sum of costs that there is; greedy: the steps that save most for what they
     take. Others measure mixes: refine near the exact one, evolve the best ones' children, random
-    any; ddpg and td3 are agents of stable-baselines3 (default: exact, with --text refine)"""
+    any; ddpg and td3 are agents of stable-baselines3 (default: exact, with --text or
+    --mixes refine)"""
     model: AnyPath | None = None
     """as for `lsq sensitivity`; without it, the one that was measured"""
-    mixes: Count = 400
-    """most mixes to measure; a quarter of the sentences is held out, and where a uniform format
-    loses less on these, it is taken"""
+    mixes: Count | None = None
+    """most mixes to measure (default: 400); a quarter of the sentences is held out, and where a
+    uniform format loses less on these, it is taken"""
     seed: int = 1
     """of searches that draw at random"""
     output: Folder
@@ -146,9 +147,11 @@ def run(arguments: list[str]) -> int:
     given = command_parser("allocate", Options).parse_args(arguments)
     costs = read_costs(given.costs / COSTS if given.costs.is_dir() else given.costs)
     budget = Budget(**{name: getattr(given, name) for name in BUDGETS})
-    method = given.method or (REFINE if given.text else EXACT)
-    if method in METHODS and given.text:
-        raise ValueError(f"--method {method} measures nothing: leave --text out")
+    measures = next((name for name in ("text", "mixes") if getattr(given, name)), None)
+    method = given.method or (REFINE if measures else EXACT)
+    if method in METHODS and measures:
+        raise ValueError(f"--method {method} measures nothing: leave --{measures} out")
+    given.mixes = given.mixes or Search().mixes
     given.model = given.model or Path(str(costs.about.get("model", "")))
     check_there(given.model, *given.text)
     if given.output.exists() and not given.output.is_dir():

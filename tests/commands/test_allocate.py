@@ -81,6 +81,7 @@ def test_bytes(lsq, measured, tmp_path):
         (["--bits", "4", "--method", "refine"], "has no data in it; give --text FILE"),
         (["--bits", "4", "--formats", "nvfp4"], "formats are nvfp4; measured were int8/row"),
         (["--bits", "4", "--activations"], "no activations were measured"),
+        (["--bits", "4", "--method", "exact", "--mixes", "9"], "measures nothing: leave --mixes"),
     ],
 )
 def test_what_is_refused(lsq, measured, tmp_path, given, message):
@@ -144,7 +145,7 @@ def test_a_translator(lsq, output, tmp_path, monkeypatch):
     costs, mix = tmp_path / "costs", tmp_path / "mix"
     given = ["--formats", *FORMATS, "--weights-only", "--words", "60", "--quiet"]
     assert lsq("sensitivity", "--model", output, *given, "--output", costs)[0] == 0
-    given = ["--bits", "4.6", "--method", "refine", "--mixes", "4", "--words", "60", "--quiet"]
+    given = ["--bits", "4.6", "--mixes", "4", "--words", "60", "--quiet"]
     status, said, error = lsq("allocate", "--costs", costs, *given, "--output", mix)
     assert status == 0, error
     assert "encoder.layers.0.self_attn.qkv_weight" in said and "of 4 mixes" in said
