@@ -178,12 +178,12 @@ def run(arguments: list[str]) -> int:
             allocation, said = found.allocation, _said(found)
         _write(given, allocator, allocation, method)
     print(allocation.table())
-    for names, reason in (
-        (allocation.unmeasured, "were not measured, and get int8"),
-        (allocation.unrounded, "are not rounded by lsq.convert, and stay as they are"),
+    for reason, names in (
+        ("not measured, get int8", allocation.unmeasured),
+        ("not rounded by lsq.convert, stay as they are", allocation.unrounded),
     ):
         if names:
-            print(f"\n{', '.join(names)} {reason}")
+            print(f"\n{reason}: {', '.join(names)}")
     taken = [SAID[name](amount, allocation.values) for name, amount in allocation.takes.items()]
     print(f"\nit takes {', '.join(taken)}")
     print(f"\n{_beside(allocation, budget, allocator)}{said}")

@@ -38,7 +38,7 @@ def test_formats_under_a_budget(lsq, measured, tmp_path):
     given = ["--costs", costs, "--bits", "4.5", "--at-least", "*down_proj*=8", "--output", output]
     status, said, _ = lsq("allocate", *given)
     assert status == 0 and "int4/row for all weights has" in said
-    assert "model.embed_tokens.weight are not rounded by lsq.convert" in said
+    assert "not rounded by lsq.convert, stay as they are: model.embed_tokens.weight" in said
     assert {path.name for path in output.iterdir()} >= set(allocate.OUTPUTS)
     text = (output / allocate.TEXTS[0]).read_text().strip()
     written = json.loads((output / allocate.JSON).read_text())
@@ -149,7 +149,7 @@ def test_a_translator(lsq, output, tmp_path, monkeypatch):
     status, said, error = lsq("allocate", "--costs", costs, *given, "--output", mix)
     assert status == 0, error
     assert "encoder.layers.0.self_attn.qkv_weight" in said and "of 4 mixes" in said
-    assert "decoder.output_projection.weight were not measured, and get int8" in said
+    assert "not measured, get int8: decoder.output_projection.weight" in said
     text = (mix / allocate.TEXTS[0]).read_text().strip()
     assert "decoder.output_projection.weight=int8" in text or text.startswith("int8,")
     checkpoint, other = output / "int8" / "model" / "checkpoint_best.pt", tmp_path / "other.pt"
