@@ -1,6 +1,7 @@
 """`lsq allocate`: a number format for each tensor of a model, under budgets."""
 
 from argparse import ArgumentTypeError
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import fields
 from importlib import import_module
