@@ -80,7 +80,8 @@ def draw_front(allocator: Allocator, allocation: Allocation, path: Path) -> None
     drawn = []
     for method in METHODS:
         front = replace(allocator, method=method).front()
-        above.plot(*_points(front), "-", label=f"mixes: {method}")
+        steps = {"drawstyle": "steps-post"}  # a larger budget allows what a smaller one does
+        above.plot(*_points(front), "-", label=f"mixes: {method}", **steps)
         drawn += front
     uniform = allocator.uniform()
     drawn += uniform.values()
@@ -92,9 +93,16 @@ def draw_front(allocator: Allocator, allocation: Allocation, path: Path) -> None
     positive = all(one.cost > 0 for one in drawn)
     above.set(xlabel="mean bits of a value, scales included", ylabel=allocation.rule)
     above.set_yscale("log" if positive else "linear")
+    above.margins(x=0.12)  # room for names
     above.grid(alpha=0.25)
     above.legend(fontsize="small")
-    below.bar(range(len(shown)), [one.bits for one in allocation.chosen], color="C0")
+    kinds = [one.part.kind for one in allocation.chosen]
+    colors = [f"C{KINDS.index(kind)}" for kind in kinds]
+    labels = [None if kind in kinds[:n] else PLURALS[kind] for n, kind in enumerate(kinds)]
+    heights = [one.bits for one in allocation.chosen]
+    below.bar(range(len(shown)), heights, color=colors, label=labels)
+    below.margins(y=0.25)  # room for the legend
+    below.legend(fontsize="small")
     named = shown if len(shown) <= MOST_NAMES else []
     below.set_xticks(range(len(named)), [name[-SHOWN:] for name in named], rotation=90)
     below.tick_params(axis="x", labelsize="xx-small")

@@ -78,6 +78,19 @@ def test_a_front_with_an_allocation(tmp_path, drawn):
     assert chosen.get_xydata().tolist() == [[found.bits, found.cost]]
     assert [bar.get_height() for bar in below.patches] == [one.bits for one in found.chosen]
     assert [name.get_text() for name in below.get_xticklabels()] == ["a, b", "c", "d"]
+    assert {exact.get_drawstyle(), greedy.get_drawstyle()} == {"steps-post"}
+
+
+def test_activations_have_another_color(tmp_path, drawn):
+    costs = of_weights("ab")
+    inputs = [dataclasses.replace(one, kind="activation") for one in costs.tensors]
+    costs = dataclasses.replace(costs, tensors=(*costs.tensors, *inputs))
+    allocator = Allocator(costs=costs, activations=True)
+    draw_front(allocator, allocator.run(Budget(bits=3.0)), tmp_path / "picture.png")
+    below = drawn[0].axes[1]
+    first, second, third, fourth = (bar.get_facecolor() for bar in below.patches)
+    assert first == third != second == fourth
+    assert [one.get_text() for one in below.get_legend().get_texts()] == ["weights", "activations"]
 
 
 def test_pictures_of_nothing_and_of_other_formats(tmp_path):
