@@ -288,10 +288,10 @@ class Allocator:
                 "a budget of milliseconds needs times of products; give an Allocator of"
                 " lsq.study.timed, or leave it out"
             )
-        unseen = [name for unit in self.units for name in unit[0].names if not self._rows(name)]
-        if "operations" in limits and unseen:
+        if "operations" in limits and self._unseen:
             raise ValueError(
-                f"no product with {unseen[0]} was seen in the measurement, as in lsq's own layers;"
+                f"no product with {self._unseen[0]} was seen in the measurement, as in lsq's own"
+                " layers;"
                 " measure the float model, or leave operations out"
             )
         problem = self._problem(limits)
@@ -464,8 +464,11 @@ class Allocator:
     def _of(self, part: Part) -> list[TensorCosts]:
         return [self._tensors[part.kind, name] for name in part.names]
 
-    def _rows(self, name: str) -> int:
-        return self._tensors[WEIGHT, name].rows
+    @cached_property
+    def _unseen(self) -> list[str]:
+        """Weights whose products were not seen in the measurement, so their rows are not known."""
+        names = (name for unit in self.units for name in unit[0].names)
+        return [name for name in names if not self._tensors[WEIGHT, name].rows]
 
     @cached_property
     def _tensors(self) -> dict[tuple[str, str], TensorCosts]:
@@ -475,12 +478,14 @@ class Allocator:
     def _allowed(self) -> Sequence[str]:
         return self.costs.formats if self.formats is None else self.formats
 
-    @property
+    @cached_property
     def _taken(self) -> dict[str, Taken]:
+        left_out = {"operations"} if self._unseen else set()
+        known = {name: one for name, one in TAKEN.items() if name not in left_out}
         if self.milliseconds is None:
-            return TAKEN
+            return known
         times = self.milliseconds
-        return {**TAKEN, "milliseconds": lambda one, rows: times(one.form, one.outputs, one.inputs)}
+        return {**known, "milliseconds": lambda one, rows: times(one.form, one.outputs, one.inputs)}
 
     def _sum(self, name: str, products: Iterable[Multiplication]) -> float:
         return math.fsum(self._taken[name](one, self.rows) for one in products)

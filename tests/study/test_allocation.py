@@ -182,6 +182,15 @@ def test_milliseconds_are_a_budget():
         Allocator(costs=costs).run(Budget(milliseconds=1.0))
 
 
+def test_operations_are_not_told_where_products_were_not_seen():
+    costs = costs_of("ab")
+    tensors = (costs.tensors[0], replace(costs.tensors[1], rows=0))
+    search = Allocator(costs=replace(costs, tensors=tensors))
+    assert search.run(Budget(bits=4.0)).takes.keys() == {"bits", "joules"}
+    with refused("no product with b was seen in the measurement"):
+        search.run(Budget(operations=1e9))
+
+
 def test_joules_are_those_of_the_model():
     costs = costs_of("ab")
     search = Allocator(costs=costs, rows=3)
