@@ -132,7 +132,7 @@ class Costs:
         return "; ".join(different)
 
     def table(self, style: str = "simple") -> str:
-        """Return tables of costs, sums and rank correlations; style "github" is Markdown."""
+        """Return tables of costs, sums and known rank correlations; style "github" is Markdown."""
         parts = [
             f"Loss {self.loss:.4f}, a mean over {self.count:g}; estimates from {self.samples}"
             " gradients."
@@ -157,7 +157,9 @@ class Costs:
             head = [f"cost of {PLURALS[kind]}", *self.formats]
             parts.append(fitted(rows, head, sides, style=style, width=width))
             rank = correlation(self, kind)
-            parts.append(f"Rank correlation of costs with the estimate's second term: {rank:.3f}.")
+            if not math.isnan(rank):
+                text = "Rank correlation of costs with the estimate's second term"
+                parts.append(f"{text}: {rank:.3f}.")
         return "\n\n".join(parts)
 
 
