@@ -23,6 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import lsq
 from lsq import QuantConfig
+from lsq.quant.numbers import scaled_format
 from lsq.study import Search
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -76,6 +77,14 @@ def tried(model: torch.nn.Module, of_float: list, data: list) -> tuple[float, fl
     return divergence / len(data), loss / len(data)
 
 
+def bits_of(model: torch.nn.Module, form: str) -> float:
+    """Mean bits of a value, scales included, of the weights that products read, in one format."""
+    scaled = scaled_format("int8/row" if form == "int8" else form)
+    weights = [one.weight for one in model.modules() if isinstance(one, torch.nn.Linear)]
+    taken = sum(scaled.bits_per_value(one.shape) * one.numel() for one in weights)
+    return taken / sum(one.numel() for one in weights)
+
+
 def main(words: list[str] | None = None) -> dict[str, tuple[float, float, float, float]]:
     """Train, choose formats, train on; (bits, divergence, loss, loss in the end) by side."""
     parser = argparse.ArgumentParser(
@@ -125,7 +134,8 @@ def main(words: list[str] | None = None) -> dict[str, tuple[float, float, float,
     last = batches(text[:border], given, given.last, given.seed + 1)
 
     quants: dict[str, tuple[float, QuantConfig | None]] = {"float32": (32.0, None)}
-    quants |= {form: (0.0, QuantConfig(weight_format=form)) for form in UNIFORM}
+    for form in UNIFORM:
+        quants[form] = bits_of(model, form), QuantConfig(weight_format=form)
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         for bits in given.bits:

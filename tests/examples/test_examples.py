@@ -71,6 +71,7 @@ def test_allocate(monkeypatch, capsys, tmp_path):
     assert list(results) == ["float32", "int8", "int4/row", "int3/row", "mix of 4.8"]
     bits, divergence, loss, _ = results["mix of 4.8"]
     assert bits <= 4.8 and results["float32"][1] == 0
+    assert 3 < results["int3/row"][0] < results["int4/row"][0] < results["int8"][0] < 9
     assert divergence < results["int3/row"][1] and abs(loss - results["float32"][2]) < 0.1
     assert "4 mixes" in capsys.readouterr().out
     text = tmp_path / "text"
