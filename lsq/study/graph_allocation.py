@@ -205,7 +205,7 @@ class GraphAllocator:
         self._converted = lru_cache(KEPT)(self._convert)
 
     def problem(self, *, memory: float | None = None, computation: float | None = None) -> Problem:
-        """Return the problem of these budgets; ValueError if there are none.
+        """Return the problem of these budgets; ValueError: there are none, or one is not above 0.
 
         Args:
             memory: the most bytes.
@@ -215,6 +215,9 @@ class GraphAllocator:
         used = [number for number, limit in enumerate(limits) if limit is not None]
         if not used:
             raise ValueError("there is no budget; give memory or computation")
+        for name, limit in (("memory", memory), ("computation", computation)):
+            if limit is not None and not (math.isfinite(limit) and limit > 0):
+                raise ValueError(f"{name} is {limit}; it must be a finite number above 0")
         items = [
             Item(
                 name=name,
@@ -255,6 +258,7 @@ class GraphAllocator:
         """Return the best choices within budgets that a search measures; it begins with `picked`.
 
         Args:
+            memory, computation: as for `problem`.
             how: None: Search(). Its rule does not count.
         """
         how, seen = how or Search(), {}

@@ -252,6 +252,9 @@ def test_the_given_model_stays():
 
 def test_what_is_refused(shared):
     found = shared
+    for given in ({"memory": -1}, {"computation": 0.0}, {"memory": float("nan")}):
+        with refused(f"{next(iter(given))} is .*; it must be a finite number above 0"):
+            found.search(**given)
     with refused("there is no budget; give memory or computation"):
         found.problem()
     memory, computation = found.takes(found.uniform(2))
