@@ -138,10 +138,11 @@ def search(
         raise ValueError(
             "the model has other weights than those whose costs were measured; give the same model"
         )
-    numbers = declared_tables(costs.formats)
-    if numbers != costs.about.get("numbers", {}):
+    numbers, measured = declared_tables(costs.formats), costs.about.get("numbers", {})
+    if numbers != measured:
         raise ValueError(
-            f"{', '.join(numbers)} had other values when the costs were measured; measure again"
+            f"{', '.join(numbers | measured)} had other values when the costs were measured, or is"
+            " not declared now; declare it as it was (--import), or measure again"
         )
     rounding = {name: Rounding.of(name, costs.clip) for name in costs.formats}
 
