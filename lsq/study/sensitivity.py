@@ -252,14 +252,7 @@ def sensitivity(
             )
     batches = list(batches)  # of a loader, which may shuffle them
     samples, keep = batches if samples is None else list(samples), keep or Keep()
-    numbers = declared_tables(rounding)  # what was measured with other values counts no more
-    trial = Trial(
-        model=model,
-        loss=loss,
-        batches=batches,
-        weights=weights_to_measure(model, tensors),
-        rounding=rounding,
-    )
+    trial = _trial(model, loss, batches, rounding, tensors)
     with still(model, trial.weights.values()):
         before, count = trial.begin()
         again, *_ = trial.measured()
@@ -268,15 +261,8 @@ def sensitivity(
                 f"the same batches have losses of {before:g} and {again:g}; make the loss"
                 " deterministic"
             )
-        costs = Costs(
-            about={**keep.about, **({"numbers": numbers} if numbers else {})},
-            weights=digest_of(trial.weights),
-            clip=clip,
-            formats=tuple(rounding),
-            loss=before,
-            count=count,
-            samples=len(samples),
-        )
+        costs = trial.none_yet(keep.about, clip, len(samples))
+        costs = replace(costs, loss=before, count=count)
         wanted = [(WEIGHT, name) for name in trial.weights]
         if activations:
             wanted += [(ACTIVATION, name) for name in trial.weights if name in trial.values]
@@ -315,29 +301,24 @@ def estimate(
     divergences are None, so that `sensitivity` does not go on with a file of these.
     """
     samples, rounding = list(samples), _roundings(formats, clip)
-    trial = Trial(
-        model=model,
-        loss=loss,
-        batches=samples,
-        weights=weights_to_measure(model, tensors),
-        rounding=rounding,
-    )
+    trial = _trial(model, loss, samples, rounding, tensors)
     with still(model, trial.weights.values()):
         before, count = trial.begin()
         found = gradients(model, loss, samples, trial.weights, (), rounding, drawn=True)
         measured = tuple(trial.weight(name, found, None) for name in trial.weights)
-    numbers = declared_tables(rounding)
-    return Costs(
-        about={**(about or {}), **({"numbers": numbers} if numbers else {}), "estimated": True},
-        weights=digest_of(trial.weights),
-        clip=clip,
-        formats=tuple(rounding),
-        loss=before,
-        count=count,
-        samples=len(samples),
-        tensors=measured,
-        finished=True,
-    )
+    costs = trial.none_yet({**(about or {}), "estimated": True}, clip, len(samples))
+    return replace(costs, loss=before, count=count, tensors=measured, finished=True)
+
+
+def _trial(
+    model: nn.Module,
+    loss: Loss,
+    batches: Sequence[Any],
+    rounding: Mapping[str, Rounding],
+    tensors: Iterable[str],
+) -> "Trial":
+    weights = weights_to_measure(model, tensors)
+    return Trial(model=model, loss=loss, batches=batches, weights=weights, rounding=rounding)
 
 
 def _roundings(formats: Sequence[str], clip: str) -> dict[str, Rounding]:
@@ -374,6 +355,19 @@ class Trial:
         if transposed:
             self.transposed.add(name)
         return x
+
+    def none_yet(self, about: Mapping[str, Any], clip: str, samples: int) -> Costs:
+        """Return costs without tensors, of a loss that is still unknown."""
+        numbers = declared_tables(self.rounding)  # what was measured with others counts no more
+        return Costs(
+            about={**about, **({"numbers": numbers} if numbers else {})},
+            weights=digest_of(self.weights),
+            clip=clip,
+            formats=tuple(self.rounding),
+            loss=0.0,
+            count=0.0,
+            samples=samples,
+        )
 
     def begin(self) -> tuple[float, float]:
         """Compute the batches for the first time; return (mean loss, number of losses). ValueError:
