@@ -18,10 +18,13 @@ import torch
 from decoding_models import FORMATS, START, llama_architecture, packed_megabytes, random_model
 
 from lsq.native import loader, tiles
+from lsq.quant.formats import Int4
 from lsq.serving.engine import Engine
 from lsq.study.product_times import Product, product_times
 
 BASELINE = "int2/row"
+MIX = "int4/row,*gate_weight=int2/row,*up_weight=int2/row,*fc2_weight=int8"
+"""Formats of an allocation."""
 LAYERS, ROWS = (12, 24), (1, 4, 16)
 SETTLING, STEPS, TOP = 16, 32, 5
 """Steps before the caches are as they stay, steps that are timed, and words that each returns."""
@@ -39,16 +42,26 @@ def step_milliseconds(engine: Engine, rows: int, clock) -> float:
     return min(found[SETTLING:])
 
 
+def form_of(engine: Engine, name: str) -> str:
+    """The format of a weight, as product_times takes it."""
+    form = engine._preparation._model.architecture.format_of(name)
+    return form.name if isinstance(form, Int4) or form.bits == 8 else f"int{form.bits}/row"
+
+
 def products_milliseconds(
-    form: str, shapes: list[tuple[int, int]], megabytes: float, rows: list[int]
+    products: list[tuple[str, int, int]], megabytes: float, rows: list[int]
 ) -> dict[int, float]:
-    """Rows of a step -> the sum of its products, which are measured now."""
+    """Rows of a step -> the sum of its products (format, outputs, inputs), measured now."""
     wanted = [
-        Product(form=form, rows=each, outputs=p, inputs=k) for each in rows for p, k in shapes
+        Product(form=form, rows=each, outputs=p, inputs=k)
+        for each in rows
+        for form, p, k in products
     ]
     with tempfile.TemporaryDirectory() as folder:
         times = product_times(wanted, megabytes=megabytes, path=Path(folder) / "times.json")
-    return {each: sum(times.milliseconds(form, each, p, k) for p, k in shapes) for each in rows}
+    return {
+        each: sum(times.milliseconds(form, each, p, k) for form, p, k in products) for each in rows
+    }
 
 
 def measured(layers: int, options) -> Iterator[dict]:
@@ -62,9 +75,11 @@ def measured(layers: int, options) -> Iterator[dict]:
         for form, engine in engines.items():
             for rows in options.rows:
                 steps[form, rows].append(step_milliseconds(engine, rows, clock))
-            packed = engine._preparation._weights.values()
-            shapes = [(weight.columns, weight.inner) for weight in packed]
-            found = products_milliseconds(form, shapes, packed_megabytes(engine), options.rows)
+            of_step = [
+                (form_of(engine, name), weight.columns, weight.inner)
+                for name, weight in engine._preparation._weights.items()
+            ]
+            found = products_milliseconds(of_step, packed_megabytes(engine), options.rows)
             for rows, each in found.items():
                 products[form, rows].append(each)
         print(f"{layers} layers, round {number + 1} of {options.rounds}", file=sys.stderr)
@@ -94,7 +109,7 @@ def main(arguments: list[str] | None = None) -> None:
         "--rows", type=common.positive, nargs="+", default=ROWS, metavar="R", help="of a step"
     )
     parser.add_argument(
-        "--formats", nargs="+", choices=FORMATS, default=FORMATS, metavar="NAME", help="of weights"
+        "--formats", nargs="+", default=(*FORMATS, MIX), metavar="NAME", help="of weights"
     )
     options = common.parse(parser, arguments)
     options.formats = tuple(dict.fromkeys((BASELINE, *options.formats)))

@@ -40,21 +40,24 @@ def llama_architecture(layers: int, quick: bool) -> Architecture:
 
 
 def random_model(architecture: Architecture, weight_format: str) -> DecodingModel:
-    """A model of this architecture, with its weights in a format."""
+    """A model of this architecture, with its weights in a format; patterns may follow it."""
     stacks = {}
     for side, stack in architecture.stacks.items():
         quant = replace(stack.config.quant, weight_format=weight_format)
         stacks[side] = replace(stack, config=replace(stack.config, quant=quant))
     architecture = replace(architecture, **stacks)
-    form = architecture.decoder.config.quant.weights
-    largest = 7 if isinstance(form, Int4) else form.largest
+
+    def largest(name: str) -> int:
+        form = architecture.format_of(name.rpartition(".")[0])
+        return 7 if isinstance(form, Int4) else form.largest
+
     tensors = {}
     for name, (shape, dtype) in tensors_of(architecture).items():
         if dtype is torch.int8:
-            tensors[name] = torch.randint(-largest, largest + 1, shape, dtype=dtype)
+            tensors[name] = torch.randint(-largest(name), largest(name) + 1, shape, dtype=dtype)
         elif name.endswith(".scale"):
             inner = architecture.decoder.config.hidden
-            tensors[name] = torch.full(shape, 1 / (largest * math.sqrt(inner)))
+            tensors[name] = torch.full(shape, 1 / (largest(name) * math.sqrt(inner)))
         elif "clip" in name:
             tensors[name] = torch.full(shape, CLIP)
         elif "embed_tokens" in name:
