@@ -7,7 +7,7 @@ if TYPE_CHECKING:
     from lsq.commands.translator import Translator
     from lsq.config import QuantConfig
     from lsq.layers.memory import plan_memory
-    from lsq.models import convert, freeze, revert
+    from lsq.models import convert, freeze, revert, train_codes
     from lsq.observe.monitor import monitor
     from lsq.quant.declared import number_format
     from lsq.quant.tables import NumberFormat
@@ -24,6 +24,7 @@ __all__ = [
     "number_format",
     "plan_memory",
     "revert",
+    "train_codes",
 ]
 __version__ = "0.1.0"
 
@@ -38,6 +39,7 @@ _HOMES = {
     "number_format": "lsq.quant.declared",
     "plan_memory": "lsq.layers.memory",
     "revert": "lsq.models",
+    "train_codes": "lsq.models",
 }
 _PACKAGES = ("dist", "models", "optim")
 

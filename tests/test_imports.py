@@ -24,7 +24,7 @@ _ALLOWED = {
     "run": "emulator gemm memory native program",
     "bits": "native ops quant run",
     "dist": "config extras ops quant run",
-    "optim": "native ops program run",
+    "optim": "native ops program quant run",
     "layers": "config dist extras gemm native ops program quant run",
     "observe": "config dist extras layers ops program quant run",
     "models": "config dist extras files graphs layers native observe program quant run",

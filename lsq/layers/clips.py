@@ -157,8 +157,8 @@ class ClippedModule(nn.Module):
         return [self.own_parameter(name)]
 
     def is_coded(self, name: str) -> bool:
-        """Whether a weight is kept as codes alone (lsq.freeze); its clip then stays, too."""
-        return all(type(part) is CodedWeight for part in self.sources(name))
+        """Whether a weight is kept as codes alone, whose scales then are its clips."""
+        return all(isinstance(part, CodedWeight) for part in self.sources(name))
 
     def values_of(self, name: str) -> torch.Tensor:
         """Return a parameter as programs read it: with zeros where a mask leaves values out."""
@@ -389,8 +389,10 @@ class ClippedModule(nn.Module):
             clip = None if declared.clip is None else self.own_parameter(declared.clip)
             if clip is None or clip.is_meta or any(map(is_shard, (clip, *self.sources(name)))):
                 continue
-            if not self.is_coded(name):
-                values = self.values_of(name)
+            values = self.values_of(name)
+            if isinstance(values, CodedWeight):
+                values.write_clip(clip.data)
+            else:
                 rows = values.t() if declared.in_out else values
                 # resized weights get clips of their size in the next pass
                 form = self.quant.weight_form(name)

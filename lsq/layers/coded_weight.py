@@ -1,4 +1,7 @@
-"""Parameters kept as codes alone: reading gives decoded values, writing raises an error."""
+"""Parameters kept as codes alone: reading gives decoded values, writing raises an error.
+
+lsq.freeze makes CodedWeight, lsq.train_codes TrainedCodes.
+"""
 
 from __future__ import annotations
 
@@ -39,10 +42,16 @@ class Codes:
     columns: int
     in_out: bool
     """Whether the parameter is [K, N]; the weight then is a single parameter."""
+    remainder: torch.Tensor | None = None
+    """int8 [P, K] of a weight that trains (lsq.quant.compact); products do not read it."""
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        return self.stored, self.remainder, self.scale
 
     @property
     def nbytes(self) -> int:
-        return self.stored.nbytes + self.scale.nbytes
+        return sum(one.nbytes for one in self.tensors if one is not None)
 
     def decode(self, first: int, last: int) -> torch.Tensor:
         """Decode rows `first` to `last` (excluded): float32 in the layout of the parameter."""
@@ -75,6 +84,8 @@ class Unread(torch.Tensor):
 class ReadOnly(torch.Tensor):
     """A tensor that can be read, not written: a view of a weight that is codes alone."""
 
+    advice = ADVICE
+
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
@@ -88,6 +99,11 @@ class ReadOnly(torch.Tensor):
     def decode(self) -> torch.Tensor:
         return self.values
 
+    def view_of(self, values: torch.Tensor) -> ReadOnly:
+        made = ReadOnly(values)
+        made.advice = self.advice
+        return made
+
     @classmethod
     def __torch_dispatch__(cls, function, types, arguments=(), options=None):
         options, schema = options or {}, function._schema
@@ -95,19 +111,21 @@ class ReadOnly(torch.Tensor):
             one.name: value for one, value in zip(schema.arguments, arguments, strict=False)
         } | options
         aliased = [
-            one.alias_info
+            (one.alias_info, value)
             for one in schema.arguments
             if one.alias_info
-            and any(isinstance(value, ReadOnly) for value in tree_leaves(given.get(one.name)))
+            for value in tree_leaves(given.get(one.name))
+            if isinstance(value, ReadOnly)
         ]
-        if any(one.is_write for one in aliased):
-            raise RuntimeError(f"{function.name()} would write here: {ADVICE}")
+        for info, value in aliased:
+            if info.is_write:
+                raise RuntimeError(f"{function.name()} would write here: {value.advice}")
         arguments, options = tree_map_only(ReadOnly, lambda one: one.decode(), (arguments, options))
         if schema.is_mutable:
             return function(*arguments, **options)
         with torch.inference_mode(False):  # a view of a normal tensor must be a normal one
             found = function(*arguments, **options)
-            return tree_map_only(torch.Tensor, ReadOnly, found) if aliased else found
+            return tree_map_only(torch.Tensor, aliased[0][1].view_of, found) if aliased else found
 
     # Accesses that PyTorch does not dispatch
 
@@ -119,7 +137,7 @@ class ReadOnly(torch.Tensor):
     def data(self, value: torch.Tensor) -> None:
         own = getattr(self, "codes", None)
         if own is None or getattr(value, "codes", None) is not own:
-            raise RuntimeError(f".data cannot be set: {ADVICE}")
+            raise RuntimeError(f".data cannot be set: {self.advice}")
         torch.Tensor.data.__set__(self, value)  # as nn.Module.to does for another dtype
 
     @property
@@ -132,17 +150,17 @@ class ReadOnly(torch.Tensor):
 
     def requires_grad_(self, requires_grad: bool = True) -> ReadOnly:
         if requires_grad and isinstance(self, nn.Parameter):  # a detached copy may
-            raise RuntimeError(f"it cannot require a gradient: {ADVICE}")
+            raise RuntimeError(f"it cannot require a gradient: {self.advice}")
         return super().requires_grad_(requires_grad)
 
     def __setitem__(self, *_):
-        raise RuntimeError(f"no value can be set: {ADVICE}")
+        raise RuntimeError(f"no value can be set: {self.advice}")
 
     def contiguous(self, **_) -> torch.Tensor:
         return self.decode().contiguous()
 
     def data_ptr(self, **_):
-        raise RuntimeError(f"there is no address of floats: {ADVICE}")
+        raise RuntimeError(f"there is no address of floats: {self.advice}")
 
     storage = __dlpack__ = __dlpack_device__ = data_ptr
 
@@ -173,7 +191,7 @@ class CodedWeight(ReadOnly):
     @staticmethod
     def joined(parts: Sequence[torch.Tensor]) -> CodedWeight | None:
         """Join parts of one weight; None if all are floats, ValueError if a part was replaced."""
-        coded = [part for part in parts if type(part) is CodedWeight]
+        coded = [part for part in parts if isinstance(part, CodedWeight)]
         if not coded:
             return None
         ends, codes = [0, *(part.last for part in coded)], coded[0].codes
@@ -181,12 +199,16 @@ class CodedWeight(ReadOnly):
         if not together or ends[:-1] != [part.first for part in coded] or ends[-1] != codes.rows:
             shapes = ", ".join(str(list(part.shape)) for part in parts)
             raise ValueError(
-                f"parameters {shapes} of one product are no longer those that were frozen: {ADVICE}"
+                f"parameters {shapes} of one product are no longer those that became codes:"
+                f" {coded[0].advice}"
             )
-        return CodedWeight(codes, 0, ends[-1], coded[0].dtype)
+        return type(coded[0])(codes, 0, ends[-1], coded[0].dtype)
 
     def decode(self) -> torch.Tensor:
         return self.codes.decode(self.first, self.last).to(self.dtype)
+
+    def write_clip(self, clip: torch.Tensor) -> None:
+        """Write the clips [N] of these codes, unless they stay as they were."""
 
     def given(self, weight: Weight, made_of: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the program's inputs for this weight; ValueError if a part of it is trained."""
@@ -227,4 +249,4 @@ def decode_all(module: nn.Module) -> None:
     """Decode the parameters of `module` itself to floats."""
     for name, parameter in module._parameters.items():
         if isinstance(parameter, CodedWeight):
-            module._parameters[name] = nn.Parameter(parameter.decode(), requires_grad=False)
+            module._parameters[name] = nn.Parameter(parameter.decode(), parameter.requires_grad)

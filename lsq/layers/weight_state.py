@@ -153,7 +153,7 @@ class WeightState:
         for weight in rounded_weights(program):
             values, clip = parameters[weight.name], parameters[weight.clip]
             parts = module.sources(weight.name)
-            if type(values) is CodedWeight:
+            if isinstance(values, CodedWeight):
                 found |= values.given(weight.virtual, (*parts, clip))
                 continue
             codes = self._now(weight, values, parts, clip, module.changes(parts, clip), backend)

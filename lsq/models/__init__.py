@@ -7,23 +7,25 @@ from lsq.extras import lazily
 if TYPE_CHECKING:
     from lsq.models.clips import average_clips, declare_formats, load_clips, save_clips
     from lsq.models.conversion import convert, float_state_dict, revert
-    from lsq.models.frozen import Frozen, freeze
+    from lsq.models.frozen import CodesAlone, freeze
     from lsq.models.node_widths import set_node_bits
     from lsq.models.selection import Layer, Report
     from lsq.models.sparsity import Pruning, Sparsity, sparsify, sparsity_of
+    from lsq.models.trained_codes import train_codes
     from lsq.models.trainer import LsqCallback
 
 _FILES = {
     "LsqCallback": "trainer",
     **dict.fromkeys(("average_clips", "declare_formats", "load_clips", "save_clips"), "clips"),
     **dict.fromkeys(("convert", "float_state_dict", "revert"), "conversion"),
-    **dict.fromkeys(("Frozen", "freeze"), "frozen"),
+    **dict.fromkeys(("CodesAlone", "freeze"), "frozen"),
     "set_node_bits": "node_widths",
+    "train_codes": "trained_codes",
     **dict.fromkeys(("Layer", "Report"), "selection"),
     **dict.fromkeys(("Pruning", "Sparsity", "sparsify", "sparsity_of"), "sparsity"),
 }
 __all__ = [
-    "Frozen",
+    "CodesAlone",
     "Layer",
     "LsqCallback",
     "Pruning",
@@ -40,6 +42,7 @@ __all__ = [
     "set_node_bits",
     "sparsify",
     "sparsity_of",
+    "train_codes",
 ]
 __getattr__ = lazily(__name__, _FILES)
 

@@ -20,13 +20,15 @@ SAVED = "of a head that has an adapter, with which PEFT saves it"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Frozen:
-    """The result of `freeze`.
+class CodesAlone:
+    """The result of `freeze` and of `train_codes`.
 
-    `weights`: number of parameters that are now codes. `floats`: bytes that they had as floats.
-    `codes`: bytes of codes and scales. `left`: reason -> number of weights that stay floats.
+    `kind`: "frozen" or "trained". `weights`: number of parameters that are now codes. `floats`:
+    bytes that they had as floats. `codes`: bytes of codes and scales. `left`: reason -> number of
+    weights that stay floats.
     """
 
+    kind: str
     weights: int
     floats: int
     codes: int
@@ -34,8 +36,8 @@ class Frozen:
 
     def __str__(self) -> str:
         first = (
-            f"{self.weights} frozen weights are kept as codes alone, in {self.codes / 1e6:,.1f} MB;"
-            f" their floats took {self.floats / 1e6:,.1f} MB more"
+            f"{self.weights} {self.kind} weights are kept as codes alone, in"
+            f" {self.codes / 1e6:,.1f} MB; their floats took {self.floats / 1e6:,.1f} MB more"
         )
         return "\n".join([first, *(f"left: {n} {reason}" for reason, n in self.left.items())])
 
@@ -43,7 +45,7 @@ class Frozen:
 
 
 @torch.inference_mode(False)
-def freeze(model: nn.Module) -> Frozen:
+def freeze(model: nn.Module) -> CodesAlone:
     """Keep the frozen weights of a converted model as codes alone, without float parameters.
 
     Passes give the same results, bit by bit. Parameters keep their names, shapes and dtypes. They
@@ -79,7 +81,7 @@ def freeze(model: nn.Module) -> Frozen:
             + ("; ".join(reasons) or "no layer is lsq's, call lsq.convert(model) first")
         )
     weights, floats, codes = map(sum, zip(*(_freeze(*one) for one in chosen), strict=True))
-    return Frozen(weights=weights, floats=floats, codes=codes, left=left)
+    return CodesAlone(kind="frozen", weights=weights, floats=floats, codes=codes, left=left)
 
 
 def _saved_heads(model: nn.Module) -> set[int]:

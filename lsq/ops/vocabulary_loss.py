@@ -241,8 +241,9 @@ class KeptWeightGradient(Operation):
         found = torch.zeros(self.dweight.shape, dtype=torch.float32)
         for word, gradient in self.kept.words(given):
             found.index_add_(0, word, (gradient * self.dloss)[:, None] * given.x.coded.decode())
-        outside = (weight.values.float().abs() > weight.clip.reshape(-1, 1)) & (not weight.absmax)
-        dweight = self.others + torch.where(outside, 0.0, found)
+        if not weight.absmax:
+            found[weight.values.float().abs() > weight.clip.reshape(-1, 1)] = 0.0
+        dweight = self.others + found
         return {"dweight": dweight.to(self.dweight.dtype)}
 
 

@@ -108,9 +108,11 @@ class ProjectWeightGradient(Operation):
 
     def _straight_through(self, product: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the product [N, K] under the mask |weight| <= clip, and the clip's gradient."""
-        weight, clip = self.weight.values_by_rows, self.weight.clip
-        limit = clip.reshape(-1, 1)
-        outside = (weight.abs() > limit) & (not self.weight.absmax)
+        clip = self.weight.clip
+        if self.weight.absmax:
+            return product, torch.zeros_like(clip)
+        weight, limit = self.weight.values_by_rows, clip.reshape(-1, 1)
+        outside = weight.abs() > limit
         contribution = torch.where(outside, product * weight.sign(), 0.0)
         if self.learned_step:
             rows = slice(self.weight_rows)

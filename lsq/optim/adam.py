@@ -3,7 +3,8 @@ clips."""
 
 import math
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from numbers import Real
 from typing import Any
 
@@ -12,19 +13,23 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from lsq.ops.adam import scalars
+from lsq.optim import moments
+from lsq.optim.backward import BackwardSteps
+from lsq.optim.compact import CompactUpdate, is_compact, norm_of, trains_codes
 from lsq.optim.updates import Members, Updates, check_moments
 from lsq.run.backends import Backend, for_device
 from lsq.run.parameter_state import take
 
 STATE = ("step", "exp_avg", "exp_avg_sq")
 """Names in the state of a parameter."""
+MOMENT_BITS = (8, 32)
 REFUSED = ("amsgrad", "maximize")
 """Options of torch.optim.Adam that this Adam does not have."""
 
 
 class Adam(Optimizer):
     """Adam (Kingma & Ba 2015) with decoupled weight decay (Loshchilov & Hutter 2019), on float32
-    parameters.
+    parameters and on the codes of lsq.train_codes.
 
     A step also writes the codes of the new weights of lsq's layers, which the next training pass
     reads. It changes their clips by at most the share QuantConfig.clip_step. The state of each
@@ -34,6 +39,8 @@ class Adam(Optimizer):
     Gradients are multiplied and clipped as they are read: see `multiply_grads` and
     `clip_grad_norm`. Parameters may be shards of FSDP2. On a GPU nothing waits for the device.
 
+    With `moment_bits=8`, moments of matrices are codes (lsq.quant.compact).
+
     Args:
         params: parameters, or groups: dicts with their own options.
         lr: learning rate.
@@ -42,6 +49,7 @@ class Adam(Optimizer):
         weight_decay: a parameter first loses lr * weight_decay of itself, as under AdamW.
         torch_epsilon: add eps after the bias correction, as torch.optim does; fairseq adds it
             before.
+        moment_bits: 32 or 8.
         backend: where it runs; None: on the device of the parameters. A copy does not keep it.
 
     Raises:
@@ -49,6 +57,8 @@ class Adam(Optimizer):
     """
 
     backend: Backend | None = None
+    backward: BackwardSteps | None = None
+    moment_bits = 32
 
     def __init__(
         self,
@@ -59,8 +69,12 @@ class Adam(Optimizer):
         weight_decay: float = 0.0,
         *,
         torch_epsilon: bool = True,
+        moment_bits: int = 32,
         backend: Backend | None = None,
     ):
+        if moment_bits not in MOMENT_BITS:
+            raise ValueError(f"moment_bits is {moment_bits!r}; it must be 8 or 32")
+        self.moment_bits = moment_bits
         self._clear()
         self.backend = backend
         super().__init__(
@@ -77,6 +91,9 @@ class Adam(Optimizer):
 
     def _clear(self) -> None:
         self._updates: dict[torch.device, Updates] = {}
+        self._compact: dict[Tensor, CompactUpdate] = {}
+        self._places: dict[Tensor, tuple[int, int]] = {}
+        """Parameter -> its group, and its number among all."""
         self.gradient_factor: float | Tensor = 1.0
         """The next step multiplies gradients by it."""
 
@@ -87,38 +104,83 @@ class Adam(Optimizer):
         except ValueError:
             self.param_groups.pop()
             raise
+        self._number()
+        if self.backward is not None:
+            self._watch(self.param_groups[-1])
+
+    def step_in_backward(self) -> "Adam":
+        """Step each matrix as soon as a backward pass has its gradient, and free that; return self.
+
+        It concerns matrices whose weight or moments have 8 bits; `step` does the rest. See
+        lsq.optim.backward for what this changes.
+        """
+        if self.backward is None:
+            self.backward = BackwardSteps(self._step_alone)
+            for group in self.param_groups:
+                self._watch(group)
+        return self
+
+    def _watch(self, group: dict[str, Any]) -> None:
+        for parameter in group["params"]:
+            if is_compact(parameter, self.moment_bits):
+                self.backward.watch(parameter)
+
+    def _number(self) -> None:
+        for number, group in enumerate(self.param_groups):
+            for parameter in group["params"]:
+                self._places.setdefault(parameter, (number, len(self._places)))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "moment_bits": self.moment_bits}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Set the state of a copy or a state dict. Raises ValueError: another kind of Adam made
         it."""
         super().__setstate__(state)
         self._clear()
+        self._number()
         for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
             _check_group(group)
-        for parameter, moments in self.state.items():
-            if "max_exp_avg_sq" in moments:
-                raise ValueError(
-                    "the state is of an Adam with amsgrad, which this one does not have"
-                )
-            if not moments:
-                continue
-            missing = [name for name in STATE if name not in moments]
-            if missing:
-                raise ValueError(
-                    f"the state of a parameter has {', '.join(moments)}, but no {missing[0]}: of no"
-                    " Adam"
-                )
-            check_moments(parameter, moments["exp_avg"], moments["exp_avg_sq"])
-            moments["step"] = int(moments["step"])
+        for parameter, kept in self.state.items():
+            if kept:
+                self.state[parameter] = self._loaded(parameter, kept)
+
+    def _loaded(self, parameter: Tensor, state: dict[str, Any]) -> dict[str, Any]:
+        """Return the state of a parameter, of whichever Adam, as this one's."""
+        if "max_exp_avg_sq" in state:
+            raise ValueError("the state is of an Adam with amsgrad, which this one does not have")
+        for name, value in state.items():
+            if isinstance(value, _Bytes):
+                state[name] = value.tensor.to(parameter.device)
+        if "state1" in state:
+            state = moments.of_bitsandbytes(state, parameter)
+        missing = [name for name in STATE if name not in state]
+        if missing:
+            raise ValueError(
+                f"the state of a parameter has {', '.join(state)}, but no {missing[0]}: of no Adam"
+            )
+        if moments.FIRST + moments.SCALE in state:
+            moments.check_codes(parameter, state)
+        else:
+            check_moments(parameter, state["exp_avg"], state["exp_avg_sq"])
+        bits = self.moment_bits if parameter.dim() > 1 else 32
+        return moments.with_bits({**state, "step": int(state["step"])}, parameter, bits)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this optimizer, of torch.optim's Adam or AdamW, or of fairseq's Adam.
         Raises ValueError: it does not fit the parameters, or has options that this Adam lacks."""
         before = {**self.__getstate__()}
+        states = {
+            number: {
+                name: _Bytes(one) if getattr(one, "dtype", None) == torch.uint8 else one
+                for name, one in state.items()
+            }
+            for number, state in state_dict["state"].items()
+        }
         try:
-            super().load_state_dict(state_dict)
+            super().load_state_dict({**state_dict, "state": states})
         except ValueError:
             self.__dict__.update(before)
             raise
@@ -128,8 +190,13 @@ class Adam(Optimizer):
         self.gradient_factor = 1.0
 
     def multiply_grads(self, factor: float | Tensor) -> None:
-        """Multiply all gradients by a number, or a tensor [] or [1], until `step` or
-        `zero_grad`."""
+        """Multiply all gradients by a number, or a tensor [] or [1], until `step` or `zero_grad`.
+        Raises RuntimeError: backward passes have used gradients already."""
+        if self.backward is not None:
+            raise RuntimeError(
+                "backward passes have used the gradients of matrices already (step_in_backward), so"
+                " that no factor reaches them; multiply the loss instead"
+            )
         self.gradient_factor = self.gradient_factor * factor
 
     @torch.no_grad()
@@ -137,7 +204,7 @@ class Adam(Optimizer):
         self, max_norm: float, aggregate: Callable[[Tensor], Tensor] | None = None
     ) -> Tensor:
         """Return the norm float32 [] of all gradients. If it exceeds `max_norm`, the next step
-        shortens them to that.
+        shortens them to that; after `step_in_backward`, the next backward passes, too.
 
         Args:
             max_norm: largest norm; 0 or less clips nothing.
@@ -152,7 +219,12 @@ class Adam(Optimizer):
                 "the gradients are shards of FSDP2; clip them by torch.nn.utils.clip_grad_norm_"
             )
         nothing = torch.zeros(1, dtype=torch.float32, device="cpu")
-        norms = [updates.norm() for updates in prepared] or [nothing]
+        norms = [updates.norm() for updates in prepared]
+        norms += [torch.tensor([norm_of(one.grad)]) for one in self._compact_gradients()]
+        if self.backward is not None:
+            self.backward.max_norm = max(float(max_norm), 0.0)
+            norms.append(torch.tensor([self.backward.norm]))
+        norms = norms or [nothing]
         device, factor = norms[0].device, self.gradient_factor
         if isinstance(factor, Tensor):
             factor = factor.to(device, non_blocking=True)
@@ -160,8 +232,15 @@ class Adam(Optimizer):
         if aggregate is not None:
             norm = aggregate(norm)
         if max_norm > 0:
-            self.multiply_grads((float(max_norm) / (norm + 1e-6)).clamp(max=1))
+            self.gradient_factor = factor * (float(max_norm) / (norm + 1e-6)).clamp(max=1)
         return norm
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Keep the gradients of backward passes within; the next pass adds to them. It matters
+        after `step_in_backward`."""
+        with self.backward.accumulate() if self.backward is not None else nullcontext():
+            yield
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -172,6 +251,12 @@ class Adam(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         prepared, numbers = self._prepared()
+        if self.backward is not None:
+            self.backward.finish()
+            if self.backward.max_norm > 0 and not isinstance(self.gradient_factor, Tensor):
+                self.clip_grad_norm(self.backward.max_norm)
+        for parameter in self._compact_gradients():
+            self._step_alone(parameter, parameter.grad, self.gradient_factor)
         for updates in prepared:
             updates.run(numbers, self.gradient_factor)
             for parameter in updates.parameters:
@@ -186,7 +271,7 @@ class Adam(Optimizer):
         for number, group in enumerate(self.param_groups):
             for parameter in group["params"]:
                 gradient = parameter.grad
-                if gradient is None:
+                if gradient is None or is_compact(parameter, self.moment_bits):
                     continue
                 state = self.state[parameter]
                 if not state:
@@ -206,6 +291,25 @@ class Adam(Optimizer):
         numbers = numbers or [torch.empty(0, dtype=torch.float32, device="cpu")]
         return [self._updates[device] for device in members], torch.stack(numbers)
 
+    def _compact_gradients(self) -> list[Tensor]:
+        """Return the parameters that step alone and have a gradient."""
+        every = [one for group in self.param_groups for one in group["params"]]
+        return [one for one in every if one.grad is not None and is_compact(one, self.moment_bits)]
+
+    @torch.no_grad()
+    def _step_alone(self, parameter: Tensor, gradient: Tensor, factor: float | Tensor) -> None:
+        """Step a matrix whose weight or moments have 8 bits."""
+        state = self.state[parameter]
+        if not state:
+            state |= {"step": 0, **moments.zeros(parameter, self.moment_bits)}
+        group, number = self._places[parameter]
+        update = self._compact.get(parameter)
+        if update is None or not update.fits(state):
+            target = self.backend or for_device(parameter.device)
+            update = self._compact[parameter] = CompactUpdate(target, parameter, state, number)
+        state["step"] += 1
+        update.run(gradient, self._numbers(group, state["step"]), factor, state["step"])
+
     def _numbers(self, number: int, step: int) -> Tensor:
         group = self.param_groups[number]
         return scalars(
@@ -216,6 +320,13 @@ class Adam(Optimizer):
             weight_decay=group["weight_decay"],
             torch_epsilon=group["torch_epsilon"],
         )
+
+
+class _Bytes:
+    """A tensor of codes in a state that is loaded: torch.optim would make floats of it."""
+
+    def __init__(self, tensor: Tensor):
+        self.tensor = tensor
 
 
 def _check_group(group: dict[str, Any]) -> None:
@@ -240,6 +351,8 @@ def _check_group(group: dict[str, Any]) -> None:
             " without weight_decay"
         )
     for parameter in group["params"]:
+        if trains_codes(parameter):
+            continue
         if parameter.dtype != torch.float32 or not parameter.is_contiguous():
             raise ValueError(
                 f"a parameter {tuple(parameter.shape)} is {parameter.dtype} with strides"

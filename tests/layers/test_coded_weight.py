@@ -59,7 +59,7 @@ def test_parts_are_joined_if_they_are_all_of_it():
     others = torch.nn.Parameter(torch.randn(32, 80))
     assert CodedWeight.joined([others]) is None
     for some in ([q, k], [k, q, v], [q, k, others], [others, k, v], [q, k, parts()[1][2]]):
-        with pytest.raises(ValueError, match="no longer those that were frozen"):
+        with pytest.raises(ValueError, match="no longer those that became codes"):
             CodedWeight.joined(some)
 
 

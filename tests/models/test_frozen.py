@@ -339,7 +339,7 @@ def test_one_of_queries_keys_and_values_that_others_replace_is_named():
     projection = base_of(next(one for one in model.modules() if hasattr(one, "q_proj")).q_proj)
     floats = projection.weight.detach() + 0.0
     projection._parameters["weight"] = torch.nn.Parameter(floats, requires_grad=False)
-    with pytest.raises(ValueError, match="are no longer those that were frozen"):
+    with pytest.raises(ValueError, match="are no longer those that became codes"):
         step(model)
 
 

@@ -54,7 +54,12 @@ void add_word(const KeptWeightGradient& op, const int64_t* first, const int64_t*
     const T* values = reinterpret_cast<const T*>(op.weight.values) + word * n;
     const T* others = reinterpret_cast<const T*>(op.others) + word * n;
     T* dweight = reinterpret_cast<T*>(op.dweight) + word * n;
-    const float clip = op.weight.absmax ? infinity() : op.weight.clip[op.clips == 1 ? 0 : word];
+    if (op.weight.absmax) {  // no clip cuts the weight, which may exist as codes alone
+#pragma omp simd
+        for (int64_t i = 0; i < n; ++i) dweight[i] = narrow<T>(widen(others[i]) + sum[i]);
+        return;
+    }
+    const float clip = op.weight.clip[op.clips == 1 ? 0 : word];
 #pragma omp simd
     for (int64_t i = 0; i < n; ++i) {
         dweight[i] =

@@ -96,7 +96,7 @@ private:
     int end(int64_t first, int64_t rows, const Lines& line_of) {
         float *g = row_.at_least(2 * n_), *scratch = g + n_;
         for (int64_t row = first; row < std::min(first + rows, op_.weight_rows); ++row) {
-            const float* w = read(values_, row * n_, n_, scratch);
+            const float* w = weights(row * n_, n_, scratch);
             clip_sums_[row] = cut(row, w, line_of(row - first), g);
             if (op_.learned_step) clip_sums_[row] += learned_step_sum(row, w, g);
             write(g, n_, row * n_);
@@ -132,7 +132,7 @@ private:
                     const int64_t at = (begin + i) * width + row;
                     const float scale = column_scale_ ? column_scale_[begin + i] : 1.0f;
                     alignas(64) float wide[kTileSide] = {}, g[kTileSide];
-                    const float* w = read(values_, at, count, wide);
+                    const float* w = weights(at, count, wide);
                     if (w != wide)
                         w = static_cast<float*>(std::memcpy(wide, w, count * sizeof(float)));
 #pragma omp simd
@@ -164,6 +164,13 @@ private:
             if (std::fabs(w[j]) <= limit(row + j))
                 sums[j] += g[j] * (decoded - w[j]) / limit(row + j);
         }
+    }
+
+    // Weights [first, first + n); zeros where no limit cuts them: they may exist as codes alone.
+    const float* weights(int64_t first, int64_t n, float* scratch) const {
+        if (!op_.weight.absmax) return read(values_, first, n, scratch);
+        std::fill(scratch, scratch + n, 0.0f);
+        return scratch;
     }
 
     float limit(int64_t row) const {

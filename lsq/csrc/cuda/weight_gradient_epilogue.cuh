@@ -30,9 +30,9 @@ struct WeightGradientEnd {
     // clip's gradient
     LSQ_INLINE float write8(const WeightRow& row, int64_t element,
                             float (&gradient)[kVector]) const {
-        float w[kVector], sum = 0.0f;
+        float w[kVector] = {}, sum = 0.0f;
         int32_t code[kVector] = {};
-        load8(weights + element, w);
+        if (clips) load8(weights + element, w);
         if (codes) load8(codes + element, code);
 #pragma unroll
         for (int i = 0; i < kVector; ++i) {

@@ -1,0 +1,137 @@
+"""Parameters that train as codes: reading, writing, gradients, copies and files."""
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+
+import lsq
+from lsq.layers.trained_codes import TrainedCodes
+from lsq.quant import compact
+
+
+def net(remainder: bool = True) -> nn.Sequential:
+    torch.manual_seed(3)
+    made = nn.Sequential(nn.Embedding(30, 64), nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64))
+    lsq.convert(made)
+    lsq.train_codes(made, remainder=remainder)
+    return made
+
+
+@pytest.mark.parametrize("remainder", [False, True])
+def test_reading_gives_codes_and_remainders(remainder):
+    weight = net(remainder)[1].weight
+    codes, parts, scale = weight.own
+    whole = codes.double() + (parts.double() / 254 if remainder else 0)
+    torch.testing.assert_close(
+        weight.double(), whole * scale[:, None].double(), rtol=1e-6, atol=1e-9
+    )
+    assert (parts is not None) == remainder and weight.shape == (96, 64)
+
+
+@pytest.mark.parametrize("remainder", [False, True])
+def test_products_read_codes(remainder):
+    made, words = net(remainder), torch.randint(30, (7,))
+    codes, _, scale = made[1].weight.own
+    floats = nn.Sequential(nn.Embedding(30, 64), nn.Linear(64, 96))
+    with torch.no_grad():
+        floats[0].weight.copy_(made[0].weight.detach())
+        floats[1].weight.copy_(codes * scale[:, None])
+        floats[1].bias.copy_(made[1].bias)
+    made.eval()
+    found, wanted = made[:2](words), floats(words)
+    assert (found - wanted).abs().max() < 0.02 * wanted.abs().max()  # inputs are rounded
+
+
+def test_gradients_are_those_of_float_weights():
+    made = net()
+    plain = nn.Sequential(nn.Embedding(30, 64), nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64))
+    with torch.no_grad():
+        for ours, theirs in zip(made, plain, strict=True):
+            for name, one in theirs.named_parameters():
+                one.copy_(dict(ours.named_parameters())[name].detach())
+    lsq.convert(plain)
+    words = torch.randint(30, (64,))
+    for model in (made, plain):
+        torch.manual_seed(5)
+        model(words).square().sum().backward()
+    for name, theirs in plain.named_parameters():
+        if theirs.grad is not None:
+            ours = dict(made.named_parameters())[name].grad
+            assert type(ours) is torch.Tensor
+            # a code on the border of two may differ by one
+            assert (ours - theirs.grad).abs().max() < 0.005 * theirs.grad.abs().max()
+
+
+def test_copy_rounds_to_the_nearest_codes():
+    weight, values = net()[1].weight, torch.randn(96, 64)
+    with torch.no_grad():
+        weight.copy_(values)
+    step = values.abs().amax(1, keepdim=True) / 127 / compact.PARTS
+    assert ((weight - values).abs() <= 0.51 * step).all()
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda one: one.mul_(2),
+        lambda one: one.__setitem__(0, 1.0),
+        lambda one: setattr(one, "data", torch.ones(96, 64)),
+        lambda one: one.view(-1).zero_(),
+    ],
+)
+def test_other_writes_are_refused(write):
+    weight = net()[1].weight
+    before = weight.clone()
+    with torch.no_grad(), pytest.raises(RuntimeError, match=r"lsq\.train_codes keeps"):
+        write(weight)
+    assert torch.equal(weight.clone(), before)
+
+
+def test_another_optimizer_is_refused():
+    made = net()
+    made(torch.randint(30, (5,))).sum().backward()
+    with pytest.raises(RuntimeError, match=r"lsq\.optim\.Adam and copy_ change it"):
+        torch.optim.SGD(made.parameters(), 0.1).step()
+
+
+def test_a_deep_copy_has_codes_of_its_own():
+    made = net()
+    twin = copy.deepcopy(made)
+    assert isinstance(twin[1].weight, TrainedCodes)
+    with torch.no_grad():
+        twin[1].weight.copy_(torch.zeros(96, 64))
+    assert made[1].weight.clone().any() and not twin[1].weight.clone().any()
+
+
+def test_files_hold_floats_from_which_the_same_codes_come_back():
+    made, file = net(), io.BytesIO()
+    made(torch.randint(30, (9,)))
+    torch.save(made.state_dict(), file)
+    file.seek(0)
+    state = torch.load(file, weights_only=True)
+    assert all(type(one) is torch.Tensor for one in state.values() if torch.is_tensor(one))
+    other = net()
+    with torch.no_grad():
+        other[1].weight.copy_(torch.randn(96, 64))
+    other.load_state_dict(state)
+    for name in (0, 1, 3):
+        for one, two in zip(made[name].weight.own, other[name].weight.own, strict=True):
+            assert torch.equal(one, two)
+
+
+def test_clips_of_state_dicts_are_those_of_the_codes():
+    made = net()
+    made(torch.randint(30, (9,)))
+    with torch.no_grad():
+        made[1].weight.copy_(torch.randn(96, 64))
+    clip = made.state_dict()["1.weight_clip"]
+    assert torch.equal(clip, made[1].weight.detach().clone().abs().amax(1))
+
+
+def test_an_embedding_reads_only_the_rows_that_it_needs():
+    made, words = net(), torch.randint(30, (4, 3))
+    wanted = made[0].weight.detach().clone()[words]
+    assert torch.equal(made[0](words), wanted)

@@ -1,0 +1,129 @@
+"""Whole models that train as codes: against float weights, tied, fused, reverted, refused."""
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import lsq
+from lsq.layers.trained_codes import TrainedCodes
+from lsq.models import float_state_dict
+from lsq.optim import Adam
+
+
+def llama(tied: bool = False, seed: int = 2) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=96, tie_word_embeddings=tied, **sizes, **heads))
+
+
+def losses(model, optimizer, steps: int = 12) -> list[float]:
+    """Losses of a task that is learned fast: the next word is the last one plus one."""
+    chance, found = torch.Generator().manual_seed(7), []
+    torch.manual_seed(9)
+    model.train()
+    for _ in range(steps):
+        words = (torch.randint(96, (8, 1), generator=chance) + torch.arange(16)) % 96
+        loss = model(input_ids=words, labels=words).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_training_is_as_with_floats(tied):
+    found = {}
+    for kind in ("floats", "codes"):
+        model = llama(tied)
+        lsq.convert(model, tied=tied)
+        if kind == "codes":
+            kept = lsq.train_codes(model)
+            assert kept.weights >= 15 and not kept.left
+        found[kind] = losses(model, Adam(model.parameters(), lr=3e-3))
+    assert found["codes"][-1] < 0.7 * found["codes"][0]
+    torch.testing.assert_close(
+        torch.tensor(found["codes"]), torch.tensor(found["floats"]), rtol=0.02, atol=0
+    )
+
+
+def test_tied_weights_are_one_parameter():
+    model = llama(tied=True)
+    lsq.convert(model, tied=True)
+    lsq.train_codes(model)
+    head, words = model.lm_head.weight, model.model.embed_tokens.weight
+    assert head is words and isinstance(head, TrainedCodes)
+
+
+def test_weights_of_one_product_lie_in_one_tensor():
+    model = llama()
+    lsq.convert(model)
+    lsq.train_codes(model)
+    attention = model.model.layers[0].self_attn
+    parts = [attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]
+    assert len({id(part.codes) for part in parts}) == 1
+    assert [part.first for part in parts] == [0, 64, 96]
+
+
+def test_revert_gives_the_values_that_trained():
+    model = llama()
+    lsq.convert(model)
+    lsq.train_codes(model)
+    losses(model, Adam(model.parameters(), lr=1e-3), 3)
+    wanted = {name: one.clone() for name, one in float_state_dict(model).items()}
+    lsq.revert(model)
+    for name, parameter in model.named_parameters():
+        assert type(parameter) is nn.Parameter and parameter.requires_grad
+        assert torch.equal(parameter, wanted[name])
+
+
+def test_save_pretrained_writes_floats(tmp_path):
+    model = llama()
+    lsq.convert(model)
+    lsq.train_codes(model)
+    losses(model, Adam(model.parameters(), lr=1e-3), 3)
+    model.save_pretrained(tmp_path)
+    again = LlamaForCausalLM.from_pretrained(tmp_path)
+    for name, one in float_state_dict(model).items():
+        assert torch.equal(again.state_dict()[name], one), name
+
+
+def test_without_remainder_a_parameter_takes_a_byte():
+    model = llama()
+    lsq.convert(model)
+    floats = sum(one.numel() for one in model.parameters() if one.dim() > 1)
+    kept = lsq.train_codes(model, remainder=False)
+    assert kept.floats == 4 * floats and floats <= kept.codes < 1.1 * floats
+    assert str(kept).startswith("16 trained weights are kept as codes alone")
+
+
+@pytest.mark.parametrize(
+    "quant, reason",
+    [
+        (lsq.QuantConfig(clips="learned"), "learned clips"),
+        (lsq.QuantConfig(weight_format="int4"), "learned clips"),
+        (lsq.QuantConfig(weight_format="ternary/row"), "another format than int8"),
+    ],
+)
+def test_what_cannot_be_kept_is_named(quant, reason):
+    model = nn.Sequential(nn.Linear(64, 64))
+    lsq.convert(model, quant)
+    with pytest.raises(ValueError, match=reason):
+        lsq.train_codes(model)
+    assert type(model[0].weight) is nn.Parameter
+
+
+def test_a_float_model_is_refused():
+    with pytest.raises(ValueError, match="call lsq.convert"):
+        lsq.train_codes(nn.Linear(64, 64))
+
+
+def test_frozen_weights_are_left():
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    model[0].requires_grad_(False)
+    lsq.convert(model)
+    kept = lsq.train_codes(model)
+    assert kept.weights == 1 and list(kept.left.values()) == [1]
+    assert "not trained; lsq.freeze is for them" in str(kept)
