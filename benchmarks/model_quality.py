@@ -30,6 +30,7 @@ import lsq
 from lsq.config import QuantConfig
 from lsq.files import write_folder, write_text
 from lsq.observe import quantized_tensors
+from lsq.optim import Adam
 from lsq.text.corpus import read_items
 from lsq.text.numbers import write_numbers
 
@@ -389,6 +390,7 @@ class Side:
     """How a model is trained."""
 
     convert: Callable[[nn.Module], object] = lambda model: None
+    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
     autocast: bool = False
     decays_clips: bool = False
 
@@ -397,6 +399,29 @@ def nudge(model: nn.Module) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1 + NUDGE)
+
+
+def trained_codes(model: nn.Module, *, remainder: bool) -> object:
+    lsq.convert(model)
+    return lsq.train_codes(model, remainder=remainder)
+
+
+def in_backward(*arguments, **options) -> Adam:
+    return Adam(*arguments, moment_bits=8, **options).step_in_backward()
+
+
+def of_torchao(model: nn.Module) -> None:
+    """Weights as int8 codes that are multiplied in bfloat16, by torchao's prototype."""
+    from torchao.prototype.quantized_training import int8_weight_only_quantized_training
+    from torchao.quantization import quantize_
+
+    quantize_(model.bfloat16(), int8_weight_only_quantized_training())
+
+
+def adam_of_torchao(*arguments, **options) -> torch.optim.Optimizer:
+    from torchao.optim import AdamW8bit
+
+    return AdamW8bit(*arguments, bf16_stochastic_round=True, **options)
 
 
 def rounded(weights: str, **options) -> Side:
@@ -419,6 +444,17 @@ SIDES = {
         convert=partial(lsq.convert, quant=QuantConfig(activation_format="float32"))
     ),
     "int8, clips decay": Side(convert=lsq.convert, decays_clips=True),
+    "int8, 8-bit moments": Side(convert=lsq.convert, optimizer=partial(Adam, moment_bits=8)),
+    "codes and remainders": Side(convert=partial(trained_codes, remainder=True), optimizer=Adam),
+    "codes and remainders, 8-bit moments": Side(
+        convert=partial(trained_codes, remainder=True), optimizer=in_backward
+    ),
+    "codes": Side(convert=partial(trained_codes, remainder=False), optimizer=Adam),
+    "codes, 8-bit moments": Side(
+        convert=partial(trained_codes, remainder=False), optimizer=in_backward
+    ),
+    "bfloat16 weights": Side(convert=nn.Module.bfloat16),
+    "torchao int8 weights, 8-bit moments": Side(convert=of_torchao, optimizer=adam_of_torchao),
     "int4": rounded("int4"),
     "int4/group64": rounded("int4/group64"),
     "int2/group64": rounded("int2/group64"),
@@ -454,12 +490,20 @@ def task_of(options: argparse.Namespace) -> Task:
     return Translation(size, pairs, languages, subwords, options.output / f"subwords-{pairs.name}")
 
 
-def train(task: Task, side: Side, seed: int, say: str) -> dict:
-    """Train once: final scores, losses of every update, validations, clips."""
+def train(
+    task: Task, side: Side, seed: int, say: str, start: Path | None, keep: Path | None = None
+) -> dict:
+    """Train once, perhaps from the weights of a file: final scores, losses of every update,
+    validations, clips."""
     torch.manual_seed(seed)
     size, model = task.size, task.model()
+    if start is not None:
+        model.load_state_dict(torch.load(start, weights_only=True))
     report = side.convert(model)
-    optimizer = torch.optim.AdamW(groups(model, side, size.weight_decay), lr=size.learning_rate)
+    optimizer = side.optimizer(groups(model, side, size.weight_decay), lr=size.learning_rate)
+    clip = partial(nn.utils.clip_grad_norm_, model.parameters())
+    if isinstance(optimizer, Adam):
+        clip = optimizer.clip_grad_norm
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(rate, size))
     cast = partial(torch.autocast, "cpu", torch.bfloat16, enabled=side.autocast)
     losses, validated, spent = [], [], 0.0
@@ -475,7 +519,7 @@ def train(task: Task, side: Side, seed: int, say: str) -> dict:
         with cast():
             loss = model(**batch).loss
         loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), GRADIENT_NORM)
+        clip(GRADIENT_NORM)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
@@ -486,6 +530,8 @@ def train(task: Task, side: Side, seed: int, say: str) -> dict:
                 validated.append([update, task.scores(model.eval(), last=update == size.updates)])
             model.train()
             progress.set_postfix(validated[-1][1])
+    if keep is not None:
+        torch.save(model.state_dict(), keep)
     return {
         "scores": validated[-1][1],
         "losses": losses,
@@ -494,6 +540,15 @@ def train(task: Task, side: Side, seed: int, say: str) -> dict:
         "converted": str(report) if report else None,
         "clips": {name: clip.mean().item() for name, clip in quantized_tensors(model)},
     }
+
+
+def begun(task: Task, output: Path) -> Path:
+    """The file of a float model's weights, trained by the task's recipe."""
+    path = output / f"{task.name}-{task.size.updates}.pt"
+    if not path.exists():
+        made = train(task, SIDES[FLOAT], 0, "the first training", None, keep=path)
+        print(f"finetuning begins at {made['scores']}", file=sys.stderr)
+    return path
 
 
 def groups(model: nn.Module, side: Side, weight_decay: float) -> list[dict]:
@@ -524,12 +579,12 @@ def result(task: Task, side: str, seed: int, options: argparse.Namespace) -> dic
         "lsq": lsq.__version__,
         "data": str(options.pairs if task.name == "translation" else options.text),
     }
+    if options.finetune is not None:
+        settings["finetune"] = options.finetune
     if path.exists() and (known := json.loads(path.read_text()))["settings"] == settings:
         return known
-    found = {
-        "settings": settings,
-        **train(task, SIDES[side], seed, f"{task.name}, {side}, seed {seed}"),
-    }
+    say = f"{task.name}, {side}, seed {seed}"
+    found = {"settings": settings, **train(task, SIDES[side], seed, say, options.start)}
     write_text(path, json.dumps(found))
     return found
 
@@ -618,6 +673,13 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--updates", type=common.positive, metavar="N", help="of each training")
     parser.add_argument(
+        "--finetune",
+        type=float,
+        metavar="SHARE",
+        help="begin with a float model trained by the same recipe, with this share of its learning"
+        " rate",
+    )
+    parser.add_argument(
         "--text", type=Path, metavar="FILE", help="of the task text; Python's manual if left out"
     )
     parser.add_argument(
@@ -631,6 +693,11 @@ def main(arguments: list[str] | None = None) -> None:
     options = common.parse(parser, arguments)
     options.output.mkdir(parents=True, exist_ok=True)
     task = task_of(options)
+    options.start = None
+    if options.finetune is not None:
+        options.start = begun(task, options.output)
+        size = task.size
+        task.size = dataclasses.replace(size, learning_rate=size.learning_rate * options.finetune)
     found: dict[str, list[dict]] = {side: [] for side in options.sides}
     for seed in options.seeds:
         for side in options.sides:

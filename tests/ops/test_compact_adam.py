@@ -116,7 +116,8 @@ def test_a_gradient_that_is_not_finite_shows(kind):
 @pytest.mark.parametrize("kind", KINDS[1:])
 def test_small_steps_survive_on_average(kind):
     """A step of a hundredth of a code moves a weight, after many, by as much as floats."""
-    values, rounds = torch.ones(4, 256).copysign(torch.randn(4, 256)), 400
+    values, rounds = 0.9 * torch.rand(4, 256).copysign(torch.randn(4, 256)), 400
+    values[:, 0] = 1.0
     operation = step((4, 256), kind, 32, gradient=torch.ones(4, 256))
     operation.weight = weight_of(kind, values)
     operation.first.floats.fill_(1.0), operation.second.floats.fill_(1.0)
@@ -126,8 +127,8 @@ def test_small_steps_survive_on_average(kind):
     for number in range(rounds):
         operation.key = torch.tensor([number])
         operation.bind(lambda one: one).cpu()
-    moved = (values - operation.weight.values()) / unit
-    assert abs(moved.mean() - 0.01 * rounds) < 0.25
+    moved = ((values - operation.weight.values()) / unit)[:, 1:]
+    assert abs(moved.mean() - 0.01 * rounds) < 0.5
 
 
 def test_a_step_is_the_same_with_any_number_of_threads():
