@@ -6,6 +6,7 @@ import torch
 from lsq.ops.adam import scalars
 from lsq.ops.compact_adam import CompactAdam, MasterWeight, Moment
 from lsq.quant import compact
+from tests.ops import cuda
 from tests.ops.compare import KEY
 
 RATE, BETAS, EPSILON = 3e-3, (0.9, 0.99), 1e-6
@@ -142,3 +143,29 @@ def test_a_step_is_the_same_with_any_number_of_threads():
         torch.set_num_threads(before)
         found.append(values(operation))
     assert all(map(torch.equal, *found))
+
+
+def compare_kernel(operation: CompactAdam) -> None:
+    """The kernel, in two orders of threads, writes what the CPU writes, bit by bit."""
+    found = [cuda.run(operation, order=order) for order in cuda.ORDERS]
+    operation.cpu()
+    for leaf in CompactAdam.leaves():
+        wanted = leaf.of(operation)
+        if leaf.written and wanted is not None:
+            for one in found:
+                torch.testing.assert_close(leaf.of(one), wanted, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("bits", [8, 32])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [(3, 48), (5, 520)])
+def test_kernels_write_the_codes_of_the_cpu(shape, kind, bits):
+    compare_kernel(step(shape, kind, bits))
+
+
+def turns():
+    """Three blocks of columns for each warp."""
+    for kind in KINDS:
+        gradient = torch.randn(3, 6160)
+        gradient[0, 5], gradient[1, 6159] = float("nan"), float("inf")
+        compare_kernel(step((3, 6160), kind, 8, gradient=gradient))

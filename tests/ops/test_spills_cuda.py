@@ -35,6 +35,7 @@ KERNELS = {
         for width in (8, 40, 64, 120, 128)
     ],
     "calibration.cu": [{"FLOAT": 1, "WARPS": warps} for warps in (1, 2, 4, 8, 16)],
+    "compact_adam.cu": [{}],
     "embedding.cu": [
         {**rows, **kept, "WINDOW": 16}
         for rows in ROWS
