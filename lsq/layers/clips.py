@@ -318,7 +318,7 @@ class ClippedModule(nn.Module):
             kept.copy_(target)
         calibration.written[clip] = parameter
 
-    def _allocate_clips(self) -> None:
+    def allocate_clips(self) -> None:
         """Give clips on the meta device memory, once a parameter beside them has some."""
         device = next((one.device for one in self.parameters() if not one.is_meta), None)
         for name, clip in self.clips().items():
@@ -455,7 +455,7 @@ class ClippedModule(nn.Module):
 
         super()._apply(applied, *arguments, **options)
         if not self.schedule.begun:  # `to_empty` leaves arbitrary values in clips
-            self._allocate_clips()
+            self.allocate_clips()
             for name, clip in self.clips().items():
                 self.declared[name].initialise(clip.data)
         return self

@@ -85,6 +85,8 @@ class ReadOnly(torch.Tensor):
     """A tensor that can be read, not written: a view of a weight that is codes alone."""
 
     advice = ADVICE
+    origin: int | None = None
+    """Stands for the address of its memory's first value, so that shared weights are found."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -101,7 +103,7 @@ class ReadOnly(torch.Tensor):
 
     def view_of(self, values: torch.Tensor) -> ReadOnly:
         made = ReadOnly(values)
-        made.advice = self.advice
+        made.advice, made.origin = self.advice, self.origin
         return made
 
     @classmethod
@@ -159,10 +161,18 @@ class ReadOnly(torch.Tensor):
     def contiguous(self, **_) -> torch.Tensor:
         return self.decode().contiguous()
 
-    def data_ptr(self, **_):
+    def data_ptr(self, **_) -> int:
+        if self.origin is None:
+            self.storage()
+        return self.origin + self.decoded_offset()
+
+    def decoded_offset(self) -> int:
+        return self.values.storage_offset()
+
+    def storage(self, **_):
         raise RuntimeError(f"there is no address of floats: {self.advice}")
 
-    storage = __dlpack__ = __dlpack_device__ = data_ptr
+    __dlpack__ = __dlpack_device__ = storage
 
     def untyped_storage(self) -> torch.UntypedStorage:
         return self.values.untyped_storage()

@@ -165,7 +165,7 @@ class ProgramModule(ClippedModule):
         if self.measured.sharded:
             self.measured.begin_pass(self.clips())
         if not schedule.begun:
-            self._allocate_clips()
+            self.allocate_clips()
         if self.training:
             self.limit_clip_steps()
         parameters, target = self._parameters_of(program), self.target
@@ -358,7 +358,7 @@ class ProgramModule(ClippedModule):
             self.schedule.forget()
             lacking, found = [], [name for name in found if name not in own]
         missing += (lacking if strict else []) + found
-        self._allocate_clips()
+        self.allocate_clips()
 
 
 def _records(program: Program) -> tuple[tuple[str, str], ...]:

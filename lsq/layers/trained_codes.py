@@ -32,6 +32,13 @@ class TrainedCodes(CodedWeight):
         return nn.Parameter(TrainedCodes(codes, first, last, dtype))
 
     @property
+    def origin(self) -> int:
+        return self.own[0].data_ptr()
+
+    def decoded_offset(self) -> int:
+        return 0
+
+    @property
     def own(self) -> list[torch.Tensor | None]:
         """This parameter's rows of codes, remainders and scales."""
         rows = slice(self.first, self.last)

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from lsq.models.conversion import convert, float_state_dict, revert
     from lsq.models.frozen import CodesAlone, freeze
     from lsq.models.node_widths import set_node_bits
+    from lsq.models.quantizer import LsqConfig
     from lsq.models.selection import Layer, Report
     from lsq.models.sparsity import Pruning, Sparsity, sparsify, sparsity_of
     from lsq.models.trained_codes import train_codes
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 _FILES = {
     "LsqCallback": "trainer",
+    "LsqConfig": "quantizer",
     **dict.fromkeys(("average_clips", "declare_formats", "load_clips", "save_clips"), "clips"),
     **dict.fromkeys(("convert", "float_state_dict", "revert"), "conversion"),
     **dict.fromkeys(("CodesAlone", "freeze"), "frozen"),
@@ -28,6 +30,7 @@ __all__ = [
     "CodesAlone",
     "Layer",
     "LsqCallback",
+    "LsqConfig",
     "Pruning",
     "Report",
     "Sparsity",

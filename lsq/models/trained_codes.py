@@ -16,6 +16,7 @@ from lsq.program.tensor import Kind
 from lsq.quant import Grain, WeightFormat
 from lsq.run import parameter_state
 
+DEVICES = ("cpu", "meta")
 Place = tuple[nn.Module, str]
 """A module and the name of its parameter."""
 
@@ -30,7 +31,8 @@ def train_codes(model: nn.Module, *, remainder: bool = True) -> CodesAlone:
     come back. `lsq.revert` restores floats.
 
     Args:
-        model: on the CPU, with its weights loaded; the optimizer is made afterwards.
+        model: on the CPU; the optimizer is made afterwards. On the meta device, codes are made
+            without values, for `copy_` to fill.
         remainder: keep 8 bits more of each weight: 2 bytes a parameter, and training is as with
             floats. False: 1 byte; it suits finetuning.
 
@@ -86,7 +88,7 @@ def _reason(module: InPlace, name: str) -> str | None:
         return "parametrized, or otherwise no plain parameters"
     if module.weight_masks is not None:
         return "sparse"
-    if any(one.device.type != "cpu" for one in parts):
+    if any(one.device.type not in DEVICES for one in parts):
         return f"on {parts[0].device}, and not on the CPU"
     return None
 
@@ -96,7 +98,7 @@ def _embeddings(model: nn.Module) -> Iterator[nn.Embedding]:
     for module in model.modules():
         if isinstance(module, nn.Embedding) and type(module.weight) is nn.Parameter:
             plain = module.max_norm is None and not module.sparse
-            if plain and module.weight.requires_grad and module.weight.is_cpu:
+            if plain and module.weight.requires_grad and module.weight.device.type in DEVICES:
                 yield module
 
 
@@ -109,9 +111,6 @@ def _keep(
     rows = padded_words(module.quant, count) if module.pads_rows else count
     codes = _codes(rows, count, parts[0].shape[1], module.quant.weight_form(name), remainder)
     found = _replace(parts, codes, places)
-    if not module.schedule.begun:  # scales of codes need no measurement
-        module.calibrate_weights()
-        module.schedule.measured_weights()
     module.forget_floats(name)
     return found
 
@@ -144,7 +143,8 @@ def _replace(
     first, floats = 0, sum(part.nbytes for part in parts)
     for part in parts:
         kept = TrainedCodes.parameter(codes, first, first + len(part), part.dtype)
-        kept.encode(part)
+        if not part.is_meta:
+            kept.encode(part)
         first += len(part)
         for holder, name in places[id(part)]:
             holder._parameters[name] = kept

@@ -7,7 +7,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import lsq
 from lsq.layers.trained_codes import TrainedCodes
-from lsq.models import float_state_dict
+from lsq.models import LsqConfig, float_state_dict
 from lsq.optim import Adam
 
 
@@ -127,3 +127,39 @@ def test_frozen_weights_are_left():
     kept = lsq.train_codes(model)
     assert kept.weights == 1 and list(kept.left.values()) == [1]
     assert "not trained; lsq.freeze is for them" in str(kept)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_weights_become_codes_while_transformers_reads_them(tied, tmp_path):
+    model = llama(tied)
+    model.save_pretrained(tmp_path / "floats", max_shard_size="50KB")
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path / "floats", quantization_config=LsqConfig())
+    matrices = [one for one in loaded.parameters() if one.dim() > 1]
+    assert all(isinstance(one, TrainedCodes) for one in matrices)
+    for name, one in float_state_dict(loaded).items():
+        wanted = model.state_dict()[name]
+        assert (one - wanted).abs().max() <= 0.51 * wanted.abs().max() / 127 / 254, name
+    found = losses(loaded, Adam(loaded.parameters(), lr=3e-3))
+    assert found[-1] < 0.8 * found[0]
+    loaded.save_pretrained(tmp_path / "trained")
+    assert "quant" not in (tmp_path / "trained" / "config.json").read_text()
+    again = LlamaForCausalLM.from_pretrained(tmp_path / "trained")
+    assert torch.equal(again.lm_head.weight, loaded.lm_head.weight.detach().clone())
+
+
+def test_options_of_a_quantization_config():
+    config = LsqConfig(remainder=False, clip_init="absmax")
+    again = LsqConfig.from_dict(config.to_dict())
+    assert again.to_dict() == config.to_dict() and again.quant.clip_init == "absmax"
+    with pytest.raises(ValueError, match="LsqConfig has no 'bit'"):
+        LsqConfig(bit=8)
+    with pytest.raises(ValueError, match="remainder is 1"):
+        LsqConfig(remainder=1)
+
+
+def test_a_device_map_is_refused(tmp_path):
+    llama().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="device_map is .*meta.*leave it out"):
+        LlamaForCausalLM.from_pretrained(
+            tmp_path, quantization_config=LsqConfig(), device_map="meta"
+        )

@@ -1,0 +1,88 @@
+"""Finetune all weights of a language model of transformers in 4 bytes a parameter, or 3.
+
+    python examples/finetune_large.py MODEL text.txt OUTPUT
+    python examples/finetune_large.py MODEL text.txt OUTPUT --updates 500 --no-remainder
+
+Weights become int8 codes while they are read, and train as codes; moments of Adam have 8 bits;
+each matrix steps inside the backward pass, so that gradients of one layer exist at a time; layers
+are computed again in the backward pass. OUTPUT is an ordinary model in bfloat16.
+`pip install ".[huggingface]"` brings transformers.
+"""
+
+import argparse
+import resource
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from lsq.models import LsqConfig, float_state_dict
+from lsq.optim import Adam
+
+
+def tokens_of(folder: Path, text: str) -> torch.Tensor:
+    """A text as tokens int64 [L], by the model's tokenizer; bytes, if the folder has none."""
+    if any(folder.glob("tokenizer*")):
+        return torch.tensor(AutoTokenizer.from_pretrained(folder)(text)["input_ids"])
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).long()
+
+
+def main(words: list[str] | None = None) -> list[float]:
+    """Load, train, save; the loss of each update."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", type=Path, help="folder of a causal language model")
+    parser.add_argument("text", type=Path, help="a file to learn")
+    parser.add_argument("output", type=Path, help="folder of the trained model")
+    parser.add_argument("--updates", type=int, default=100, help="default: 100")
+    parser.add_argument("--batch", type=int, default=4, help="sequences; default: 4")
+    parser.add_argument("--length", type=int, default=128, help="tokens of each; default: 128")
+    parser.add_argument("--lr", type=float, default=1e-5, help="default: 0.00001")
+    parser.add_argument("--no-remainder", action="store_true", help="1 byte a weight, not 2")
+    given = parser.parse_args(words)
+    if given.output.exists():
+        parser.error(f"{given.output} exists; name another folder")
+    tokens = tokens_of(given.model, given.text.read_text(encoding="utf-8"))
+    if len(tokens) <= given.length:
+        parser.error(f"the text has {len(tokens)} tokens; --length {given.length} needs more")
+
+    config = LsqConfig(remainder=not given.no_remainder)
+    model = AutoModelForCausalLM.from_pretrained(given.model, quantization_config=config)
+    model.config.use_cache = False
+    model.gradient_checkpointing_enable()
+    model.train()
+    optimizer = Adam(model.parameters(), lr=given.lr, moment_bits=8).step_in_backward()
+    count = sum(one.numel() for one in model.parameters())
+    print(f"{count / 1e6:,.0f} million parameters, peak {peak() / count:.2f} bytes each to load")
+
+    chance, losses = torch.Generator().manual_seed(1), []
+    places = torch.arange(given.length)
+    with tqdm(range(given.updates), unit=" updates") as bar:
+        for done in bar:
+            optimizer.param_groups[0]["lr"] = given.lr * min((done + 1) / 10, 1)
+            starts = torch.randint(len(tokens) - given.length, (given.batch, 1), generator=chance)
+            batch = tokens[starts + places]
+            loss = model(input_ids=batch, labels=batch).loss
+            loss.backward()
+            optimizer.clip_grad_norm(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            bar.set_postfix(loss=f"{losses[-1]:.3f}", refresh=False)
+    print(f"peak {peak() / count:.2f} bytes a parameter, {peak() / 1e9:.2f} GB")
+
+    del optimizer
+    state = {name: value.bfloat16() for name, value in float_state_dict(model).items()}
+    model.save_pretrained(given.output, state_dict=state)
+    return losses
+
+
+def peak() -> int:
+    """Bytes of the process's largest resident memory."""
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+if __name__ == "__main__":
+    main()
