@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 from lsq.layers.coded_weight import CodedWeight, Codes, Unread
-from lsq.ops.compact_adam import MasterWeight
+from lsq.ops.compact_adam import MasterWeight, SplitWeight
 from lsq.program.tensor import VirtualTensor
 from lsq.program.values import Weight
-from lsq.quant.compact import LARGEST, join_weight, split_weight
+from lsq.quant.compact import LARGEST, join_weight
+from lsq.run.backends import for_device
 
 _COPIES = (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default)
 ADVICE = (
@@ -56,11 +57,8 @@ class TrainedCodes(CodedWeight):
     @torch.no_grad()
     def encode(self, values: torch.Tensor) -> None:
         """Round float values [N, K] to the nearest codes."""
-        _, remainder, scale = own = self.own
-        found = split_weight(values.float(), scale, remainder=remainder is not None)
-        for part, made in zip(own, found, strict=True):
-            if part is not None:
-                part.copy_(made)
+        plain = values.to(torch.float32).contiguous()
+        for_device(plain.device).run(SplitWeight(values=plain, weight=self.master))
 
     def write_clip(self, clip: torch.Tensor) -> None:
         clip.copy_(self.codes.scale[: len(clip)] * LARGEST)

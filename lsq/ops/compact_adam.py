@@ -26,6 +26,22 @@ class MasterWeight(Value):
         return compact.join_weight(self.codes, self.remainder, self.scale)
 
 
+class SplitWeight(Operation):
+    """The nearest codes of float values; zeros keep the scale that their row has."""
+
+    values: In[Floats]  # [N, K]
+    weight: Out[MasterWeight]
+
+    rows = extent(0, "values")
+    columns = extent(1, "values")
+
+    def reference(self):
+        codes, remainder, scale = compact.split_weight(
+            self.values, self.weight.scale, remainder=self.weight.remainder is not None
+        )
+        return {"weight": {"codes": codes, "remainder": remainder, "scale": scale}}
+
+
 class Moment(Value):
     """A moment of Adam: floats, or codes with a scale for each block."""
 

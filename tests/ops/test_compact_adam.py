@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lsq.ops.adam import scalars
-from lsq.ops.compact_adam import CompactAdam, MasterWeight, Moment
+from lsq.ops.compact_adam import CompactAdam, MasterWeight, Moment, SplitWeight
 from lsq.quant import compact
 from tests.ops import cuda
 from tests.ops.compare import KEY
@@ -79,6 +79,26 @@ def test_backends_write_the_same_codes(shape, kind, bits):
             # a value may lie on the border of two codes
             differ = (ours.int() - theirs.int()) != 0
             assert differ.sum() <= max(1, differ.numel() // 1000)
+
+
+@pytest.mark.parametrize("kind", KINDS[1:])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_values_are_split_alike(shape, kind):
+    values = torch.randn(shape)
+    values[0, 0] = 0.0 if shape[0] == 1 else float("nan")
+    operations = [
+        SplitWeight(values=values, weight=weight_of(kind, torch.ones(shape))) for _ in range(2)
+    ]
+    operations[0].store(operations[0].reference())
+    operations[1].cpu()
+    for name in ("codes", "remainder", "scale"):
+        one, other = (getattr(operation.weight, name) for operation in operations)
+        if one is None:
+            assert other is None
+        elif name == "scale":
+            assert torch.equal(one.nan_to_num(), other.nan_to_num())
+        else:  # a value may lie on the border of two codes
+            assert (one != other).sum() <= max(1, one.numel() // 1000)
 
 
 @pytest.mark.parametrize("bits", [8, 32])

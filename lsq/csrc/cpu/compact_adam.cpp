@@ -130,6 +130,8 @@ void join_row(const MasterWeight& from, int64_t row, int64_t n, float* x) {
         x[i] = static_cast<float>(codes[i]) * scale + static_cast<float>(remainder[i]) * unit;
 }
 
+// `word`: random bits, unused to round to the nearest.
+template <bool RANDOM>
 void split_row(const float* x, int64_t row, int64_t n, uint32_t word, const MasterWeight& to) {
     int8_t *codes = to.codes + row * n, *remainder = to.remainder ? to.remainder + row * n : nullptr;
     const float clip = clip_of(bits_of(largest_magnitude(x, n)), to.scale[row] * kLargest);
@@ -139,14 +141,15 @@ void split_row(const float* x, int64_t row, int64_t n, uint32_t word, const Mast
         to.scale[row] = not_a_number();
         return;
     }
-    const float scale = float_of((bits_of(clip / kLargest) + (word & 0x7Fu)) & ~0x7Fu);
+    const uint32_t dither = RANDOM ? word & 0x7Fu : 0x40u;
+    const float scale = float_of((bits_of(clip / kLargest) + dither) & ~0x7Fu);
     const int32_t parts = remainder ? kParts : 1, most = kLargest * parts;
     const float factor = parts / scale;
     to.scale[row] = scale;
 #pragma omp simd
     for (int64_t i = 0; i < n; ++i) {
         const uint32_t at = word + static_cast<uint32_t>(i) * kWordStep;
-        int32_t whole = floor_of(x[i] * factor + uniform(at));
+        int32_t whole = floor_of(x[i] * factor + (RANDOM ? uniform(at) : 0.5f));
         const bool largest = std::fabs(x[i]) == clip;
         whole = whole < -most || (largest && x[i] < 0.0f) ? -most : whole;
         whole = whole > most || (largest && x[i] > 0.0f) ? most : whole;
@@ -188,7 +191,7 @@ void step_row(const CompactAdam& op, const Step& step, int64_t row, float* scrat
                 write_second(block.root, count, of_second + turned, op.second.codes + at);
         }
     }
-    if (op.weight.codes) split_row(weight, row, n, word(kWeight), op.weight);
+    if (op.weight.codes) split_row<true>(weight, row, n, word(kWeight), op.weight);
 }
 
 }  // namespace
@@ -202,4 +205,10 @@ LSQ_OPERATION(CompactAdam, op) {
 #pragma omp for schedule(static)
         for (int64_t row = 0; row < op.rows; ++row) step_row(op, step, row, scratch.data());
     }
+}
+
+LSQ_OPERATION(SplitWeight, op) {
+#pragma omp parallel for schedule(static)
+    for (int64_t row = 0; row < op.rows; ++row)
+        split_row<false>(op.values + row * op.columns, row, op.columns, 0, op.weight);
 }
