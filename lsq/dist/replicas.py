@@ -51,9 +51,9 @@ def agree(optimizer: Optimizer) -> None:
     try:
         for model, _, group in trained.models:
             if model() is not None:
-                _take_largest(model(), group)
+                take_largest(model(), group)
             if model() is not None and due:
-                _average(model(), group)
+                average_learned(model(), group)
         for mesh in trained.meshes if due else ():
             _average_shards(mesh)
     except RuntimeError as error:
@@ -115,16 +115,16 @@ class _Trained:
 _warn = functools.cache(logger.warning)  # each message once
 
 
-def _modules_in(model: nn.Module) -> list[nn.Module]:
+def modules_in(model: nn.Module) -> list[nn.Module]:
     known = set(steps.modules())
     return [module for module in model.modules() if module in known]
 
 
 @torch.no_grad()
-def _take_largest(model: nn.Module, group: ProcessGroup | None) -> None:
+def take_largest(model: nn.Module, group: ProcessGroup | None) -> None:
     """Set clips of activations that do not learn to the largest of all processes."""
     clips: dict[int, tuple[Tensor, bool]] = {}
-    for module in _modules_in(model):
+    for module in modules_in(model):
         if module.quant.quantized and not module.quant.learned:
             module.follow_clips()
             known = module.calibrated
@@ -144,10 +144,10 @@ def _take_largest(model: nn.Module, group: ProcessGroup | None) -> None:
 
 
 @torch.no_grad()
-def _average(model: nn.Module, group: ProcessGroup | None) -> None:
+def average_learned(model: nn.Module, group: ProcessGroup | None) -> None:
     """Set each learned clip to its mean over the processes that have measured it since the last
     time, or if none has, over all: a process that has not run a layer has not limited its steps."""
-    modules = [module for module in _modules_in(model) if module.quant.learned]
+    modules = [module for module in modules_in(model) if module.quant.learned]
     clips: dict[int, tuple[Tensor, bool]] = {}
     for module in modules:
         module.limit_clip_steps()
