@@ -8,6 +8,7 @@ whether clips are exchanged, and every process takes part, whatever it has measu
 
 import functools
 import logging
+import sys
 import weakref
 
 import torch
@@ -81,14 +82,20 @@ class _Trained:
             if wrapper()
         ]
         inside = {id(part) for model, _, _ in found for part in model.modules()}
-        others = [
+        shared = [
             (model(), None, group) for model, group in steps.shared.values() if model() is not None
         ]
-        found += [one for one in others if id(one[0]) not in inside]
+        shared = [one for one in shared if id(one[0]) not in inside]
+        trains = {
+            id(model): not ids.isdisjoint(map(id, model.parameters()))
+            for model, *_ in (*found, *shared)
+        }
+        if "deepspeed" in sys.modules and not any(trains[id(one[0])] for one in shared):
+            trains |= {id(one[0]): True for one in shared}  # ZeRO's optimizer holds copies alone
         self.models = [
             (weakref.ref(model), wrapper, group)
-            for model, wrapper, group in found
-            if not ids.isdisjoint(map(id, model.parameters()))
+            for model, wrapper, group in (*found, *shared)
+            if trains[id(model)]
         ]
         self.meshes = list(dict.fromkeys(one.device_mesh for one in parameters if is_shard(one)))
 
@@ -117,7 +124,8 @@ _warn = functools.cache(logger.warning)  # each message once
 
 def modules_in(model: nn.Module) -> list[nn.Module]:
     known = set(steps.modules())
-    return [module for module in model.modules() if module in known]
+    found = [module for module in model.modules() if module in known]
+    return [one for one in found if one.first_parameter().numel()]  # DeepSpeed's ZeRO 3 empties it
 
 
 @torch.no_grad()

@@ -114,6 +114,9 @@ class MeasuredClips:
         if before:
             clips = module.clips().items()
             now = {name: one.detach().clone() for name, one in clips if not is_shard(one)}
+            for name, (_, value) in self._values.items():
+                if name in now and now[name].shape != value.shape:
+                    now[name] = value  # DeepSpeed's ZeRO 3 has emptied the clip after the pass
             self._stepping = {name: (old, now[name]) for name, old in before.items() if name in now}
 
     @torch.no_grad()
@@ -140,8 +143,9 @@ class MeasuredClips:
                 raise RuntimeError(
                     f"{owner}: a pass has measured {name} as {measured:.4g}, and the optimizer's"
                     f" step has put it back to {old:.4g}: the optimizer has a copy of the"
-                    " parameters that was made before (DeepSpeed's ZeRO, for one). Run one batch"
-                    " through the model before deepspeed.initialize, or whatever makes the copy"
+                    " parameters that was made before (DeepSpeed's ZeRO, for one). Add a line that"
+                    " runs one batch, model(**batch), before deepspeed.initialize, or whatever"
+                    " makes the copy"
                 )
 
 

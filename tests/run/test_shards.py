@@ -48,7 +48,7 @@ def test_an_optimizer_that_puts_measured_clips_back_is_named(passes):
     train(net, optimizer, 1, passes)
     message = (
         r"a pass has measured input_clip as \d\.\d+, and the optimizer's step has put it back to 16"
-        ".*Run one batch through the model before deepspeed.initialize"
+        r".*Add a line that runs one batch, model\(\*\*batch\), before deepspeed.initialize"
     )
     with pytest.raises(RuntimeError, match=message):
         train(net, optimizer, 1)
