@@ -13,6 +13,7 @@ from lsq.layers.in_place import InPlace, class_in_place
 from lsq.layers.module import beside_the_graph, held, rows_of
 from lsq.program.program import Program
 from lsq.program.tensor import fan_in
+from lsq.run.shards import is_shard
 
 ALONE = {"weight": ["weight"]}, {"input": ["input", "weight"]}
 """Tensor names of a layer that is one product; see model_formats.tensor_names."""
@@ -94,6 +95,10 @@ class Projection(InPlace):
 
     @beside_the_graph
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if type(x) is not torch.Tensor and is_shard(x):
+            from lsq.layers.tensor_parallel import run_part  # late, since it takes a second
+
+            return run_part(self, x)
         if "parametrizations" in self._modules:  # a pass reads parameters several times
             with parametrize.cached():
                 return self._pass(x)

@@ -89,6 +89,8 @@ class WeightState:
         """Checksums of weights at the last call of `changed`."""
         self._repeated: dict[Program, RepeatedPass | None] = {}
         """Passes in eval mode that may run again with these codes; None: it has run once."""
+        self.part: nn.Module | None = None
+        """This process's part of a layer that is split (lsq.layers.tensor_parallel)."""
 
     def __reduce__(self):
         return WeightState, (self._sums,)  # a copy of a module makes its own codes
@@ -100,7 +102,7 @@ class WeightState:
         return {name: tensor for codes in every for name, tensor in codes.tensors.items()}
 
     def clear(self) -> None:
-        self._weights, self._repeated = {}, {}
+        self._weights, self._repeated, self.part = {}, {}, None
 
     def forget(self, name: str) -> None:
         self._repeated = {}

@@ -365,6 +365,7 @@ class FusedLayer(InPlace):
         """Read settings; return whether the layer's own code must run; warn of each new reason."""
         reason = self._departure()
         if reason and reason != self.departed:
+            self._refuse_split()
             warnings.warn(
                 f"a {type(self).__name__} runs its own code in the place of its program, since"
                 f" {reason}; lsq.revert(model) and lsq.convert(model) look at the model anew",
@@ -372,6 +373,16 @@ class FusedLayer(InPlace):
             )
         self.departed = reason
         return reason is not None
+
+    def _refuse_split(self) -> None:
+        """Raise ValueError if torch's `parallelize_module` has split a module inside."""
+        for path, module in named_inside(self):
+            if "_distribute_module_applied" in vars(module):
+                raise ValueError(
+                    f"parallelize_module has split {path} of a {type(self).__name__}, which is one"
+                    " program for all heads: split the linear layers of lsq.convert(model,"
+                    " fused=False), or leave this layer out of the plan"
+                )
 
     def _take_adapters(self, adapters: Adapted) -> None:
         self.adapted = adapters

@@ -105,7 +105,7 @@ class MeasuredClips:
                 self.sharded = True
                 found.append((clip, self.limit))
                 if parameter() is not None:
-                    local(clip).copy_(_part_of(value, clip))
+                    local(clip).copy_(part_of(value, clip))
         return found
 
     def before_step(self, module: nn.Module) -> None:
@@ -149,7 +149,8 @@ class MeasuredClips:
                 )
 
 
-def _part_of(value: Tensor, clip: Tensor) -> Tensor:
+def part_of(value: Tensor, clip: Tensor) -> Tensor:
+    """Return this process's part of `value` as the shard `clip` is split."""
     # imported already, since there are shards
     from torch.distributed.tensor import distribute_tensor
 

@@ -1,8 +1,11 @@
 """DeepSpeed's ZeRO, the real package: converted models train as without it, or are refused."""
 
 import os
+import re
+import signal
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,8 +13,10 @@ from torch import distributed, nn
 
 import lsq
 from lsq import QuantConfig
+from lsq.dist import roll_call
+from lsq.dist.roll_call import RankLost
 from lsq.models import average_clips
-from tests.dist.processes import run
+from tests.dist.processes import ProcessFailed, run
 
 pytestmark = [
     pytest.mark.thorough,
@@ -53,8 +58,8 @@ def plain(clips: str) -> tuple[list[float], dict[str, torch.Tensor]]:
     return losses, clips_of(model)
 
 
-def under_zero(rank: int, stage: int, clips: str, measured: bool) -> tuple:
-    """(losses, clips) of a training under ZeRO; `measured`: a batch ran before `initialize`."""
+def engine_of(rank: int, stage: int, clips: str, measured: bool) -> nn.Module:
+    """A model under ZeRO; `measured`: a batch ran before `initialize`."""
     os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": "0", "RANK": str(rank)}
     os.environ |= {"WORLD_SIZE": str(WORKERS)}
     import deepspeed
@@ -65,7 +70,7 @@ def under_zero(rank: int, stage: int, clips: str, measured: bool) -> tuple:
     model = converted(clips)
     if measured:
         model(batch(0, 0))
-    handle = average_clips(model)
+    average_clips(model)
     config = {
         "train_micro_batch_size_per_gpu": 16,
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
@@ -73,8 +78,12 @@ def under_zero(rank: int, stage: int, clips: str, measured: bool) -> tuple:
         "zero_force_ds_cpu_optimizer": False,
     }
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-    losses = []
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+
+
+def under_zero(rank: int, stage: int, clips: str, measured: bool) -> tuple:
+    """(losses, clips) of a training."""
+    engine, losses = engine_of(rank, stage, clips, measured), []
     for step in range(STEPS):
         loss = engine(batch(rank, step)).square().mean()
         engine.backward(loss)
@@ -84,7 +93,6 @@ def under_zero(rank: int, stage: int, clips: str, measured: bool) -> tuple:
         losses.append(mean.item() / WORKERS)
     if stage < 3:
         engine.module.state_dict()
-    handle.remove()
     return losses, clips_of(engine.module)
 
 
@@ -112,3 +120,24 @@ def test_a_model_that_has_measured_nothing_is_refused_with_the_line_to_add(stage
     message = r"Add a line that runs one batch, model\(\*\*batch\), before deepspeed.initialize"
     with pytest.raises(AssertionError, match=message):
         run(under_zero, WORKERS, stage, clips, False)
+
+
+def dying(rank: int, folder: str) -> None:
+    """Rank 1 is killed after 3 steps."""
+    roll_call.PATIENCE_S = 1.0
+    roll_call.register()
+    engine = engine_of(rank, 2, "absmax", False)
+    with pytest.raises(RankLost) as lost, roll_call.naming_the_lost():
+        for step in range(6):
+            if rank == 1 and step == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+            engine.backward(engine(batch(rank, step)).square().mean())
+            engine.step()
+    Path(folder, "said").write_text(str(lost.value))
+
+
+def test_a_killed_process_is_named(tmp_path):
+    with pytest.raises(ProcessFailed, match="rank 1 ended without a result"):
+        run(dying, 2, str(tmp_path))
+    said = (tmp_path / "said").read_text()
+    assert re.match(r"rank 1 \(of 2, host .*\) no longer answers: gloo", said), said
