@@ -1,10 +1,15 @@
 """LocalUpdates: rounds against formulas in float64, codes against their bounds, workers that come,
 go and die."""
 
+import contextlib
 import copy
 import os
 import re
 import signal
+import socket
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -296,3 +301,70 @@ def test_what_cannot_be_is_refused():
         LocalUpdates(Net(), every=1, mode="int2")
     with pytest.raises(ValueError, match="no process group; start the workers by torchrun"):
         LocalUpdates(Net(), every=1)
+
+
+class Machine:
+    """An agent of torchrun with one worker."""
+
+    def __init__(self, folder: Path, port: int, rounds: int):
+        folder.mkdir()
+        self.folder = folder
+        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2"]
+        command += ["--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-id", "rounds"]
+        command += ["--rdzv-endpoint", f"127.0.0.1:{port}", "--max-restarts", "5"]
+        command += ["--rdzv-conf", "last_call_timeout=3,keep_alive_interval=1", "--no-python"]
+        command += [sys.executable, "-m", "tests.dist.rounds", str(folder), str(rounds)]
+        # else agents that come later wait for an address that nobody writes again
+        environment = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        with (folder / "output").open("w") as output:
+            options = {"stdout": output, "stderr": subprocess.STDOUT, "env": environment}
+            self.agent = subprocess.Popen(command, **options)
+
+    def rounds(self) -> list[tuple[int, int, int, str]]:
+        """(round, workers, process id of the worker, sum of the weights) of each."""
+        log = self.folder / "log"
+        lines = log.read_text().splitlines() if log.exists() else []
+        return [(int(a), int(b), int(c), d) for a, b, c, d in map(str.split, lines)]
+
+    def wait(self, workers: int, after: int, seconds: float = 150) -> None:
+        """Wait for three rounds of so many workers, all after round `after`."""
+        end = time.monotonic() + seconds
+        while sum(one[0] > after and one[1] == workers for one in self.rounds()) < 3:
+            said = (self.folder / "output").read_text()[-2000:]
+            assert time.monotonic() < end and self.agent.poll() is None, said
+            time.sleep(0.2)
+
+    def kill(self) -> None:
+        for process in (self.agent.pid, *(one[2] for one in self.rounds()[-1:])):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        self.agent.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_machines_leave_and_join_under_torchrun(tmp_path):
+    """The second dies, the first goes on alone, a third one joins and gets its weights."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    machines = [Machine(tmp_path / "first", port, 10**6)]
+    first = machines[0]
+    try:
+        machines.append(Machine(tmp_path / "second", port, 10**6))
+        first.wait(workers=2, after=0)
+        machines[1].kill()
+        died = first.rounds()[-1][0]
+        first.wait(workers=1, after=died - 1)
+        alone = first.rounds()[-1][0]
+        machines.append(Machine(tmp_path / "third", port, 10**6))
+        first.wait(workers=2, after=alone)
+    finally:
+        for machine in machines:
+            machine.kill()
+    numbers = [one[0] for one in first.rounds()]
+    assert numbers == list(range(1, len(numbers) + 1))
+    for other in machines[1:]:
+        both = {one[0]: one[3] for one in first.rounds() if one[1] == 2}
+        assert other.rounds() and all(both.get(one[0], one[3]) == one[3] for one in other.rounds())
+    assert machines[2].rounds()[0][0] > died
+    assert "RankLost: rank 1 (of 2, host" in (first.folder / "output").read_text()
