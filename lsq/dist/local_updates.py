@@ -26,9 +26,9 @@ from lsq.dist import replicas, roll_call
 from lsq.dist.agreement import gather_text, require_same
 from lsq.dist.collectives import all_gather, all_to_all, average, small_positions, take_out
 from lsq.dist.config import BLOCK
-from lsq.ops.gradient_messages import MessageLayout, Messages, PackGradients, UnpackGradients
+from lsq.dist.two_hop import pack, unpack
+from lsq.ops.gradient_messages import MessageLayout
 from lsq.quant.arithmetic import quantize
-from lsq.run import backends
 from lsq.run.shards import is_shard
 
 Code = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
@@ -42,16 +42,14 @@ def _layout(rows: int, length: int) -> MessageLayout:
 def _pack_int8(values: Tensor) -> Tensor:
     layout = _layout(*values.shape)
     data = values.new_empty((len(values), layout.message_bytes), dtype=torch.uint8)
-    messages = Messages(layout=layout, data=data)
-    backends.run(PackGradients(x=values.view(1, -1), messages=messages))
+    pack(values.view(1, -1), layout, data)
     return data
 
 
 def _unpack_int8(data: Tensor) -> Tensor:
     length = data.shape[1] // (BLOCK + 2) * BLOCK
     values = data.new_empty((len(data), length), dtype=torch.float32)
-    messages = Messages(layout=_layout(*values.shape), data=data[None])
-    backends.run(UnpackGradients(messages=messages, x=values.view(-1)))
+    unpack(data, _layout(*values.shape), values.view(-1))
     return values
 
 
@@ -301,19 +299,19 @@ class LocalUpdates:
     def _mean_of_codes(self, change: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the mean of `change` [n] over the workers, and what rounding leaves out of this
         worker's change and of the part of the mean that it owns."""
-        (pack, unpack), (workers, length) = MODES[self.mode], self._errors.shape
+        (encode, decode), (workers, length) = MODES[self.mode], self._errors.shape
         padded = functional.pad(change, (0, workers * length - len(change)))
         given = self._errors + padded.view(workers, length)
-        sent = pack(given)
+        sent = encode(given)
         received = torch.empty_like(sent)
         all_to_all(received, sent, self.group).wait()
-        mean = self._own_error + unpack(received).mean(0, keepdim=True)
-        own = pack(mean)
+        mean = self._own_error + decode(received).mean(0, keepdim=True)
+        own = encode(mean)
         every = torch.empty_like(sent)
         all_gather(every, own, self.group).wait()
         self._count(2 * sent.numel())
-        result = unpack(every).view(-1)[: len(change)]
-        return result, given - unpack(sent), mean - unpack(own)
+        result = decode(every).view(-1)[: len(change)]
+        return result, given - decode(sent), mean - decode(own)
 
     def _average(self, values: Tensor) -> None:
         average([values], self.group)

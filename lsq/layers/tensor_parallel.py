@@ -6,7 +6,10 @@ Clips follow activations: after each training pass they become the largest of al
 the layer were whole. A part of inputs rounds its weight under the largest magnitudes of the part.
 """
 
+from functools import partial
+
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from lsq.config import DIMENSION_MULTIPLE
@@ -79,9 +82,11 @@ def _make_part(layer: Projection, of_outputs: bool) -> QuantizedLinear:
             f" {list(layer.weight.shape)}; int8 products need multiples of {DIMENSION_MULTIPLE}:"
             " take fewer processes, or leave the layer out of lsq.convert with `skip`"
         )
-    bias = layer.bias is not None and of_outputs
-    part = QuantizedLinear(inputs, outputs, bias=bias, quant=layer.quant).to(weight.device)
-    part.requires_grad_(False)
+    part = nn.Linear(inputs, outputs, bias=layer.bias is not None and of_outputs, device="meta")
+    part._parameters["weight"] = nn.Parameter(weight.detach(), requires_grad=False)
+    part.__class__ = QuantizedLinear
+    part.begin(layer.quant)
+    part.declare(partial(part._program, 1), measure=False)
     for name, clip in part.clips().items():
         given = layer.own_parameter(name)
         rows = of_outputs and name == "weight_clip" and len(given) > 1

@@ -15,6 +15,7 @@ NAMES = sorted(path.stem for path in BENCHMARKS.glob("bench_*.py"))
 MARKS = {
     "bench_decode": pytest.mark.thorough,  # makes models and searches with them
     "bench_language": pytest.mark.thorough,  # imports transformers
+    "bench_local_updates": pytest.mark.thorough,  # starts processes that import transformers
     "bench_gpu_step": pytest.mark.thorough,  # torch.compile traces a model of fairseq's
     "bench_models": pytest.mark.slow,  # test_bench_models.py runs all sides but torch.compile
     "bench_numbers": pytest.mark.slow,  # trains two models, for two minutes

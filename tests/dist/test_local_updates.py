@@ -153,8 +153,9 @@ def of_layers(rank: int, clips: str, mode: str) -> list[dict[str, torch.Tensor]]
         train(net, optimizer, rank, 1, step)
         if local.step():
             states.append({name: one.clone() for name, one in net.state_dict().items()})
-    net(batch(0, 0))  # limits the steps of clips
-    states.append({name: one.detach().clone() for name, one in net.named_parameters()})
+    y = net(batch(0, 0))  # limits the steps of clips
+    last = {name: one.detach().clone() for name, one in net.named_parameters()}
+    states.append({**last, "y": y.detach()})
     return states
 
 
