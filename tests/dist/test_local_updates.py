@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lsq.config import QuantConfig
@@ -143,6 +143,25 @@ class Layers(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         wide = nn.functional.pad(x, (0, 11), value=1.0)
         return self.norm(self.last(torch.relu(self.hidden(wide))))
+
+
+def nodes_of_two(rank: int) -> torch.Tensor:
+    """DistributedDataParallel inside of a node, rounds between two nodes."""
+    inside = [distributed.new_group([0, 1]), distributed.new_group([2, 3])][rank // 2]
+    between = [distributed.new_group([0, 2]), distributed.new_group([1, 3])][rank % 2]
+    net = DistributedDataParallel(Net(), process_group=inside)
+    local, optimizer = LocalUpdates(net, every=2, mode="int8", group=between), sgd(net)
+    for step in range(4):
+        train(net, optimizer, rank, 1, step)
+        local.step()
+    assert local.rounds == 2
+    return flat(net)
+
+
+def test_nodes_of_several_workers():
+    results = run(nodes_of_two, 4)
+    assert all(torch.equal(one, results[0]) for one in results)
+    assert not torch.equal(results[0], flat(Net()))
 
 
 def of_layers(rank: int, clips: str, mode: str) -> list[dict[str, torch.Tensor]]:
