@@ -161,3 +161,38 @@ def test_a_killed_process_is_named(tmp_path):
         run(dying, 2, str(tmp_path))
     said = (tmp_path / "said").read_text()
     assert re.match(r"3: rank 1 \(of 2, host .*\) no longer answers: gloo", said), said
+
+
+def llama(rank: int, split: bool) -> list[float]:
+    """Losses of a Llama whose attention is split by heads."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    net = LlamaForCausalLM(LlamaConfig(**sizes, **heads, vocab_size=256))
+    lsq.convert(net, fused=False, minimum_width=32)
+    if split:
+        by_outputs = "self_attn.q_proj self_attn.k_proj self_attn.v_proj mlp.gate_proj mlp.up_proj"
+        plan = {f"model.layers.*.{name}": ColwiseParallel() for name in by_outputs.split()}
+        plan |= {
+            f"model.layers.*.{name}": RowwiseParallel()
+            for name in ("self_attn.o_proj", "mlp.down_proj")
+        }
+        parallelize_module(net, init_device_mesh("cpu", (2,)), plan)
+    words = torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(3))
+    optimizer, losses = torch.optim.AdamW(net.parameters(), lr=1e-3), []
+    for _ in range(8):
+        loss = net(input_ids=words, labels=words).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.thorough
+def test_linear_layers_of_a_llama_split_by_heads():
+    whole, (first, other) = llama(0, False), run(llama, 2, True)
+    assert first == other
+    torch.testing.assert_close(torch.tensor(first), torch.tensor(whole), rtol=1e-3, atol=0)
