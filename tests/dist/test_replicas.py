@@ -2,6 +2,8 @@
 the model."""
 
 import logging
+import sys
+from types import ModuleType
 
 import pytest
 import torch
@@ -208,6 +210,25 @@ def by_hand(rank: int) -> dict[str, torch.Tensor]:
 def test_gradients_that_are_made_equal_by_hand():
     """And after `remove` nobody waits for anybody."""
     same(run(by_hand, 2))
+
+
+def with_copies(rank: int) -> dict[str, torch.Tensor]:
+    """The optimizer holds copies of the parameters, as DeepSpeed's ZeRO has it."""
+    sys.modules.setdefault("deepspeed", ModuleType("deepspeed"))
+    net = Net(clips="absmax")
+    share(net)
+    copies = [nn.Parameter(one.detach().clone()) for one in net.parameters()]
+    optimizer = torch.optim.SGD(copies, lr=1e-2)
+    for step in range(3):
+        net(batch(rank, step)).backward()
+        optimizer.step()
+    found = clips(net)
+    del found["branch.weight_clip"], found["branch.input_clip"]
+    return found
+
+
+def test_an_optimizer_of_copies_counts_for_a_model_that_is_shared():
+    same(run(with_copies, 2))
 
 
 def apart(rank: int) -> dict[str, torch.Tensor]:
