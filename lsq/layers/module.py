@@ -274,10 +274,10 @@ class ProgramModule(ClippedModule):
             tensor = own[virtual.name] = self.own_parameter(virtual.name)
             if type(tensor) is not nn.Parameter and shards.is_shard(tensor):
                 raise ValueError(
-                    f"parameters of this {type(self).__name__} are shards, of which nothing can be"
-                    " computed. Of FSDP2: call fully_shard on it, or on a module around it, and"
-                    " call that. Of parallelize_module: split linear layers alone, after"
-                    " lsq.convert(model, fused=False)"
+                    f"parameters of this {type(self).__name__} are shards of FSDP2 or of"
+                    " parallelize_module, of which nothing can be computed; call fully_shard on it,"
+                    " or on a module around it, and call that, or let parallelize_module split"
+                    " linear layers alone, after lsq.convert(model, fused=False)"
                 )
         if self.weight_masks is None:
             return own
