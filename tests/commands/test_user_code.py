@@ -58,7 +58,7 @@ def test_what_cannot_be_imported_is_named(refused, tmp_path):
     torch.save({"w": torch.randn(32, 48)}, weights)
     for code, said in (
         ("1\n1 / 0", f"ZeroDivisionError: division by zero ({path}, line 2)"),
-        ("def f(:", "SyntaxError: invalid syntax (wrong.py, line 1)"),
+        ("def f(:\n", "SyntaxError: invalid syntax (wrong.py, line 1)"),
         ("import sys\nsys.exit(0)", f"SystemExit: 0 ({path}, line 2)"),
         ("import no_such", f"ModuleNotFoundError: No module named 'no_such' ({path}, line 1)"),
         (
