@@ -49,6 +49,20 @@ def test_training_is_as_with_floats(tied):
     )
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_layers_may_be_computed_again_in_the_backward_pass(reentrant):
+    found = []
+    for again in (False, True):
+        model = llama()
+        lsq.convert(model)
+        lsq.train_codes(model)
+        if again:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        optimizer = Adam(model.parameters(), lr=3e-3, moment_bits=8).step_in_backward()
+        found.append(losses(model, optimizer, 5))
+    torch.testing.assert_close(torch.tensor(found[0]), torch.tensor(found[1]), rtol=1e-3, atol=0)
+
+
 def test_tied_weights_are_one_parameter():
     model = llama(tied=True)
     lsq.convert(model, tied=True)
