@@ -18,11 +18,8 @@ import torch
 from torch import Tensor, distributed
 from torch.futures import Future
 
-from lsq.dist.collectives import Scratch
 from lsq.dist.config import BLOCK, ROW, Topology
-from lsq.dist.gcq import GCQ
-from lsq.dist.hooks import PYTORCH_HOOKS
-from lsq.dist.two_hop import TwoHop
+from lsq.dist.hooks import PYTORCH_HOOKS, own_groups, way
 
 SECONDS = 60
 """A worker that waits longer for a message gives up."""
@@ -147,7 +144,7 @@ CLUSTERS = ((4, 8), (2, 2))
 """(nodes, workers of a node)."""
 BUCKET, QUICK_BUCKET = 2**20, 4096
 SCALE_BYTES = torch.bfloat16.itemsize
-MODES = ("float", "bf16", "gcq", "int8", "int8_hier")
+MODES = ("float", "bf16", "gcq", "int8", "int8_hier", "lean", "lean5")
 BASELINE = "bf16"
 
 
@@ -167,22 +164,16 @@ def average(mode: str, topology: Topology, wires: Wires, gather: str, values: Te
     def group(ranks: list[int]) -> CountingGroup:
         return CountingGroup(wires, ranks, topology.rank, gather)
 
-    everyone, scratch = list(range(topology.world_size)), Scratch(values.device)
     if mode in PYTORCH_HOOKS:
-        PYTORCH_HOOKS[mode](group(everyone), Bucket(values)).wait()
+        everyone = group(list(range(topology.world_size)))
+        PYTORCH_HOOKS[mode](everyone, Bucket(values)).wait()
         return
-    exchanges = {
-        "gcq": lambda: GCQ(group(everyone), scratch),
-        "int8": lambda: TwoHop(group(everyone), scratch),
-    }
-    if mode in exchanges:
-        exchanges[mode]().average(values)
-        return
-    neighbours, counterparts = (
-        group(next(part for part in parts if topology.rank in part))
-        for parts in (topology.all_neighbours, topology.all_counterparts)
+    groups = own_groups(
+        mode,
+        topology,
+        lambda parts: group(next(part for part in parts if topology.rank in part)),
     )
-    TwoHop(counterparts, scratch, neighbours).average(values)
+    way(mode, groups, values.device).average(values)
 
 
 def count(
@@ -218,6 +209,8 @@ def formula(mode: str, nodes: int, node_size: int) -> float:
         "gcq": 2 * once * (1 + 4 / ROW),
         "int8": (node_size * between + once) * codes,
         "int8_hier": 2 * between * codes,
+        "lean": 2 * between * 4.5 / 8,
+        "lean5": 2 * between * 5.25 / 8,
     }[mode]
 
 

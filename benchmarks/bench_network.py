@@ -5,7 +5,9 @@ The nodes are network namespaces on this machine, joined by a cable of a limited
 veth interface whose outgoing packets pass a token bucket (tc-tbf). Linux, root, `ip` and `tc`
 (iproute2) are needed. Before and after each measurement the bytes that the network cards have sent
 are read. The model computes next to nothing on purpose: `no exchange` is a step without
-communication. All processes share this machine's cores.
+communication. All processes share this machine's cores. With `--backward` the backward pass sleeps
+in each layer, as if a GPU computed; `perfect` is the time of a step whose wire and backward pass
+never wait for anything but the first gradient.
 """
 
 import json
@@ -21,7 +23,7 @@ from pathlib import Path
 
 import common
 import torch
-from torch import distributed, nn
+from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lsq.dist import GradientConfig, compress_gradients
@@ -158,28 +160,56 @@ NO_EXCHANGE = "no exchange"
 EXACT = "exact"
 """DistributedDataParallel without a hook: an all-reduce in float32."""
 BASELINE = "bf16"
-PROCESSES_PER_NODE = 2
-SIDES = (NO_EXCHANGE, EXACT, "bf16", "gcq", "int8", "int8_hier")
+SIDES = (NO_EXCHANGE, EXACT, "bf16", "gcq", "int8", "int8_hier", "lean", "lean5")
 TIMEOUT = timedelta(minutes=5)
 """A process that waits longer for another gives up."""
 WORKER_SECONDS = 1800
 """A measurement at one rate takes at most this long."""
 
 
+class Sleep(torch.autograd.Function):
+    """The identity; its backward pass sleeps."""
+
+    @staticmethod
+    def forward(context, x: Tensor, seconds: float) -> Tensor:
+        context.seconds = seconds
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(context, gradient: Tensor) -> tuple[Tensor, None]:
+        time.sleep(context.seconds)
+        return gradient, None
+
+
+class Layer(nn.Linear):
+    """Sleeps when the gradient of its weight is there."""
+
+    seconds = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(Sleep.apply(x, self.seconds) if self.seconds else x)
+
+
 class Sides:
     """The same model for every side, with gradients averaged in its way."""
 
-    def __init__(self, names: list[str], layers: int, width: int, rows: int):
-        self.models = {}
-        for name in names:
+    def __init__(self, options: dict):
+        self.models, width = {}, options["width"]
+        for name in options["sides"]:
             torch.manual_seed(1)
-            model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
-            self.models[name] = DistributedDataParallel(model)
+            layers = [Layer(width, width, bias=False) for _ in range(options["layers"])]
+            for layer in layers:
+                layer.seconds = options["backward"] / 1e3 / len(layers)
+            model = DistributedDataParallel(
+                nn.Sequential(*layers), bucket_cap_mb=options["bucket_mb"]
+            )
+            self.models[name] = model
             if name not in (NO_EXCHANGE, EXACT):
-                config = GradientConfig(mode=name, node_size=PROCESSES_PER_NODE)
-                compress_gradients(self.models[name], config)
+                compress_gradients(
+                    model, GradientConfig(mode=name, node_size=options["processes_per_node"])
+                )
         generator = torch.Generator().manual_seed(distributed.get_rank())
-        self.x = torch.randn(rows, width, generator=generator)
+        self.x = torch.randn(options["batch"], width, generator=generator, requires_grad=True)
 
     def step(self, name: str) -> None:
         """Forward and backward pass; gradients are averaged on the way."""
@@ -204,12 +234,12 @@ def worker(rank: int, folder: Path) -> None:
     """One process of the group: takes part in every measurement; writes its own figures."""
     options = json.loads((folder / "options.json").read_text())
     torch.set_num_threads(1)
-    count = NODES * PROCESSES_PER_NODE
+    count = NODES * options["processes_per_node"]
     store = distributed.FileStore(str(folder / "store"), count)
     distributed.init_process_group(
         "gloo", store=store, rank=rank, world_size=count, timeout=TIMEOUT
     )
-    sides = Sides(options["sides"], options["layers"], options["width"], options["batch"])
+    sides = Sides(options)
     found = {name: {"seconds": [], "bytes": []} for name in options["sides"]}
     for round_number in range(-options["warm_up"], options["rounds"]):
         for name in options["sides"]:
@@ -238,7 +268,8 @@ def measure(nodes: Network, options: dict) -> list[dict]:
     Raises:
         RuntimeError: a process failed; its last lines are shown.
     """
-    count = NODES * PROCESSES_PER_NODE
+    processes = options["processes_per_node"]
+    count = NODES * processes
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "options.json").write_text(json.dumps(options))
@@ -247,7 +278,7 @@ def measure(nodes: Network, options: dict) -> list[dict]:
             command = [sys.executable, str(Path(__file__).resolve()), "--worker", str(rank), name]
             with (folder / f"log{rank}").open("w") as log:
                 output = {"stdout": log, "stderr": None if rank == 0 else log}
-                started.append(nodes.start(rank // PROCESSES_PER_NODE, command, **output))
+                started.append(nodes.start(rank // processes, command, **output))
         wait(started, folder)
         return [json.loads((folder / f"figures{rank}.json").read_text()) for rank in range(count)]
 
@@ -271,12 +302,19 @@ def wait(started: list[subprocess.Popen], folder: Path) -> None:
             raise RuntimeError("\n".join([f"process {rank} {why}", *lines]))
 
 
-def rows(rate: str, found: list[dict], parameters: int) -> list[dict]:
+def bits_per_second(rate: str) -> float:
+    """Of a rate as tc writes it; ValueError: in another unit."""
+    number, unit = rate[:-4], rate[-4:]
+    return float(number) * {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}[unit]
+
+
+def rows(rate: str, found: list[dict], work: dict) -> list[dict]:
     """One row for each side.
 
     A round takes as long as its slowest process; a node's card counts once.
     """
-    cards = [found[node * PROCESSES_PER_NODE] for node in range(NODES)]
+    parameters = work["layers"] * work["width"] ** 2
+    cards = [found[node * work["processes_per_node"]] for node in range(NODES)]
     timings = {}
     for side in found[0]:
         rounds = zip(*(figures[side]["seconds"] for figures in found), strict=True)
@@ -284,6 +322,8 @@ def rows(rate: str, found: list[dict], parameters: int) -> list[dict]:
     made = []
     for side, timing in timings.items():
         sent = max(common.timing(card[side]["bytes"]).median for card in cards)
+        wire = sent * 8 / bits_per_second(rate) + work["backward"] / 1e3 / work["layers"]
+        perfect = max(timings[NO_EXCHANGE].fastest, wire)
         made.append(
             {
                 "rate": rate,
@@ -295,6 +335,7 @@ def rows(rate: str, found: list[dict], parameters: int) -> list[dict]:
                 "error": found[0][side].get("error"),
                 "ratio": timings[BASELINE].median / timing.median,
             }
+            | ({"perfect": 1e3 * perfect} if work["backward"] else {})
         )
     return made
 
@@ -308,6 +349,12 @@ def main() -> None:
     parser.add_argument(
         "--rates", nargs="+", default=["1gbit", "100mbit"], help="of the cable, as tc writes them"
     )
+    shape: dict = {"type": common.positive, "metavar": "N"}
+    parser.add_argument("--layers", **shape, default=4, help="of the model")
+    parser.add_argument("--width", **shape, default=1024, help="of the model")
+    parser.add_argument("--processes", **shape, default=2, help="on each node")
+    parser.add_argument("--bucket-mb", **shape, default=25, help="megabytes of DDP's buckets")
+    parser.add_argument("--backward", **shape, default=0, help="milliseconds of a backward pass")
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=SIDES, metavar="SIDE")
     options = common.parse(parser)
     reason = obstacle()
@@ -315,25 +362,25 @@ def main() -> None:
         parser.error(reason)
     if options.quick:
         options.rates = options.rates[:1]
-    shape = {"layers": 2, "width": 32} if options.quick else {"layers": 4, "width": 1024}
+    if options.quick:
+        options.layers, options.width = 2, 32
     sides = [NO_EXCHANGE, EXACT, BASELINE]
     sides += [side for side in options.sides if side not in sides]
-    work = {**shape, "batch": 4, "steps": 1, "warm_up": 1 if options.quick else 2, "sides": sides}
-    work["rounds"] = options.rounds
-    parameters = shape["layers"] * shape["width"] ** 2
+    work = {name: getattr(options, name) for name in ("layers", "width", "bucket_mb", "backward")}
+    work |= {"batch": 4, "steps": 1, "warm_up": 1 if options.quick else 2, "sides": sides}
+    work |= {"rounds": options.rounds, "processes_per_node": options.processes}
     figures = []
     with Network() as nodes:
         for rate in options.rates:
             nodes.limit(rate)
-            figures += rows(rate, measure(nodes, work), parameters)
+            figures += rows(rate, measure(nodes, work), work)
     conditions = common.conditions(
         options,
         **{key: value for key, value in work.items() if key not in ("rounds", "sides")},
         baseline=BASELINE,
         backend="gloo",
         nodes=NODES,
-        processes_per_node=PROCESSES_PER_NODE,
-        parameters=parameters,
+        parameters=options.layers * options.width**2,
         network=f"veth pair, tbf with a burst of {BURST} and a queue of {LATENCY} on both ends",
         kernel=os.uname().release,
     )

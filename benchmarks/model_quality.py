@@ -28,6 +28,8 @@ from tqdm import tqdm
 
 import lsq
 from lsq.config import QuantConfig
+from lsq.dist.collectives import small_positions, take_out
+from lsq.dist.two_hop import CODECS, Codec
 from lsq.files import write_folder, write_text
 from lsq.observe import quantized_tensors
 from lsq.optim import Adam
@@ -381,6 +383,7 @@ FLOAT = "float32"
 VALIDATIONS = 8
 """In a training, the last one included."""
 GRADIENT_NORM = 1.0
+WORKERS = 8
 NUDGE = 1e-6
 """By how much the weights of a second float training differ, relative to their size."""
 
@@ -393,6 +396,9 @@ class Side:
     optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
     autocast: bool = False
     decays_clips: bool = False
+    exchange: str | None = None
+    """How WORKERS, each with its part of a batch, average their gradients: FLOAT, or one of CODECS;
+    None: there is one worker."""
 
 
 def nudge(model: nn.Module) -> None:
@@ -462,6 +468,7 @@ SIDES = {
     "ternary rows": rounded("ternary/row,*lm_head*=int8"),
     "ternary, learned clips": rounded("ternary/tensor,*lm_head*=int8", clips="learned"),
     "ternary rows, learned clips": rounded("ternary/row,*lm_head*=int8", clips="learned"),
+    **{f"workers, {mode}": Side(exchange=mode) for mode in (FLOAT, *CODECS)},
 }
 DEFAULT = (FLOAT, "bfloat16", "int8")
 
@@ -475,8 +482,8 @@ def task_of(options: argparse.Namespace) -> Task:
     size = SIZES[options.task]
     if options.quick:
         size = dataclasses.replace(size, **QUICK, batch=QUICK_BATCH[options.task])
-    if options.updates is not None:
-        size = dataclasses.replace(size, updates=options.updates)
+    given = {name: getattr(options, name) for name in ("updates", "layers", "hidden")}
+    size = dataclasses.replace(size, **{name: one for name, one in given.items() if one})
     if options.task in ("text", "llama"):
         return (Text if options.task == "text" else Llama)(size, options.text)
     if options.task == "digits":
@@ -506,7 +513,7 @@ def train(
         clip = optimizer.clip_grad_norm
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(rate, size))
     cast = partial(torch.autocast, "cpu", torch.bfloat16, enabled=side.autocast)
-    losses, validated, spent = [], [], 0.0
+    losses, validated, errors, spent = [], [], [], 0.0
     every = max(1, size.updates // VALIDATIONS)
     progress = tqdm(
         zip(range(1, size.updates + 1), task.batches(seed), strict=False),
@@ -516,9 +523,13 @@ def train(
     )
     for update, batch in progress:
         begun = time.process_time()
-        with cast():
-            loss = model(**batch).loss
-        loss.backward()
+        if side.exchange is None:
+            with cast():
+                loss = model(**batch).loss
+            loss.backward()
+        else:
+            loss, error = exchanged(model, batch, side.exchange)
+            errors.append(error)
         clip(GRADIENT_NORM)
         optimizer.step()
         schedule.step()
@@ -533,7 +544,7 @@ def train(
     if keep is not None:
         torch.save(model.state_dict(), keep)
     return {
-        "scores": validated[-1][1],
+        "scores": validated[-1][1] | ({"nmse": statistics.mean(errors)} if errors else {}),
         "losses": losses,
         "validated": validated,
         "processor_seconds": spent,
@@ -549,6 +560,40 @@ def begun(task: Task, output: Path) -> Path:
         made = train(task, SIDES[FLOAT], 0, "the first training", None, keep=path)
         print(f"finetuning begins at {made['scores']}", file=sys.stderr)
     return path
+
+
+def exchanged(model: nn.Module, batch: dict[str, Tensor], mode: str) -> tuple[Tensor, float]:
+    """Leave the mean of the workers' gradients in the parameters -> (their mean loss, the squared
+    error of that mean, relative to its square)."""
+    parts = zip(*(tensor.chunk(WORKERS) for tensor in batch.values()), strict=True)
+    losses, rows, parameters = [], [], list(model.parameters())
+    for part in parts:
+        losses.append(model(**dict(zip(batch, part, strict=True))).loss)
+        found = torch.autograd.grad(losses[-1], parameters, materialize_grads=True)
+        rows.append(torch.cat([gradient.flatten() for gradient in found]))
+    gradients, sizes = torch.stack(rows), [one.numel() for one in parameters]
+    mean = gradients.mean(0)
+    average = mean if mode == FLOAT else averaged(gradients, sizes, CODECS[mode])
+    for parameter, gradient in zip(parameters, average.split(sizes), strict=True):
+        parameter.grad = gradient.view_as(parameter)
+    error = (average - mean).square().sum() / mean.square().sum()
+    return torch.stack(losses).mean().detach(), error.item()
+
+
+def averaged(gradients: Tensor, sizes: list[int], codec: Codec) -> Tensor:
+    """The mean of gradients [workers, values] by two hops, those of small tensors as floats."""
+    workers, values = gradients.shape
+    small = small_positions(zip(sizes, sizes, strict=True), gradients.device)
+    floats = None if small is None else take_out(gradients, small).mean(0)
+    first, second = codec.first(values, workers), codec.second(values, workers)
+    sent = torch.empty(workers, workers, first.message_bytes, dtype=torch.uint8)
+    sums, mean = torch.empty(workers, second.message_bytes, dtype=torch.uint8), gradients[0].clone()
+    for row, messages in zip(gradients, sent, strict=True):
+        codec.pack(row[None], first, messages)
+    for shard, total in enumerate(sums):
+        codec.add(sent[:, shard].contiguous(), first, total, second, 1 / workers)
+    codec.unpack(sums, second, mean)
+    return mean if small is None else mean.index_copy_(0, small, floats)
 
 
 def groups(model: nn.Module, side: Side, weight_decay: float) -> list[dict]:
@@ -672,6 +717,8 @@ def main(arguments: list[str] | None = None) -> None:
         "--sides", nargs="+", choices=SIDES, default=DEFAULT, metavar="SIDE", help=", ".join(SIDES)
     )
     parser.add_argument("--updates", type=common.positive, metavar="N", help="of each training")
+    parser.add_argument("--layers", type=common.positive, metavar="N", help="of each model")
+    parser.add_argument("--hidden", type=common.positive, metavar="N", help="width of each model")
     parser.add_argument(
         "--finetune",
         type=float,

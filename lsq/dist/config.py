@@ -11,7 +11,7 @@ from lsq.config import require_choice, require_positive, require_whole
 from lsq.config.checks import accept, warn, without_constants
 from lsq.quant import GRADIENT
 
-COMPRESSED = ("gcq", "int8", "int8_hier")
+COMPRESSED = ("gcq", "int8", "int8_hier", "lean", "lean5")
 """Modes whose codes lsq makes."""
 MODES = ("auto", *COMPRESSED, "bf16", "fp16")
 GCQ_ADVISED_WORKERS = 16
@@ -39,11 +39,6 @@ def _of_this_version(given: Mapping[str, Any]) -> dict[str, Any]:
         warn("seed decides nothing now, since no mode rounds at random: leave it out")
     if "rounding" in fields and fields["rounding"] is None:
         fields["rounding"] = "nearest"
-    if fields.get("mode") == "int4_hier":
-        raise ValueError(
-            "mode 'int4_hier' is gone, as four bits lose too much: take 'int8_hier', which sends"
-            " codes between nodes as well"
-        )
     return without_constants(fields, CONSTANT)
 
 
@@ -57,8 +52,9 @@ class GradientConfig:
 
     mode: str = "auto"
     """"int8" (two hops, for one GPU a node), "int8_hier" (floats inside a node, int8 between
-    nodes), "gcq" (LightSeq's scheme, for few workers), "bf16" or "fp16" (PyTorch's own hooks), or
-    "auto": bf16 on one node, int8_hier on several.
+    nodes), "lean" and "lean5" (4.5 and 5.25 bits, between nodes if there are several; CPU), "gcq"
+    (LightSeq's scheme, for few workers), "bf16" or "fp16" (PyTorch's own hooks), or "auto": floats,
+    bf16, int8 or lean, as a trial at the start says.
     """
     node_size: int | None = None
     """Workers on a node; None: what torchrun started there (LOCAL_WORLD_SIZE), or else on one

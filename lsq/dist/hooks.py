@@ -4,6 +4,7 @@ import logging
 import os
 import socket
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import asdict
 from datetime import timedelta
 
@@ -15,7 +16,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from lsq.config import require_model
-from lsq.dist import roll_call
+from lsq.dist import roll_call, trial
 from lsq.dist.agreement import gather_text, require_same
 from lsq.dist.collectives import Scratch, average, small_positions, take_out
 from lsq.dist.config import (
@@ -28,7 +29,7 @@ from lsq.dist.config import (
 )
 from lsq.dist.executor import SideStream, WorkerThread
 from lsq.dist.gcq import GCQ
-from lsq.dist.two_hop import TwoHop
+from lsq.dist.two_hop import CODECS, TwoHop
 from lsq.run.frames import Bucket
 
 logger = logging.getLogger(__name__)
@@ -43,8 +44,40 @@ PYTORCH_HOOKS = {
     "float": default_hooks.allreduce_hook,
 }
 """Modes -> PyTorch's own hooks; "float" stands for modes that have nothing to compress."""
-NODE_MODES = ("auto", "int8_hier")
+LEAN, LEAN_DEVICES = ("lean", "lean5"), ("cpu",)
+"""Modes of the codec `lean`, and the types of devices that have it."""
+NODE_MODES = ("auto", "int8_hier", *LEAN)
 """Modes that depend on which workers share a node."""
+LANES = 2
+"""Buckets that are in flight on a CPU: one is packed while another travels."""
+
+
+class Lane:
+    """Exchanges buckets one after another, by groups and memory of its own.
+
+    `groups`: the means over them, one after another, give the mean of all workers.
+    """
+
+    def __init__(
+        self,
+        average: GCQ | TwoHop,
+        groups: list[ProcessGroup],
+        executor: WorkerThread | SideStream,
+    ):
+        self.average, self.groups, self.executor = average, groups, executor
+
+    def submit(self, buffer: Tensor, small: Tensor | None) -> Future:
+        """Return the future of a bucket's mean, in its own buffer."""
+        return self.executor.submit(lambda: self._mean(buffer, small))
+
+    def _mean(self, buffer: Tensor, small: Tensor | None) -> Tensor:
+        values = None if small is None else take_out(buffer, small)
+        self.average.average(buffer)
+        if values is not None:
+            for group in self.groups:
+                average([values], group)
+            buffer.index_copy_(0, small, values.to(buffer.dtype))
+        return buffer
 
 
 class GradientCompression:
@@ -56,12 +89,10 @@ class GradientCompression:
 
     def __init__(self, mode: str, topology: Topology, group: ProcessGroup):
         self.mode, self.topology, self.group = mode, topology, group
-        self._average: GCQ | TwoHop | None = None
-        self._executor: WorkerThread | SideStream | None = None
+        self._lanes: list[Lane] = []
+        """Buckets take turns. The order of each lane's collectives is the same in all workers."""
         self._buckets: defaultdict[int, Bucket] | None = None
         """Buckets that the gradients of lsq's layers are written to, after the first exchange."""
-        self._groups: list[ProcessGroup] = []
-        """The means over these groups, one after another, give the mean of all workers."""
         self._small: dict[int, tuple[torch.UntypedStorage, Tensor | None]] = {}
         """Number of a bucket -> its memory, and the positions of small tensors in it."""
 
@@ -71,7 +102,7 @@ class GradientCompression:
         if self._buckets is not None:
             pairs = zip(bucket.parameters(), bucket.gradients(), strict=True)
             self._buckets[bucket.index()].exchanged(buffer, pairs)
-        if self._average is None:
+        if not self._lanes:
             return PYTORCH_HOOKS[self.mode](self.group, bucket)
         if buffer.dtype not in DTYPES or buffer.is_sparse:
             raise _unfit(
@@ -81,8 +112,8 @@ class GradientCompression:
             done: Future = Future(devices=None if buffer.device.type == "cpu" else [buffer.device])
             done.set_result(buffer)
             return done
-        small = self._small_in(bucket)
-        return self._executor.submit(lambda: self._mean(buffer, small))
+        lane = self._lanes[bucket.index() % len(self._lanes)]
+        return lane.submit(buffer, self._small_in(bucket))
 
     def _small_in(self, bucket: GradBucket) -> Tensor | None:
         """Return the positions of small tensors in a bucket, found anew when DDP changes the
@@ -95,38 +126,37 @@ class GradientCompression:
             self._small[index] = storage, positions
         return self._small[index][1]
 
-    def _mean(self, buffer: Tensor, small: Tensor | None) -> Tensor:
-        values = None if small is None else take_out(buffer, small)
-        self._average.average(buffer)
-        if values is not None:
-            for group in self._groups:
-                average([values], group)
-            buffer.index_copy_(0, small, values.to(buffer.dtype))
-        return buffer
-
     def _prepare(self, config: GradientConfig, device: torch.device) -> None:
-        """Make groups and memory. Every worker must call it, with the same configuration."""
-        topology, scratch = self.topology, Scratch(device)
-        timeout, backend = timedelta(seconds=config.timeout_s), backend_of(self.group, device)
+        """Make lanes. Every worker must call it, with the same configuration."""
+        on_cpu = device.type == "cpu"
+        # all processes must register, and here all are in the group
+        if on_cpu and self.topology.world_size == distributed.get_world_size():
+            roll_call.register()
+        for _ in range(LANES if on_cpu else 1):
+            groups = own_groups(self.mode, self.topology, _maker(self.group, config, device))
+            executor = WorkerThread(roll_call.name_the_lost) if on_cpu else SideStream(device)
+            self._lanes.append(Lane(way(self.mode, groups, device), groups, executor))
 
-        def group(parts: list[list[int]]) -> ProcessGroup:
-            return _own_group(self.group, parts, timeout, backend)
 
-        if self.mode == "gcq" or topology.node_size == 1 or self.mode == "int8":
-            everyone = group([list(range(topology.world_size))])
-            self._groups = [everyone]
-            self._average = (GCQ if self.mode == "gcq" else TwoHop)(everyone, scratch)
-        else:
-            self._groups = [group(topology.all_neighbours), group(topology.all_counterparts)]
-            neighbours, counterparts = self._groups
-            self._average = TwoHop(counterparts, scratch, neighbours)
-        if device.type == "cpu":
-            # all processes must register, and here all are in the group
-            if topology.world_size == distributed.get_world_size():
-                roll_call.register()
-            self._executor = WorkerThread(explain=roll_call.name_the_lost)
-        else:
-            self._executor = SideStream(device)
+def own_groups(
+    mode: str, topology: Topology, make: Callable[[list[list[int]]], ProcessGroup]
+) -> list[ProcessGroup]:
+    """Return the groups that exchange codes: all workers, or first the neighbours on a node and
+    then the counterparts on all nodes. `make`: makes this process's group of those listed."""
+    if mode in ("gcq", "int8") or 1 in (topology.node_size, topology.nodes):
+        return [make([list(range(topology.world_size))])]
+    return [make(topology.all_neighbours), make(topology.all_counterparts)]
+
+
+def way(mode: str, groups: list[ProcessGroup], device: torch.device) -> GCQ | TwoHop:
+    """Return what averages buckets in one of the modes COMPRESSED."""
+    *neighbours, group = groups
+    scratch = Scratch(device)
+    return (
+        GCQ(group, scratch)
+        if mode == "gcq"
+        else TwoHop(group, scratch, *neighbours, codec=CODECS[mode])
+    )
 
 
 def compress_gradients(
@@ -166,6 +196,8 @@ def compress_gradients(
     settings = {**asdict(config), "node_size": topology.node_size}
     require_same("the configuration of gradients", settings, group, device)
     mode = _mode(config, topology)
+    if mode == "auto":
+        mode = _tried(model, config, topology, group, device)
     if mode in COMPRESSED:
         _check_fit(model, mode, group, device)
     compression = GradientCompression(mode, topology, group)
@@ -186,8 +218,15 @@ def compress_gradients(
     return compression
 
 
+def _maker(
+    whole: ProcessGroup, config: GradientConfig, device: torch.device
+) -> Callable[[list[list[int]]], ProcessGroup]:
+    timeout, backend = timedelta(seconds=config.timeout_s), backend_of(whole, device)
+    return lambda parts: _own_group(whole, parts, timeout, backend)
+
+
 def _own_group(
-    whole: ProcessGroup, parts: list[list[int]], timeout: timedelta, backend: str
+    whole: ProcessGroup, parts: list[list[int]], timeout: timedelta, backend: str | None
 ) -> ProcessGroup:
     """Return a new group of the part of `whole` that this process belongs to. Every member must
     call it.
@@ -226,19 +265,9 @@ def _topology(config: GradientConfig, group: ProcessGroup, device: torch.device)
 
 
 def _mode(config: GradientConfig, topology: Topology) -> str:
-    """Return the mode that a configuration leads to; rank 0 logs why if it is not obvious."""
-    workers, nodes = topology.world_size, topology.nodes
-    mode = config.mode
-    if mode == "auto":
-        mode = "bf16" if nodes == 1 else "int8_hier"
-        why = (
-            f"{workers} workers share one node, whose links carry bf16 fast enough; without NVLink,"
-            " try int8"
-            if nodes == 1
-            else f"{nodes} nodes of {topology.node_size} share a network; with 200 Gb/s or more for"
-            " a node of 8 GPUs, bf16 may hide behind the backward pass as well: measure it"
-        )
-        _say(topology, logging.INFO, f"gradients: auto chose {mode}: {why}")
+    """Return the mode that a configuration leads to, perhaps "auto" still; rank 0 logs why if it is
+    not obvious."""
+    workers, mode = topology.world_size, config.mode
     if mode == "gcq":
         levels = gcq_levels(workers)
         if workers > GCQ_ADVISED_WORKERS:
@@ -248,13 +277,51 @@ def _mode(config: GradientConfig, topology: Topology) -> str:
                 f"mode gcq leaves each of {workers} workers codes of -{levels} to {levels}; above "
                 f"{GCQ_ADVISED_WORKERS} workers, int8 and int8_hier are far more exact",
             )
-    elif mode == "int8_hier" and nodes == 1:
+    elif mode == "int8_hier" and topology.nodes == 1:
         _say(
             topology,
             logging.WARNING,
             f"mode {mode} compresses between nodes, and there is one: floats are averaged",
         )
         return "float"
+    return mode
+
+
+def _tried(
+    model: DistributedDataParallel,
+    config: GradientConfig,
+    topology: Topology,
+    group: ProcessGroup,
+    device: torch.device,
+) -> str:
+    """Return the mode that exchanges a bucket fastest; rank 0 logs the times."""
+
+    def half(bucket: Tensor) -> None:
+        rounded = bucket.bfloat16()
+        distributed.all_reduce(rounded, group=group)
+        bucket.copy_(rounded)
+
+    ways = {"float": lambda bucket: distributed.all_reduce(bucket, group=group), "bf16": half}
+    int8 = "int8" if 1 in (topology.node_size, topology.nodes) else "int8_hier"
+    try:
+        _check_fit(model, int8, group, device)
+    except ValueError as error:
+        unfit, groups = f"; no codes: {error}", []
+    else:
+        unfit, groups = "", own_groups(int8, topology, _maker(group, config, device))
+        coded = (int8, "lean") if device.type in LEAN_DEVICES else (int8,)
+        ways |= {mode: way(mode, groups, device).average for mode in coded}
+    seconds = trial.seconds_of(ways, group, device)
+    for own in groups:
+        distributed.destroy_process_group(own)
+    mode = trial.choose(seconds)
+    times = ", ".join(f"{1e3 * taken:.1f} ms by {name}" for name, taken in seconds.items())
+    _say(
+        topology,
+        logging.INFO,
+        f"gradients: auto chose {mode}: {trial.VALUES} values took {times}; a less exact mode must"
+        f" save {100 * (1 - trial.WORTH):.0f} %{unfit}",
+    )
     return mode
 
 
@@ -281,6 +348,11 @@ def _check_fit(
     for name, parameter in model.module.named_parameters():
         if parameter.requires_grad and parameter.dtype not in DTYPES:
             raise _unfit(f"parameter {name} is {parameter.dtype}", mode)
+    if mode in LEAN and device.type not in LEAN_DEVICES:
+        raise ValueError(
+            f"gradients are on {device.type}, but mode {mode} runs on {' and '.join(LEAN_DEVICES)}"
+            " alone; choose int8, int8_hier or bf16"
+        )
     backend = backend_of(group, device)
     if backend is None or backend != BACKENDS.get(device.type, backend):
         known = " and ".join(f"{device} by {backend}" for device, backend in BACKENDS.items())

@@ -1,4 +1,4 @@
-"""int8 and int8_hier: the mean of all workers' gradients, by two hops of codes.
+"""int8, int8_hier and lean: the mean of all workers' gradients, by two hops of codes.
 
 Each worker owns a shard of the bucket. First hop: every worker sends each owner the codes of its
 shard (all-to-all), and the owner adds the values in float32, in the order of ranks. Second hop: the
@@ -6,15 +6,19 @@ owner rounds the mean again and sends its codes to all (all-gather), so that all
 codes. Scales lie in the messages, beside the codes (Wang et al. 2023, ZeRO++, section 3.3, where
 only the first hop is rounded).
 
-Under int8_hier each worker of a node first gets one piece of every neighbour's bucket, unrounded,
-and adds them, fused with the rounding that follows. Workers at the same position of every node
-average their pieces as above, so that each piece crosses a node's network card once in each
-direction. Then the codes of all pieces are gathered inside the node. A large bucket goes in parts:
-the network carries one part while others are packed and summed.
+A codec says what travels. The second hop of lean has more bits than the first: its values are means
+already, so that no other worker's rounding averages its errors out.
+
+Under int8_hier, and lean between several nodes, each worker of a node first gets one piece of every
+neighbour's bucket, unrounded, and adds them, fused with the rounding that follows. Workers at the
+same position of every node average their pieces as above, so that each piece crosses a node's
+network card once in each direction. Then the codes of all pieces are gathered inside the node. A
+large bucket goes in parts: the network carries one part while others are packed and summed.
 """
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import zip_longest
 
 from torch import Tensor
@@ -30,10 +34,59 @@ from lsq.ops.gradient_messages import (
     SumMessages,
     UnpackGradients,
 )
+from lsq.ops.lean_messages import LeanLayout, LeanMessages, PackLean, SumLean, UnpackLean
 from lsq.run import backends
 
 PART = 2**20
 """Values of a bucket that travel together."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Codec:
+    """How values become messages, and back. A layout is made from (values, shards)."""
+
+    first: Callable[[int, int], MessageLayout] = partial(MessageLayout.for_values, block=BLOCK)
+    """Of the first hop."""
+    second: Callable[[int, int], MessageLayout] = first
+    messages: type = Messages
+    packing: type = PackGradients
+    summing: type = SumMessages
+    unpacking: type = UnpackGradients
+
+    def pack(self, x: Tensor, layout: MessageLayout, messages: Tensor) -> None:
+        if x.shape[1] == 0:
+            messages.zero_()
+            return
+        packed = self.messages(layout=replace(layout, values=x.shape[1]), data=messages)
+        backends.run(self.packing(x=x, messages=packed))
+
+    def add(
+        self,
+        messages: Tensor,
+        layout: MessageLayout,
+        out: Tensor,
+        out_layout: MessageLayout,
+        factor: float,
+    ) -> None:
+        given = self.messages(layout=layout, data=messages)
+        total = self.messages(layout=out_layout, data=out)
+        backends.run(self.summing(messages=given, factor=factor, sum=total))
+
+    def unpack(self, messages: Tensor, layout: MessageLayout, out: Tensor) -> None:
+        if out.numel():
+            given = self.messages(layout=replace(layout, values=out.numel()), data=messages[None])
+            backends.run(self.unpacking(messages=given, x=out))
+
+
+def lean(first: float, second: float) -> Codec:
+    """Return the codec `lean` with these bits a value in each hop."""
+    first, second = (partial(LeanLayout.for_values, bits=bits) for bits in (first, second))
+    operations = {"packing": PackLean, "summing": SumLean, "unpacking": UnpackLean}
+    return Codec(first=first, second=second, messages=LeanMessages, **operations)
+
+
+CODECS = {"int8": Codec(), "int8_hier": Codec(), "lean": lean(4, 5), "lean5": lean(5, 5.5)}
+"""Mode -> its codec."""
 
 
 class TwoHop:
@@ -45,9 +98,13 @@ class TwoHop:
     """
 
     def __init__(
-        self, group: ProcessGroup, scratch: Scratch, neighbours: ProcessGroup | None = None
+        self,
+        group: ProcessGroup,
+        scratch: Scratch,
+        neighbours: ProcessGroup | None = None,
+        codec: Codec = CODECS["int8"],
     ):
-        self.group, self.scratch, self.neighbours = group, scratch, neighbours
+        self.group, self.scratch, self.neighbours, self.codec = group, scratch, neighbours, codec
 
     def average(self, buffer: Tensor) -> None:
         """Replace `buffer`, float [n], by its mean over all workers."""
@@ -79,16 +136,17 @@ class TwoHop:
             )
             yield
             work.wait()
-        layout = MessageLayout.for_values(pieces[0][1], self.group.size(), block=BLOCK)
-        sent = scratch("sent", (self.group.size(), layout.message_bytes))
-        pack(summands, layout, sent)
+        codec, workers = self.codec, self.group.size()
+        first, second = (make(pieces[0][1], workers) for make in (codec.first, codec.second))
+        sent = scratch("sent", (workers, first.message_bytes))
+        codec.pack(summands, first, sent)
         received = scratch("received", tuple(sent.shape))
         work = all_to_all(received, sent, self.group)
         yield
         work.wait()
-        own_sum = scratch("own", (layout.message_bytes,))
-        add(received, layout, own_sum, 1 / (size * self.group.size()))
-        result = scratch("result", (layout.shards, layout.message_bytes))
+        own_sum = scratch("own", (second.message_bytes,))
+        codec.add(received, first, own_sum, second, 1 / (size * workers))
+        result = scratch("result", (workers, second.message_bytes))
         work = all_gather(result, own_sum, self.group)
         yield
         work.wait()
@@ -99,26 +157,7 @@ class TwoHop:
             yield
             work.wait()
         for messages, (start, length) in zip(result, pieces, strict=True):
-            unpack(messages, layout, buffer[start : start + length])
-
-
-def pack(x: Tensor, layout: MessageLayout, messages: Tensor) -> None:
-    if x.shape[1] == 0:
-        messages.zero_()
-        return
-    packed = Messages(layout=replace(layout, values=x.shape[1]), data=messages)
-    backends.run(PackGradients(x=x, messages=packed))
-
-
-def add(messages: Tensor, layout: MessageLayout, out: Tensor, factor: float) -> None:
-    given, total = (Messages(layout=layout, data=data) for data in (messages, out))
-    backends.run(SumMessages(messages=given, factor=factor, sum=total))
-
-
-def unpack(messages: Tensor, layout: MessageLayout, out: Tensor) -> None:
-    if out.numel():
-        layout = replace(layout, values=out.numel())
-        backends.run(UnpackGradients(messages=Messages(layout=layout, data=messages[None]), x=out))
+            codec.unpack(messages, second, buffer[start : start + length])
 
 
 def cut(values: int, pieces: int) -> list[tuple[int, int]]:

@@ -19,8 +19,6 @@ from lsq.dist.config import MODES
 logger = logging.getLogger(__name__)
 
 NONE = "none"
-GONE = ("int4_hier",)
-"""Modes of version 0.1; their error names a replacement."""
 DDP_BACKENDS = ("pytorch_ddp", "c10d")
 """fairseq's names of PyTorch's DistributedDataParallel."""
 _fairseq_begin_epoch = Trainer.begin_epoch
@@ -35,11 +33,11 @@ def option(default: Any, text: str) -> Any:
 class GradientOptions:
     """Options of the exchange between workers; the last ones are fairseq's own."""
 
-    lsq_gradients: ChoiceEnum((NONE, *MODES, *GONE)) = option(
+    lsq_gradients: ChoiceEnum((NONE, *MODES)) = option(
         NONE,
         "how workers average gradients: as DDP does by itself (none), in int8 (int8: in two hops;"
-        " int8_hier: between nodes only; gcq: LightSeq's scheme, for few workers), in bf16 or fp16,"
-        " or as fits the launch (auto)",
+        " int8_hier: between nodes only; gcq: LightSeq's scheme, for few workers), in 4.5 or 5.25"
+        " bits (lean, lean5), in bf16 or fp16, or by what a trial finds fastest (auto)",
     )
     lsq_gradients_node_size: Optional[int] = option(  # noqa: UP045  fairseq cannot read X | None
         None, "workers on a node; default: as torchrun started them"

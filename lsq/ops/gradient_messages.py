@@ -15,6 +15,7 @@ N messages, R rows or copies that are added up.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 
@@ -60,11 +61,12 @@ class MessageLayout:
         )
 
     @classmethod
-    def for_values(cls, values: int, shards: int, *, block: int = 128) -> MessageLayout:
-        """Return the layout with the shortest shards that hold `values` values."""
+    def for_values(cls, values: int, shards: int, **fields) -> Self:
+        """Return the layout with the shortest shards that hold `values` values; `fields`: the other
+        ones."""
         needed = -(-values // max(1, shards))
         length = -(-needed // SHARD_MULTIPLE) * SHARD_MULTIPLE
-        return cls(values=values, shards=shards, length=length, block=block)
+        return cls(values=values, shards=shards, length=length, **fields)
 
     @property
     def blocks(self) -> int:
@@ -133,8 +135,8 @@ class PackGradients(Operation):
 
     def __post_init__(self):
         layout = self.messages.layout
-        _require("gradients to pack", self.x, ("at least one row", layout.values))
-        _require("their messages", self.messages.data, (layout.shards, layout.message_bytes))
+        require_shape("gradients to pack", self.x, ("at least one row", layout.values))
+        require_shape("their messages", self.messages.data, (layout.shards, layout.message_bytes))
 
     rows = extent(0, "x")  # R.
     values = extent(1, "x")  # v.
@@ -146,7 +148,7 @@ class PackGradients(Operation):
 
     def reference(self):
         layout = self.messages.layout
-        total = _sum_in_order(self.x.unbind(0))
+        total = sum_in_order(self.x.unbind(0))
         whole = torch.nn.functional.pad(total, (0, layout.shards * layout.length - layout.values))
         data = self.messages.encode(whole.view(layout.shards, layout.length))
         return {"messages": {"data": data}}
@@ -166,13 +168,15 @@ class SumMessages(Operation):
             f"messages have shards of {given.length} values in blocks of {given.block}, their sum"
             f" {made.length} in blocks of {made.block}; give both the same layout",
         )
-        _require("messages to add up", self.messages.data, ("at least one", given.message_bytes))
-        _require("their sum", self.sum.data, (made.message_bytes,))
+        require_shape(
+            "messages to add up", self.messages.data, ("at least one", given.message_bytes)
+        )
+        require_shape("their sum", self.sum.data, (made.message_bytes,))
 
     count = extent(0, "messages.data")  # N.
 
     def reference(self):
-        total = _sum_in_order(self.messages.decode().unbind(0)) * self.factor
+        total = sum_in_order(self.messages.decode().unbind(0)) * self.factor
         return {"sum": {"data": self.sum.encode(total[None])[0]}}
 
 
@@ -186,8 +190,8 @@ class UnpackGradients(Operation):
     def __post_init__(self):
         layout = self.messages.layout
         wanted = ("at least one copy", layout.shards, layout.message_bytes)
-        _require("messages to unpack", self.messages.data, wanted)
-        _require("their values", self.x, (layout.values,))
+        require_shape("messages to unpack", self.messages.data, wanted)
+        require_shape("their values", self.x, (layout.values,))
 
     copies = extent(0, "messages.data")  # R.
     shards = extent(1, "messages.data")  # S.
@@ -198,7 +202,7 @@ class UnpackGradients(Operation):
         return FLOATS[self.x.dtype]
 
     def reference(self):
-        x = _sum_in_order(self.messages.decode().unbind(0)) * self.factor
+        x = sum_in_order(self.messages.decode().unbind(0)) * self.factor
         return {"x": x.flatten()[: self.values].to(self.x.dtype)}
 
 
@@ -211,7 +215,7 @@ def message_scale(largest: torch.Tensor, code: int) -> tuple[torch.Tensor, torch
     return torch.where(plain, upwards, scale), inverse
 
 
-def _require(what: str, tensor, shape: tuple) -> None:
+def require_shape(what: str, tensor, shape: tuple) -> None:
     """Raise ValueError for a tensor of another shape; a word in `shape` means any size above 0."""
     fits = len(tensor.shape) == len(shape) and all(
         found > 0 if isinstance(wanted, str) else found == wanted
@@ -223,7 +227,7 @@ def _require(what: str, tensor, shape: tuple) -> None:
     )
 
 
-def _sum_in_order(terms) -> torch.Tensor:
+def sum_in_order(terms) -> torch.Tensor:
     total = None
     for term in terms:
         total = term.to(torch.float32) if total is None else total + term.to(torch.float32)

@@ -91,12 +91,13 @@ def test_groups_of_some_workers_use_their_ranks():
 @pytest.mark.parametrize("nodes, node_size", [(2, 2), (2, 4), (4, 2)])
 def test_counted_as_the_formula_says(mode, nodes, node_size):
     across, _, results = bench_gradients_wire.count(mode, nodes, node_size, BUCKET)
-    assert across == pytest.approx(bench_gradients_wire.formula(mode, nodes, node_size), rel=0.001)
+    off = 0.03 if mode.startswith("lean") else 0.001  # the top and padding of so small messages
+    assert across == pytest.approx(bench_gradients_wire.formula(mode, nodes, node_size), rel=off)
     assert all(torch.equal(result, results[0]) for result in results)
 
 
 def test_formula_for_four_nodes_of_eight():
-    wanted = {"bf16": 3.875, "gcq": 1.945, "int8": 7.078, "int8_hier": 1.523}
+    wanted = {"bf16": 3.875, "gcq": 1.945, "int8": 7.078, "int8_hier": 1.523, "lean": 0.844}
     assert {mode: round(bench_gradients_wire.formula(mode, 4, 8), 3) for mode in wanted} == wanted
 
 

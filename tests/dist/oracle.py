@@ -4,6 +4,9 @@ not the point."""
 import math
 
 import numpy
+import torch
+
+from lsq.ops.lean_messages import LeanLayout, LeanMessages
 
 f32 = numpy.float32
 
@@ -46,24 +49,34 @@ def in_order(rows) -> numpy.ndarray:
     return total
 
 
-def two_hop(rows: list[numpy.ndarray], factor: float) -> numpy.ndarray:
-    """Of each worker's values [n]: the mean that all get."""
+def lean(values: numpy.ndarray, bits: float) -> numpy.ndarray:
+    """A shard after rounding by the codec's reference, which tests/ops compares with float64."""
+    layout = LeanLayout.for_values(len(values), 1, bits=bits)
+    messages = LeanMessages(layout=layout, data=torch.empty(1, layout.message_bytes))
+    data = messages.encode(torch.from_numpy(values)[None])
+    return LeanMessages(layout=layout, data=data).decode()[0].numpy()
+
+
+def two_hop(
+    rows: list[numpy.ndarray], factor: float, first=rounded, second=rounded
+) -> numpy.ndarray:
+    """Of each worker's values [n]: the mean that all get; `first`, `second`: round in each hop."""
     cut = [shards(row, len(rows)) for row in rows]
     pieces = []
     for owner in range(len(rows)):
-        total = in_order([rounded(mine[owner]) for mine in cut])
-        pieces.append(rounded(total * f32(factor)))
+        total = in_order([first(mine[owner]) for mine in cut])
+        pieces.append(second(total * f32(factor)))
     return numpy.concatenate(pieces)[: len(rows[0])]
 
 
-def hierarchical(rows: list[numpy.ndarray], node_size: int) -> numpy.ndarray:
+def hierarchical(rows: list[numpy.ndarray], node_size: int, *rounding) -> numpy.ndarray:
     n, length = len(rows[0]), math.ceil(len(rows[0]) / (node_size * 32)) * 32
     nodes = [in_order(rows[first : first + node_size]) for first in range(0, len(rows), node_size)]
     pieces = []
     for start in range(0, node_size * length, length):
         pieces_of_nodes = [node[start : start + length] for node in nodes]
         mine = [numpy.pad(piece, (0, length - len(piece))) for piece in pieces_of_nodes]
-        pieces.append(two_hop(mine, 1 / len(rows)))
+        pieces.append(two_hop(mine, 1 / len(rows), *rounding))
     return numpy.concatenate(pieces)[:n]
 
 

@@ -10,7 +10,7 @@ from lsq.dist.config import find_topology, gcq_levels, kept_largest
     ("options", "words"),
     [
         ({"mode": "int7"}, ["mode", "'int7'", "'int8_hier'"]),
-        ({"mode": "int4_hier"}, ["'int4_hier' is gone", "take 'int8_hier'"]),
+        ({"mode": "int4_hier"}, ["'int4_hier'", "'int8_hier'", "'lean'"]),
         ({"block": 64}, ["block is 64", "always 128 now"]),
         ({"rounding": "stochastic"}, ["rounding is 'stochastic'", "always 'nearest' now"]),
         ({"error_feedback": True}, ["error_feedback is True", "always False now"]),

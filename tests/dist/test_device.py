@@ -54,10 +54,10 @@ def steps(rank: int, mode: str) -> list[tuple[torch.Tensor, str]]:
     net = Net().to(PLACE)
     model = DistributedDataParallel(net, bucket_cap_mb=0.001, gradient_as_bucket_view=True)
     compression = compress_gradients(model, config(mode))
-    average, streams, found = compression._average, set(), []
-    if average is not None:
-        exchange = average.average
-        average.average = lambda *of: (
+    streams, found = set(), []
+    for lane in compression._lanes:
+        exchange = lane.average.average
+        lane.average.average = lambda *of, exchange=exchange: (
             streams.add(torch.accelerator.current_stream(PLACE)),
             exchange(*of),
         )[1]
@@ -67,7 +67,7 @@ def steps(rank: int, mode: str) -> list[tuple[torch.Tensor, str]]:
         with ordered(), watched() as record:
             model(x).square().sum().backward()
         found.append((flat_gradients(net).cpu(), record.table(record.waits)))
-    assert average is None or streams == {compression._executor.stream}
+    assert streams == {lane.executor.stream for lane in compression._lanes}
     return found
 
 
@@ -124,7 +124,8 @@ def test_the_group_takes_tensors_of_its_device_and_lets_no_host_wait():
 
 def unordered(rank: int) -> None:
     model = DistributedDataParallel(Net().to(PLACE), bucket_cap_mb=0.001)
-    executor = compress_gradients(model, config("int8"))._executor
+    (lane,) = compress_gradients(model, config("int8"))._lanes
+    executor = lane.executor
     executor.stream = type(
         "Careless",
         (),

@@ -1,6 +1,8 @@
 """two_hop, within nodes and without, and gcq over gloo, bit for bit against the oracle; sizes
 divide by nothing."""
 
+from functools import partial
+
 import numpy
 import pytest
 import torch
@@ -9,7 +11,7 @@ from torch import distributed
 from lsq.dist import two_hop
 from lsq.dist.collectives import Scratch
 from lsq.dist.gcq import GCQ
-from lsq.dist.two_hop import TwoHop, cut
+from lsq.dist.two_hop import CODECS, TwoHop, cut
 from tests.dist import oracle
 from tests.dist.processes import run
 
@@ -17,6 +19,7 @@ CPU = torch.device("cpu")
 SIZES = (1, 31, 33, 1000, 4097, 20011)
 DTYPES = (torch.float32, torch.bfloat16)
 NODE_SIZE = 2
+NAMES = ("int8", "int8_hier", "gcq", "lean", "lean5")
 
 
 def gradient(rank: int, size: int, dtype: torch.dtype) -> torch.Tensor:
@@ -36,17 +39,19 @@ def node_groups(rank: int):
 
 
 def all_ways(rank: int) -> tuple:
-    """Between four workers, between two nodes of two, and gcq."""
+    """Between four workers, between two nodes of two, gcq, and the codec `lean`."""
     scratch, world = Scratch(CPU), distributed.group.WORLD
     counterparts, neighbours = node_groups(rank)
     hierarchical = TwoHop(counterparts, scratch, neighbours)
-    return TwoHop(world, scratch), hierarchical, GCQ(world, scratch)
+    lean = TwoHop(counterparts, scratch, neighbours, CODECS["lean"])
+    lean5 = TwoHop(world, scratch, codec=CODECS["lean5"])
+    return TwoHop(world, scratch), hierarchical, GCQ(world, scratch), lean, lean5
 
 
 def averages(rank: int) -> dict[tuple, torch.Tensor]:
     """Every way of averaging, for every size and dtype."""
     results = {}
-    for name, way in zip(("int8", "int8_hier", "gcq"), all_ways(rank), strict=True):
+    for name, way in zip(NAMES, all_ways(rank), strict=True):
         for size in SIZES:
             for dtype in DTYPES:
                 buffer = gradient(rank, size, dtype)
@@ -55,19 +60,25 @@ def averages(rank: int) -> dict[tuple, torch.Tensor]:
     return results
 
 
+def lean(*bits: float) -> list:
+    return [partial(oracle.lean, bits=one) for one in bits]
+
+
 def expected(name: str, size: int, dtype: torch.dtype) -> torch.Tensor:
     rows = [gradient(rank, size, dtype).float().numpy() for rank in range(4)]
     ways = {
         "int8": lambda: oracle.two_hop(rows, 1 / 4),
         "int8_hier": lambda: oracle.hierarchical(rows, NODE_SIZE),
         "gcq": lambda: oracle.gcq(rows),
+        "lean": lambda: oracle.hierarchical(rows, NODE_SIZE, *lean(4, 5)),
+        "lean5": lambda: oracle.two_hop(rows, 1 / 4, *lean(5, 5.5)),
     }
     return torch.from_numpy(ways[name]()).to(dtype)
 
 
 def test_means_are_the_oracles_on_every_worker():
     results = run(averages, 4)
-    assert len(results[0]) == 3 * len(SIZES) * len(DTYPES)
+    assert len(results[0]) == len(NAMES) * len(SIZES) * len(DTYPES)
     for case, found in results[0].items():
         assert all(torch.equal(found, other[case]) for other in results[1:]), (
             f"{case}: workers differ"
