@@ -1,10 +1,12 @@
-"""Bytes that averaging gradients puts on the nodes' network cards: counted message by message, and
-by the formula.
+"""What averaging gradients costs: bytes on the nodes' network cards, counted message by message and
+by the formula, and the time of codes.
 
 The exchanges of lsq.dist run as they are, with a thread for each worker and a process group that
 counts (CountingGroup). All-reduce and all-gather are counted as rings, all-to-all directly;
 `direct_gather` shows what cards send if all-gather is direct, too. Ranks are counted node by node.
-The bucket is 4 MiB of float32.
+The bucket is 4 MiB of float32. `pack_ns`, `add_ns` and `unpack_ns` are the fastest nanoseconds of
+a value on one thread: of each worker's own values, of those that WORKERS others sent, and of the
+means.
 """
 
 import queue
@@ -20,6 +22,7 @@ from torch.futures import Future
 
 from lsq.dist.config import BLOCK, ROW, Topology
 from lsq.dist.hooks import PYTORCH_HOOKS, own_groups, way
+from lsq.dist.two_hop import CODECS, Codec
 
 SECONDS = 60
 """A worker that waits longer for a message gives up."""
@@ -143,6 +146,7 @@ def run(workers: int, work: Callable[[int], object]) -> list:
 CLUSTERS = ((4, 8), (2, 2))
 """(nodes, workers of a node)."""
 BUCKET, QUICK_BUCKET = 2**20, 4096
+WORKERS = 8
 SCALE_BYTES = torch.bfloat16.itemsize
 MODES = ("float", "bf16", "gcq", "int8", "int8_hier", "lean", "lean5")
 BASELINE = "bf16"
@@ -214,11 +218,31 @@ def formula(mode: str, nodes: int, node_size: int) -> float:
     }[mode]
 
 
+def nanoseconds(codec: Codec, values: int, rounds: int) -> dict[str, float]:
+    """Of a value, in each step of a worker among WORKERS."""
+    first, second = codec.first(values, WORKERS), codec.second(values, WORKERS)
+    x = torch.randn(values) * torch.randn(values // 32).exp().repeat_interleave(32)
+    sent = torch.empty(WORKERS, first.message_bytes, dtype=torch.uint8)
+    sums, mean = torch.empty(WORKERS, second.message_bytes, dtype=torch.uint8), x.clone()
+    steps = {
+        "pack": lambda: codec.pack(x[None], first, sent),
+        "add": lambda: codec.add(sent, first, sums[0], second, 1 / WORKERS),
+        "unpack": lambda: codec.unpack(sums, second, mean),
+    }
+    steps["pack"]()
+    for shard in range(WORKERS):
+        codec.add(sent, first, sums[shard], second, 1 / WORKERS)
+    timings = common.alternate(steps, rounds=rounds)
+    return {f"{step}_ns": 1e9 * timing.fastest / values for step, timing in timings.items()}
+
+
 def main() -> None:
     parser = common.parser(__doc__)
     parser.set_defaults(threads=1)
     options = common.parse(parser)
     bucket = QUICK_BUCKET if options.quick else BUCKET
+    times = {mode: nanoseconds(CODECS[mode], bucket, options.rounds) for mode in CODECS}
+    none = dict.fromkeys(times["int8"])
     rows = []
     for nodes, node_size in CLUSTERS:
         counted = {mode: count(mode, nodes, node_size, bucket) for mode in MODES}
@@ -235,6 +259,7 @@ def main() -> None:
                     "direct_gather": count(mode, nodes, node_size, bucket, "direct")[0],
                     "within_node": within,
                     "ratio": counted[BASELINE][0] / across,
+                    **times.get(mode, none),
                 }
             )
     conditions = common.conditions(

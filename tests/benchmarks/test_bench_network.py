@@ -22,6 +22,10 @@ def test_what_is_missing_is_named(monkeypatch):
         Network()
 
 
+def test_rates():
+    assert [bench_network.bits_per_second(rate) for rate in ("100mbit", "1gbit")] == [1e8, 1e9]
+
+
 def existing() -> str:
     return bench_network.tool("ip", "netns", "list")
 

@@ -51,6 +51,31 @@ def test_names_of_sides_are_names_of_files(tmp_path, monkeypatch):
     assert len(list(tmp_path.iterdir())) == len(SIDES)
 
 
+class Squares(torch.nn.Module):
+    """A loss whose gradients have 3,000 values and 2."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.few = (torch.nn.Parameter(torch.ones(n)) for n in (3000, 2))
+
+    def forward(self, x):
+        loss = (x * self.weight).square().mean() + 1e-6 * (x[:, :2] * self.few).mean()
+        return argparse.Namespace(loss=loss)
+
+
+@pytest.mark.parametrize("mode, error", [(FLOAT, 0), ("int8", 3e-4), ("lean", 1e-2)])
+def test_workers_average_their_gradients(mode, error):
+    torch.manual_seed(1)
+    model, batch = Squares(), {"x": torch.randn(16, 3000)}
+    exact = model(**batch).loss
+    weight, few = torch.autograd.grad(exact, list(model.parameters()))
+    loss, found = model_quality.exchanged(model, batch, mode)
+    torch.testing.assert_close(loss, exact.detach())
+    torch.testing.assert_close(model.few.grad, few)
+    off = (model.weight.grad - weight).square().sum() / weight.square().sum()
+    assert found == pytest.approx(off.item(), rel=1e-3, abs=1e-9) and found <= error
+
+
 def test_clips_decay_where_they_shall_alone():
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.LayerNorm(64))
     lsq.convert(model)

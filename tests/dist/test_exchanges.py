@@ -86,6 +86,22 @@ def test_means_are_the_oracles_on_every_worker():
         assert torch.equal(found, expected(*case)), f"{case}: not the oracle's"
 
 
+def lean_alone(rank: int) -> list[torch.Tensor]:
+    way, found = TwoHop(distributed.group.WORLD, Scratch(CPU), codec=CODECS["lean"]), []
+    for size in SIZES:
+        found.append(gradient(rank, size, torch.float32))
+        way.average(found[-1])
+    return found
+
+
+def test_lean_between_three_workers():
+    first, *others = run(lean_alone, 3)
+    for size, found, *rest in zip(SIZES, first, *others, strict=True):
+        rows = [gradient(rank, size, torch.float32).numpy() for rank in range(3)]
+        wanted = torch.from_numpy(oracle.two_hop(rows, 1 / 3, *lean(4, 5)))
+        assert all(torch.equal(one, wanted) for one in (found, *rest)), size
+
+
 def in_parts(rank: int) -> list[torch.Tensor]:
     two_hop.PART, results = 6000, []
     for way in all_ways(rank)[:2]:

@@ -360,6 +360,8 @@ def mistakes(rank: int) -> list[str]:
         ),
         message(lambda: compress_gradients(other, GradientConfig(mode="int8_hier", node_size=3))),
     ]
+    hooks.LEAN_DEVICES = ("tpu",)
+    found.append(message(lambda: compress_gradients(other, GradientConfig(mode="lean"))))
     hooks.BACKENDS["cpu"] = "nccl"
     return [*found, message(lambda: compress_gradients(other, GradientConfig(mode="int8")))]
 
@@ -373,6 +375,7 @@ def test_mistakes_are_named():
             ["communication hook already", "call compress_gradients once"],
             ["rank 0 has timeout_s=64", "rank 1 has timeout_s=128"],
             ["2 workers", "nodes of 3"],
+            ["gradients are on cpu", "mode lean runs on tpu alone", "int8, int8_hier or bf16"],
             ["gradients are on cpu", "gloo", "cpu by nccl"],
         )
         for message, words in zip(found, wanted, strict=True):
