@@ -1,5 +1,5 @@
 """Messages of the codec `lean`: a decoder and an encoder written down again from the definition, in
-float64; loops against references, bit by bit."""
+float64; loops of every level against references, bit by bit."""
 
 import math
 
@@ -14,6 +14,7 @@ from lsq.ops.lean_messages import (
     SumLean,
     UnpackLean,
 )
+from tests.native.levels import LEVELS, library_of
 from tests.ops.compare import empty, on_cpu, on_reference, refused
 from tests.ops.cuda import DTYPES
 from tests.ops.gradient_checks import assert_same_bits, assert_same_tensor, gradients
@@ -47,10 +48,12 @@ def add_up(data: torch.Tensor, layout: LeanLayout, bits: float, *, factor: float
 
 
 def check(operation):
-    """Compare the CPU's loop with the reference, bit by bit; what both made."""
-    found = on_cpu(operation)
-    assert_same_bits(found, on_reference(operation))
-    return found
+    """Compare the loops of every level with the reference, bit by bit; what all made."""
+    expected = on_reference(operation)
+    for level in LEVELS:
+        with library_of(level):
+            assert_same_bits(on_cpu(operation), expected)
+    return expected
 
 
 class Decoded:
@@ -176,7 +179,7 @@ def test_sum(count, bits):
 
 def test_any_bytes_are_read_as_the_reference_reads_them():
     """Scales and planes of a message may be anything; tops are some that messages have."""
-    for seed in range(20):
+    for seed in range(10):
         draw = torch.Generator().manual_seed(seed)
         layout = LeanLayout.for_values(2000, 1, bits=BITS[seed % len(BITS)])
         data = torch.randint(
@@ -189,7 +192,7 @@ def test_any_bytes_are_read_as_the_reference_reads_them():
 def test_random_blocks_of_every_size():
     """Magnitudes over the whole range of float32, zeros, NaN and infinity."""
     draw = numpy.random.default_rng(1)
-    for _ in range(60):
+    for _ in range(15):
         values, bits = int(draw.integers(1, 700)), draw.integers(8, 34) / 4
         x = (
             draw.standard_normal(values)
