@@ -21,7 +21,7 @@ from torch import Tensor, distributed
 from torch.futures import Future
 
 from lsq.dist.config import BLOCK, ROW, Topology
-from lsq.dist.hooks import PYTORCH_HOOKS, own_groups, way
+from lsq.dist.hooks import PYTORCH_HOOKS, exchange_of, own_groups
 from lsq.dist.two_hop import CODECS, Codec
 
 SECONDS = 60
@@ -177,7 +177,7 @@ def average(mode: str, topology: Topology, wires: Wires, gather: str, values: Te
         topology,
         lambda parts: group(next(part for part in parts if topology.rank in part)),
     )
-    way(mode, groups, values.device).average(values)
+    exchange_of(mode, groups, values.device).average(values)
 
 
 def count(

@@ -135,7 +135,7 @@ class GradientCompression:
         for _ in range(LANES if on_cpu else 1):
             groups = own_groups(self.mode, self.topology, _maker(self.group, config, device))
             executor = WorkerThread(roll_call.name_the_lost) if on_cpu else SideStream(device)
-            self._lanes.append(Lane(way(self.mode, groups, device), groups, executor))
+            self._lanes.append(Lane(exchange_of(self.mode, groups, device), groups, executor))
 
 
 def own_groups(
@@ -148,7 +148,7 @@ def own_groups(
     return [make(topology.all_neighbours), make(topology.all_counterparts)]
 
 
-def way(mode: str, groups: list[ProcessGroup], device: torch.device) -> GCQ | TwoHop:
+def exchange_of(mode: str, groups: list[ProcessGroup], device: torch.device) -> GCQ | TwoHop:
     """Return what averages buckets in one of the modes COMPRESSED."""
     *neighbours, group = groups
     scratch = Scratch(device)
@@ -310,7 +310,7 @@ def _tried(
     else:
         unfit, groups = "", own_groups(int8, topology, _maker(group, config, device))
         coded = (int8, "lean") if device.type in LEAN_DEVICES else (int8,)
-        ways |= {mode: way(mode, groups, device).average for mode in coded}
+        ways |= {mode: exchange_of(mode, groups, device).average for mode in coded}
     seconds = trial.seconds_of(ways, group, device)
     for own in groups:
         distributed.destroy_process_group(own)
