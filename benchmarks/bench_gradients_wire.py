@@ -5,8 +5,8 @@ The exchanges of lsq.dist run as they are, with a thread for each worker and a p
 counts (CountingGroup). All-reduce and all-gather are counted as rings, all-to-all directly;
 `direct_gather` shows what cards send if all-gather is direct, too. Ranks are counted node by node.
 The bucket is 4 MiB of float32. `pack_ns`, `add_ns` and `unpack_ns` are the fastest nanoseconds of
-a value on one thread: of each worker's own values, of those that WORKERS others sent, and of the
-means.
+a value: of a worker's own values, of those that WORKERS sent, and of the means; with one thread the
+processor's.
 """
 
 import queue
@@ -218,7 +218,7 @@ def formula(mode: str, nodes: int, node_size: int) -> float:
     }[mode]
 
 
-def nanoseconds(codec: Codec, values: int, rounds: int) -> dict[str, float]:
+def nanoseconds(codec: Codec, values: int, options) -> dict[str, float]:
     """Of a value, in each step of a worker among WORKERS."""
     first, second = codec.first(values, WORKERS), codec.second(values, WORKERS)
     x = torch.randn(values) * torch.randn(values // 32).exp().repeat_interleave(32)
@@ -232,7 +232,7 @@ def nanoseconds(codec: Codec, values: int, rounds: int) -> dict[str, float]:
     steps["pack"]()
     for shard in range(WORKERS):
         codec.add(sent, first, sums[shard], second, 1 / WORKERS)
-    timings = common.alternate(steps, rounds=rounds)
+    timings = common.alternate(steps, rounds=options.rounds, clock=common.clock_of(options))
     return {f"{step}_ns": 1e9 * timing.fastest / values for step, timing in timings.items()}
 
 
@@ -241,7 +241,7 @@ def main() -> None:
     parser.set_defaults(threads=1)
     options = common.parse(parser)
     bucket = QUICK_BUCKET if options.quick else BUCKET
-    times = {mode: nanoseconds(CODECS[mode], bucket, options.rounds) for mode in CODECS}
+    times = {mode: nanoseconds(CODECS[mode], bucket, options) for mode in CODECS}
     none = dict.fromkeys(times["int8"])
     rows = []
     for nodes, node_size in CLUSTERS:
@@ -271,6 +271,8 @@ def main() -> None:
         all_reduce="ring",
         all_to_all="direct",
         all_gather="ring",
+        workers=WORKERS,
+        clock=common.clock_of(options).__name__,
     )
     common.report("gradients_wire", rows, conditions, options)
 
