@@ -11,8 +11,9 @@ scales (uint8) [B], zeros up to a multiple of 16 bytes.
 2. Widths follow from scales, so no message says them. The width of scale k at level t is
    (k + t) / 16, rounded down: one more bit for every two octaves of m. Least squares would take one
    for each octave, but then blocks of small values get few, and Adam divides by their own size.
-   Widths below 2 become 0, those above 8 become 8. t is the highest level at which the planes of
-   all blocks fit; the first blocks, as many as still fit, have level t + 1.
+   That is also why a width is at least 3 unless k + t is negative: then it is 0. It is at most 8.
+   t is the highest level at which the planes of all blocks fit; the first blocks, as many as still
+   fit, have level t + 1.
 3. Codes are companded. With q = 2^(w-1) - 1 the code of x is rint(q * (|x| / m)^0.75), and its bit
    w - 1 the sign of x. A block of width w is w planes: bit i of plane p is bit p of code i. A code
    c stands for m * (c / q)^(4/3).
@@ -42,17 +43,17 @@ BLOCK = 32
 HIGHEST, NOT_FINITE = 254, 255
 """Scales of the blocks at the top, and of those that are not finite."""
 LARGEST = 2.0**127
-WIDEST = 8
+NARROWEST, WIDEST = 3, 8
 EIGHTHS = torch.tensor([2 ** (j / 8) for j in range(8)]).view(torch.int32) & 0x7FFFFF
 """The grid within an octave, as mantissas of float32."""
-LEVELS = torch.arange(1 - HIGHEST, 16 * WIDEST + 1)
+LEVELS = torch.arange(-NOT_FINITE, 16 * WIDEST + 1)
 """From one at which all widths are 0 to one more than it takes to make all of them 8."""
 
 
 def width_table() -> torch.Tensor:
     """Return the width at each level: int64 [256, levels], of every scale."""
-    widths = ((torch.arange(256)[:, None] + LEVELS) // 16).clamp(0, WIDEST)
-    widths[widths < 2] = 0
+    sixteenths = torch.arange(256)[:, None] + LEVELS
+    widths = (sixteenths // 16).clamp(NARROWEST, WIDEST).where(sixteenths >= 0, 0)
     widths[[0, NOT_FINITE]] = 0
     return widths
 
@@ -60,7 +61,7 @@ def width_table() -> torch.Tensor:
 def value_table() -> torch.Tensor:
     """Return what codes stand for where m = 1: float32 [9, 256], width and code."""
     values = torch.zeros(WIDEST + 1, 2**WIDEST)
-    for width in range(2, WIDEST + 1):
+    for width in range(NARROWEST, WIDEST + 1):
         q = 2 ** (width - 1) - 1
         positive = torch.tensor([(code / q) ** (4 / 3) for code in range(q + 1)])
         values[width, : 2 * q + 2] = torch.cat([positive, -positive])

@@ -79,8 +79,9 @@ class Decoded:
 
     def allocated(self, room: int) -> list[int]:
         def width(scale: int, level: int) -> int:
-            bits = min((scale + level) // 16, 8)
-            return bits if scale not in (0, 255) and bits >= 2 else 0
+            if scale in (0, 255) or scale + level < 0:
+                return 0
+            return min(max((scale + level) // 16, 3), 8)
 
         level = 128
         while sum(width(scale, level) for scale in self.scales) > room:

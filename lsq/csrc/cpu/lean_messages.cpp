@@ -8,7 +8,7 @@ using namespace lsq;
 namespace {
 
 constexpr int64_t kBlock = 32;
-constexpr int kHighest = 254, kNotFinite = 255, kWidest = 8;
+constexpr int kHighest = 254, kNotFinite = 255, kNarrowest = 3, kWidest = 8;
 constexpr float kLargest = 0x1p127f;
 // Mantissas of 2^(j/8).
 constexpr uint32_t kEighths[8] = {0,        0x0B95C2, 0x1837F0, 0x25FED7,
@@ -26,8 +26,8 @@ float on_grid(int g) { return float_of(static_cast<uint32_t>(g >> 3) << 23 | kEi
 
 int width_of(int scale, int level) {
     if (scale == 0 || scale == kNotFinite) return 0;
-    const int width = (scale + level) >> 4;
-    return width < 2 ? 0 : std::min(width, kWidest);
+    const int sixteenths = scale + level;
+    return sixteenths < 0 ? 0 : std::clamp(sixteenths / 16, kNarrowest, kWidest);
 }
 
 // What codes of each width stand for where m = 1.
@@ -35,7 +35,7 @@ struct Values {
     float of[kWidest + 1][256] = {};
 
     Values() {
-        for (int width = 2; width <= kWidest; ++width) {
+        for (int width = kNarrowest; width <= kWidest; ++width) {
             const int half = 1 << (width - 1);
             for (int code = 0; code < half; ++code) {
                 of[width][code] = static_cast<float>(std::pow(code / (half - 1.0), 4.0 / 3.0));
@@ -77,7 +77,7 @@ struct Message {
             for (int k = 1; k < kNotFinite; ++k) planes += counts[k] * width_of(k, level);
             return planes;
         };
-        int level = -kHighest, above = 16 * kWidest;  // the first fits, the second is not needed
+        int level = -kNotFinite, above = 16 * kWidest;  // the first fits, the second is not needed
         while (above - level > 1) {
             const int middle = (level + above) >> 1;
             (needed(middle) <= room ? level : above) = middle;
