@@ -26,7 +26,7 @@ from lsq.dist import replicas, roll_call
 from lsq.dist.agreement import gather_text, require_same
 from lsq.dist.collectives import all_gather, all_to_all, average, small_positions, take_out
 from lsq.dist.config import BLOCK
-from lsq.dist.two_hop import pack, unpack
+from lsq.dist.two_hop import CODECS
 from lsq.ops.gradient_messages import MessageLayout
 from lsq.quant.arithmetic import quantize
 from lsq.run.shards import is_shard
@@ -42,14 +42,14 @@ def _layout(rows: int, length: int) -> MessageLayout:
 def _pack_int8(values: Tensor) -> Tensor:
     layout = _layout(*values.shape)
     data = values.new_empty((len(values), layout.message_bytes), dtype=torch.uint8)
-    pack(values.view(1, -1), layout, data)
+    CODECS["int8"].pack(values.view(1, -1), layout, data)
     return data
 
 
 def _unpack_int8(data: Tensor) -> Tensor:
     length = data.shape[1] // (BLOCK + 2) * BLOCK
     values = data.new_empty((len(data), length), dtype=torch.float32)
-    unpack(data, _layout(*values.shape), values.view(-1))
+    CODECS["int8"].unpack(data, _layout(*values.shape), values.view(-1))
     return values
 
 
