@@ -7,6 +7,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SMALL = ["--steps", "2", "--rows", "4", "--hidden", "64", "--layers", "1"]
@@ -79,6 +81,32 @@ def test_allocate(monkeypatch, capsys, tmp_path):
     with pytest.raises(SystemExit):
         allocate.main([str(text)])
     assert "subwords; --context 128 needs more" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("options", [[], ["--no-remainder"]])
+def test_finetune_large(options, monkeypatch, capsys, tmp_path):
+    needed("transformers")
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    LlamaForCausalLM(LlamaConfig(vocab_size=256, num_attention_heads=4, **sizes)).save_pretrained(
+        tmp_path / "model"
+    )
+    text, output = tmp_path / "text", tmp_path / "trained"
+    text.write_text("to be or not to be " * 40)
+    finetune = example("finetune_large", monkeypatch)
+    words = [str(tmp_path / "model"), str(text), str(output)]
+    few = ["--updates", "30", "--lr", "0.003", "--length", "32"]
+    losses = finetune.main([*words, *few, *options])
+    assert losses[-1] < 0.6 * losses[0]
+    assert "bytes a parameter" in capsys.readouterr().out
+    assert {one.dtype for one in load_file(output / "model.safetensors").values()} == {
+        torch.bfloat16
+    }
+    LlamaForCausalLM.from_pretrained(output)
+    with pytest.raises(SystemExit):
+        finetune.main(words)
+    assert "exists; name another folder" in capsys.readouterr().err
 
 
 @pytest.mark.thorough
