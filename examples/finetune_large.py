@@ -5,7 +5,8 @@
 
 Weights become int8 codes while they are read, and train as codes; moments of Adam have 8 bits;
 each matrix steps inside the backward pass, so that gradients of one layer exist at a time; layers
-are computed again in the backward pass. OUTPUT is an ordinary model in bfloat16.
+are computed again in the backward pass. OUTPUT is an ordinary model in bfloat16. The same command
+goes on after an interruption, from the last checkpoint in OUTPUT.training.
 `pip install ".[huggingface]"` brings transformers.
 """
 
@@ -17,7 +18,7 @@ import torch
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lsq.models import LsqConfig, float_state_dict
+from lsq.models import LsqConfig, float_state_dict, load_codes, save_codes
 from lsq.optim import Adam
 
 
@@ -40,6 +41,7 @@ def main(words: list[str] | None = None) -> list[float]:
     parser.add_argument("--batch", type=int, default=4, help="sequences; default: 4")
     parser.add_argument("--length", type=int, default=128, help="tokens of each; default: 128")
     parser.add_argument("--lr", type=float, default=1e-5, help="default: 0.00001")
+    parser.add_argument("--every", type=int, default=50, help="updates to a checkpoint; 50")
     parser.add_argument("--no-remainder", action="store_true", help="1 byte a weight, not 2")
     given = parser.parse_args(words)
     if given.output.exists():
@@ -57,12 +59,16 @@ def main(words: list[str] | None = None) -> list[float]:
     count = sum(one.numel() for one in model.parameters())
     print(f"{count / 1e6:,.0f} million parameters, peak {peak() / count:.2f} bytes each to load")
 
-    chance, losses = torch.Generator().manual_seed(1), []
-    places = torch.arange(given.length)
-    with tqdm(range(given.updates), unit=" updates") as bar:
+    kept, first = given.output.with_name(given.output.name + ".training"), 0
+    if kept.exists():
+        load_codes(model, kept, optimizer)
+        first = max(state["step"] for state in optimizer.state.values())
+    losses, places = [], torch.arange(given.length)
+    with tqdm(range(first, given.updates), unit=" updates") as bar:
         for done in bar:
+            torch.manual_seed(done)  # so that an update is the same after an interruption
             optimizer.param_groups[0]["lr"] = given.lr * min((done + 1) / 10, 1)
-            starts = torch.randint(len(tokens) - given.length, (given.batch, 1), generator=chance)
+            starts = torch.randint(len(tokens) - given.length, (given.batch, 1))
             batch = tokens[starts + places]
             loss = model(input_ids=batch, labels=batch).loss
             loss.backward()
@@ -71,6 +77,8 @@ def main(words: list[str] | None = None) -> list[float]:
             optimizer.zero_grad()
             losses.append(loss.item())
             bar.set_postfix(loss=f"{losses[-1]:.3f}", refresh=False)
+            if (done + 1) % given.every == 0:
+                save_codes(model, kept, optimizer)
     print(f"peak {peak() / count:.2f} bytes a parameter, {peak() / 1e9:.2f} GB")
 
     del optimizer

@@ -6,6 +6,7 @@ from lsq.extras import lazily
 
 if TYPE_CHECKING:
     from lsq.models.clips import average_clips, declare_formats, load_clips, save_clips
+    from lsq.models.code_files import load_codes, save_codes
     from lsq.models.conversion import convert, float_state_dict, revert
     from lsq.models.frozen import CodesAlone, freeze
     from lsq.models.node_widths import set_node_bits
@@ -19,6 +20,7 @@ _FILES = {
     "LsqCallback": "trainer",
     "LsqConfig": "quantizer",
     **dict.fromkeys(("average_clips", "declare_formats", "load_clips", "save_clips"), "clips"),
+    **dict.fromkeys(("load_codes", "save_codes"), "code_files"),
     **dict.fromkeys(("convert", "float_state_dict", "revert"), "conversion"),
     **dict.fromkeys(("CodesAlone", "freeze"), "frozen"),
     "set_node_bits": "node_widths",
@@ -40,8 +42,10 @@ __all__ = [
     "float_state_dict",
     "freeze",
     "load_clips",
+    "load_codes",
     "revert",
     "save_clips",
+    "save_codes",
     "set_node_bits",
     "sparsify",
     "sparsity_of",
