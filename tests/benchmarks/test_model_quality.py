@@ -45,7 +45,8 @@ def test_the_learning_rate_rises_and_falls():
 
 def test_names_of_sides_are_names_of_files(tmp_path, monkeypatch):
     monkeypatch.setattr(model_quality, "train", lambda *given: {})
-    options = argparse.Namespace(output=tmp_path, pairs=None, text=None)
+    given = {"pairs": None, "text": None, "finetune": None, "start": None}
+    options = argparse.Namespace(output=tmp_path, **given)
     for side in SIDES:
         model_quality.result(Text(SIZE), side, 1, options)
     assert len(list(tmp_path.iterdir())) == len(SIDES)
