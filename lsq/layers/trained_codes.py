@@ -59,6 +59,14 @@ class TrainedCodes(CodedWeight):
         """Round float values [N, K] to the nearest codes."""
         plain = values.to(torch.float32).contiguous()
         for_device(plain.device).run(SplitWeight(values=plain, weight=self.master))
+        self.changed()
+
+    def changed(self) -> None:
+        """Note that codes have changed: a backward pass that awaits the old ones is an error."""
+        torch.autograd.graph.increment_version([self, self.codes.stored])
+
+    def is_contiguous(self, *_, **__) -> bool:
+        return False  # nobody may read floats at data_ptr
 
     def write_clip(self, clip: torch.Tensor) -> None:
         clip.copy_(self.codes.scale[: len(clip)] * LARGEST)
@@ -88,7 +96,7 @@ class TrainedCodes(CodedWeight):
         if function is torch.ops.aten.embedding.default:
             own, words = arguments[:2]
             rows = words.flatten()
-            parts = [one if one is None else one[rows] for one in own.own]
+            parts = [one if one is None else one.index_select(0, rows) for one in own.own]
             return join_weight(*parts).to(own.dtype).view(*words.shape, -1)
         if function in _COPIES:
             own, *others = arguments
@@ -107,7 +115,10 @@ class TrainedCodes(CodedWeight):
         return found
 
     def __reduce_ex__(self, protocol):
-        return self.decode().__reduce_ex__(protocol)  # files hold floats, which anybody reads
+        values = self.decode()  # files hold floats, which anybody reads
+        if isinstance(self, nn.Parameter):
+            values = nn.Parameter(values, self.requires_grad)
+        return values.__reduce_ex__(protocol)
 
 
 class Traced(torch.autograd.Function):

@@ -17,7 +17,7 @@ from lsq.layers.trained_codes import TrainedCodes
 
 NAME = "training.safetensors"
 PARTS = ("codes", "remainder", "scale")
-OF_OPTIMIZER = "optimizer."
+OF_OPTIMIZER = "optimizer/"
 """Begins the names of tensors of an optimizer's state."""
 
 
@@ -54,9 +54,10 @@ def load_codes(
     try:
         with safe_open(path, "pt") as file:
             options = json.loads((file.metadata() or {}).get("optimizer", "null"))
-            _check(path, file, dict(_tensors(model)), of_optimizer=optimizer is not None)
+            _check(path, file, dict(_tensors(model)))
             if optimizer is not None:
                 _check_options(path, options, model, optimizer)
+                _check_moments(path, file, options)
             _fill(model, file)
             if optimizer is not None:
                 _fill_optimizer(model, optimizer, file, options)
@@ -95,7 +96,7 @@ def _moments(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
 
 
 def _options(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Return the groups' names of parameters and numbers, and the steps of each parameter."""
+    """Return the groups' names of parameters and options, and each parameter's plain numbers."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     groups = []
     for group in optimizer.param_groups:
@@ -107,15 +108,14 @@ def _options(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
             )
         options = {key: value for key, value in group.items() if key != "params"}
         groups.append({"params": [names[one] for one in group["params"]], "options": options})
-    steps = {
-        names[parameter]: int(state["step"])
+    numbers = {
+        names[parameter]: {k: one for k, one in state.items() if not isinstance(one, Tensor)}
         for parameter, state in optimizer.state.items()
-        if "step" in state
     }
-    return {"groups": groups, "steps": steps}
+    return {"groups": groups, "numbers": numbers}
 
 
-def _check(path: Path, file: safe_open, wanted: Mapping[str, Tensor], of_optimizer: bool) -> None:
+def _check(path: Path, file: safe_open, wanted: Mapping[str, Tensor]) -> None:
     """Raise ValueError unless a file has the tensors of a model."""
     found = {name for name in file.keys() if not name.startswith(OF_OPTIMIZER)}
     for names, what in ((wanted.keys() - found, "lacks"), (found - wanted.keys(), "also has")):
@@ -145,6 +145,19 @@ def _check_options(path: Path, options: Any, model: nn.Module, optimizer: Optimi
         )
 
 
+def _check_moments(path: Path, file: safe_open, options: Mapping[str, Any]) -> None:
+    found = {
+        name.removeprefix(OF_OPTIMIZER).rpartition(".")[0]
+        for name in file.keys()
+        if name.startswith(OF_OPTIMIZER)
+    }
+    if missing := sorted(options["numbers"].keys() ^ found):
+        raise ValueError(
+            f"{path} is damaged: moments and steps are not of the same parameters, as of"
+            f" {missing[0]}; take another checkpoint"
+        )
+
+
 def _fill(model: nn.Module, file: safe_open) -> None:
     seen, plain, own = set(), {}, set(file.keys())
     for name, value in model.state_dict(keep_vars=True).items():
@@ -161,9 +174,7 @@ def _fill(model: nn.Module, file: safe_open) -> None:
 def _fill_optimizer(
     model: nn.Module, optimizer: Optimizer, file: safe_open, options: Mapping[str, Any]
 ) -> None:
-    states: dict[str, dict[str, Any]] = {
-        name: {"step": step} for name, step in options["steps"].items()
-    }
+    states: dict[str, dict[str, Any]] = options["numbers"]
     for key in file.keys():
         if key.startswith(OF_OPTIMIZER):
             name, _, moment = key.removeprefix(OF_OPTIMIZER).rpartition(".")

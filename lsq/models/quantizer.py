@@ -69,6 +69,11 @@ class LsqQuantizer(HfQuantizer):
 
     def validate_environment(self, *_, device_map: Any = None, **__) -> None:
         devices = device_map.values() if isinstance(device_map, dict) else [device_map]
+        if self.pre_quantized:
+            raise ValueError(
+                "an LsqConfig stands in the configuration of a model; remove it there, and give it"
+                " to from_pretrained(..., quantization_config=...)"
+            )
         wrong = [one for one in devices if one not in (None, "cpu", torch.device("cpu"))]
         if wrong:
             raise ValueError(
@@ -83,6 +88,9 @@ class LsqQuantizer(HfQuantizer):
         with torch.device("cpu"):  # transformers makes everything on the meta device
             convert(model, config.quant, tied=True, check=False)
             train_codes(model, remainder=config.remainder)
+        self._kept = {
+            name: one for name, one in model.named_parameters() if isinstance(one, TrainedCodes)
+        }
         # files do not hold what conversion adds, and the first pass measures clips
         added = clip_names(model)
 
@@ -101,6 +109,13 @@ class LsqQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: nn.Module, **_) -> nn.Module:
         self._hook.remove()
+        with torch.no_grad():
+            for name, kept in self._kept.items():  # a weight that no file has was made as floats
+                path, _, last = name.rpartition(".")
+                holder = model.get_submodule(path)
+                if not isinstance(holder._parameters[last], TrainedCodes):
+                    kept.copy_(holder._parameters[last])
+                    holder._parameters[last] = kept
         for module in model.modules():
             if isinstance(module, ProgramModule):
                 module.allocate_clips()

@@ -88,6 +88,8 @@ def _reason(module: InPlace, name: str) -> str | None:
         return "parametrized, or otherwise no plain parameters"
     if module.weight_masks is not None:
         return "sparse"
+    if any(one.dtype != torch.float32 for one in parts):
+        return f"{parts[0].dtype}, and not float32; call model.float() before"
     if any(one.device.type not in DEVICES for one in parts):
         return f"on {parts[0].device}, and not on the CPU"
     return None
@@ -97,8 +99,9 @@ def _embeddings(model: nn.Module) -> Iterator[nn.Embedding]:
     """List embeddings of floats that train, without options that change weights in passes."""
     for module in model.modules():
         if isinstance(module, nn.Embedding) and type(module.weight) is nn.Parameter:
-            plain = module.max_norm is None and not module.sparse
-            if plain and module.weight.requires_grad and module.weight.device.type in DEVICES:
+            weight = module.weight
+            plain = module.max_norm is None and not module.sparse and weight.requires_grad
+            if plain and weight.dtype == torch.float32 and weight.device.type in DEVICES:
                 yield module
 
 

@@ -145,6 +145,13 @@ class LsqCallback(TrainerCallback, ExportableState):
                 f"memory is {self.memory!r}, but no memory is planned without largest_batch; give"
                 " that, too"
             )
+        optimizer = getattr(options.get("optimizer"), "optimizer", options.get("optimizer"))
+        if getattr(optimizer, "backward", None) is not None and args.max_grad_norm > 0:
+            raise ValueError(
+                f"max_grad_norm is {args.max_grad_norm}, but Trainer cannot clip gradients that"
+                " step_in_backward has used: set max_grad_norm=0, and"
+                f" optimizer.backward.max_norm = {args.max_grad_norm}"
+            )
         self._installed.close()  # left by a training that has failed
         self.model, trainer = model, _trainer_around()
         keep_apart(model)

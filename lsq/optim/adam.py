@@ -105,6 +105,10 @@ class Adam(Optimizer):
             self.param_groups.pop()
             raise
         self._number()
+        for parameter in self.param_groups[-1]["params"]:
+            earlier = vars(parameter).pop("steps", None)
+            if earlier is not None:  # an optimizer before this one stepped in the backward pass
+                earlier.remove()
         if self.backward is not None:
             self._watch(self.param_groups[-1])
 
@@ -115,7 +119,7 @@ class Adam(Optimizer):
         lsq.optim.backward for what this changes.
         """
         if self.backward is None:
-            self.backward = BackwardSteps(self._step_alone)
+            self.backward = BackwardSteps(self._step_alone, self)
             for group in self.param_groups:
                 self._watch(group)
         return self
@@ -184,10 +188,14 @@ class Adam(Optimizer):
         except ValueError:
             self.__dict__.update(before)
             raise
+        if self.backward is not None:
+            self.backward.settle()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
         self.gradient_factor = 1.0
+        if self.backward is not None:
+            self.backward.forget()
 
     def multiply_grads(self, factor: float | Tensor) -> None:
         """Multiply all gradients by a number, or a tensor [] or [1], until `step` or `zero_grad`.
@@ -252,7 +260,7 @@ class Adam(Optimizer):
                 loss = closure()
         prepared, numbers = self._prepared()
         if self.backward is not None:
-            self.backward.finish()
+            self.backward.finish([updates.norm() for updates in prepared])
             if self.backward.max_norm > 0 and not isinstance(self.gradient_factor, Tensor):
                 self.clip_grad_norm(self.backward.max_norm)
         for parameter in self._compact_gradients():

@@ -2,50 +2,65 @@
 
 At most one layer's gradients exist at a time. Three things differ from a step after the pass:
 
-* The norm of all gradients is not known yet. `clip_grad_norm` clips the next passes by an
-  estimate: what is known of a pass, and for the other matrices the norms of the pass before. So a
-  matrix whose own gradient explodes is clipped in the same pass.
+* The norm of all gradients is not known yet. `clip_grad_norm` of the optimizer clips the next
+  passes by an estimate: what is known of a pass, and for the other matrices the norms of the pass
+  before. So a matrix whose own gradient explodes is clipped in the same pass.
+  torch.nn.utils.clip_grad_norm_ sees vectors alone.
 * A gradient that is not finite steps nothing: neither its matrix nor those that come after it in
-  this pass. Those before it have stepped, each as a whole. `step` raises FloatingPointError and
-  says how many.
+  this pass, nor vectors. Those before it have stepped, each as a whole. `step` raises
+  FloatingPointError and says how many.
 * A second backward pass before `step` would step twice, and is refused. `accumulate` keeps the
   gradients of a pass, in 4 bytes a parameter, and the next pass adds to them.
 """
 
 import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from torch import Tensor, distributed
+from torch.optim import Optimizer
 
 from lsq.optim.compact import norm_of
 
 Step = Callable[[Tensor, Tensor, float], None]
 """Steps a parameter with a gradient and its factor."""
+SQUARE, MOST = "square", "max_grad_norm"
+"""Square of the norm of a matrix's last gradient, in its state; largest norm, in each group."""
 
 
 class BackwardSteps:
-    """The steps of one optimizer inside backward passes; `step` is a bound method of it.
+    """The steps of one optimizer inside backward passes; `step` is a bound method of it."""
 
-    `max_norm`: see the module; 0 clips nothing.
-    """
-
-    def __init__(self, step: Step):
-        self._step, self.max_norm = weakref.WeakMethod(step), 0.0
-        self._squares: dict[int, float] = {}
+    def __init__(self, step: Step, optimizer: Optimizer):
+        self._step, self._optimizer = weakref.WeakMethod(step), weakref.ref(optimizer)
         self._stepped: set[int] = set()
-        self._skipped = 0
-        self._keeps = False
+        self._skipped, self._keeps = 0, False
+        self.settle()
+
+    def settle(self) -> None:
+        """Read what is known of norms from the optimizer, after a step or a resume."""
+        states = self._optimizer().state.values()
+        self._total = math.fsum(state.get(SQUARE, 0.0) for state in states)
 
     def watch(self, parameter: Tensor) -> None:
         """Step `parameter` as soon as a backward pass has its gradient."""
-        parameter.register_post_accumulate_grad_hook(self._arrived)
+        parameter.steps = parameter.register_post_accumulate_grad_hook(self._arrived)
+
+    @property
+    def max_norm(self) -> float:
+        """Largest norm of all gradients; 0 clips nothing."""
+        return self._optimizer().param_groups[0].get(MOST, 0.0)
+
+    @max_norm.setter
+    def max_norm(self, value: float) -> None:
+        for group in self._optimizer().param_groups:
+            group[MOST] = value
 
     @property
     def norm(self) -> float:
         """The norm of the gradients of all matrices, as far as it is known."""
-        return math.sqrt(math.fsum(self._squares.values()))
+        return math.sqrt(max(self._total, 0.0))
 
     def factor(self) -> float:
         """The factor that shortens gradients to `max_norm`."""
@@ -66,7 +81,7 @@ class BackwardSteps:
             return
         if distributed.is_initialized() and distributed.get_world_size() > 1:
             raise RuntimeError(
-                "step_in_backward steps before the gradients of the other"
+                f"step_in_backward steps before the gradients of the other"
                 f" {distributed.get_world_size() - 1} processes arrive, so that models would part;"
                 " leave it out"
             )
@@ -82,16 +97,30 @@ class BackwardSteps:
             self._skipped += 1
             return
         self._stepped.add(id(parameter))
-        self._squares[id(parameter)] = norm * norm
+        state = self._optimizer().state[parameter]
+        before = state.pop(SQUARE, 0.0)
+        self._total += norm * norm - before
         step(parameter, gradient, self.factor())
+        state[SQUARE] = norm * norm
 
-    def finish(self) -> None:
-        """End a step. Raises FloatingPointError: a gradient of this pass was not finite."""
+    def finish(self, vectors: Iterable[Tensor]) -> None:
+        """End a step. Raises FloatingPointError: a gradient of this pass was not finite, of a
+        matrix or among the norms of `vectors`."""
         stepped, skipped = len(self._stepped), self._skipped
-        self._stepped, self._skipped = set(), 0
-        if skipped:
+        if not skipped:
+            for parameter, state in self._optimizer().state.items():
+                if id(parameter) not in self._stepped:
+                    state.pop(SQUARE, None)  # it has no gradient any more
+            self.settle()
+        self.forget()
+        if skipped or not all(norm.isfinite().all() for norm in vectors):
+            others = f"it and {skipped - 1} after it" if skipped else "vectors"
             raise FloatingPointError(
                 f"a gradient is not finite: {stepped} matrices stepped in the backward pass before"
-                f" it arrived, it and {skipped - 1} after it did not, nor did other parameters; go"
-                " back to a checkpoint, or catch this error and go on with other data"
+                f" it arrived, {others} did not; go back to a checkpoint, or catch this error and"
+                " go on with other data"
             )
+
+    def forget(self) -> None:
+        """Begin anew after a pass that has failed."""
+        self._stepped, self._skipped = set(), 0

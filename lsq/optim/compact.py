@@ -18,7 +18,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 def is_compact(parameter: Tensor, bits: int) -> bool:
     """Return whether a step of a parameter with moments of so many bits is one of these."""
-    return trains_codes(parameter) or (bits == 8 and parameter.dim() > 1)
+    return trains_codes(parameter) or (bits == 8 and parameter.dim() > 1 and parameter.numel() > 0)
 
 
 def trains_codes(parameter: Tensor) -> bool:
@@ -62,6 +62,8 @@ class CompactUpdate:
         self._backend.run(operation)
         if self._weight.codes is None:
             torch.autograd.graph.increment_version(self._parameter)
+        else:
+            self._parameter.changed()
 
 
 def norm_of(gradient: Tensor) -> float:

@@ -4,8 +4,9 @@ A weight [N, K] is an int8 code, which products read, and perhaps an int8 remain
 for each row, w = scale * (code + remainder / 254). Moments of Adam have a scale for each block of
 256 columns of a row, and uint8 codes whose distances grow with their magnitudes: the first is
 scale * ((c - 128) / 127)^2 with its sign, the root of the second is scale * (c / 255)^2. Everything
-is rounded at random, so that changes below a step survive on average: Adam changes the second
-moment by a thousandth, where a step of its codes is a hundredth.
+is rounded at random, without bias of the values themselves, so that changes below a step survive
+on average: Adam changes the second moment by a thousandth, where a step of its codes is a
+hundredth.
 """
 
 import torch
@@ -76,7 +77,10 @@ def join_weight(codes: Tensor, remainder: Tensor | None, scale: Tensor) -> Tenso
 def encode_first(values: Tensor, uniform: Tensor | float = 0.5) -> tuple[Tensor, Tensor]:
     """Return (codes uint8 [N, K], scales float32 [N, blocks]) of a first moment [N, K]."""
     scale = _largest(values)
-    code = _root_codes(values.abs(), scale, LARGEST, uniform)
+    squares = _squares(values.abs(), scale, LARGEST)
+    below = squares.sqrt().floor()
+    share = (squares - below * below) / (2 * below + 1)
+    code = (below + (share + uniform).floor()).clamp(max=LARGEST)
     return (ZERO + torch.where(values < 0, -code, code)).to(torch.uint8), scale
 
 
@@ -89,7 +93,11 @@ def encode_second(roots: Tensor, uniform: Tensor | float = 0.5) -> tuple[Tensor,
     """Return (codes uint8 [N, K], scales float32 [N, blocks]) of the roots [N, K] of a second
     moment. A root above 0 keeps a code above 0, since Adam divides by it."""
     scale = _largest(roots)
-    code = _root_codes(roots, scale, 255, uniform)
+    squares = _squares(roots, scale, 255)
+    below = squares.sqrt().floor()
+    lower, upper = below * below, (below + 1) * (below + 1)
+    share = (squares * squares - lower * lower) / (upper * upper - lower * lower)
+    code = (below + (share + uniform).floor()).clamp(max=255)
     return torch.where(roots > 0, code.clamp(min=1), code).to(torch.uint8), scale
 
 
@@ -121,9 +129,9 @@ def _spread(scale: Tensor, columns: int) -> Tensor:
     return scale.repeat_interleave(BLOCK, 1)[:, :columns]
 
 
-def _root_codes(magnitudes: Tensor, scale: Tensor, most: int, uniform: Tensor | float) -> Tensor:
-    """Round the roots of magnitudes over their scales to 0 ... `most`, NaN and infinity to 0."""
+def _squares(magnitudes: Tensor, scale: Tensor, most: int) -> Tensor:
+    """Return magnitudes [N, K] as squares of codes up to `most`; 0 in blocks without a scale."""
     usable = (scale > 0) & scale.isfinite()
-    factor = _spread(torch.where(usable, most / scale.sqrt(), 0.0), magnitudes.shape[1])
-    roots = torch.where(factor > 0, magnitudes, 0.0).sqrt() * factor
-    return (roots + uniform).floor().clamp(max=most)
+    factor = torch.where(usable, torch.full_like(scale, most * most) / scale, 0.0)
+    factor = _spread(factor, magnitudes.shape[1])
+    return torch.where(factor > 0, magnitudes, 0.0) * factor

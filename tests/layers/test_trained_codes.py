@@ -5,6 +5,7 @@ import io
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import lsq
@@ -135,3 +136,37 @@ def test_an_embedding_reads_only_the_rows_that_it_needs():
     made, words = net(), torch.randint(30, (4, 3))
     wanted = made[0].weight.detach().clone()[words]
     assert torch.equal(made[0](words), wanted)
+
+
+def test_safetensors_saves_floats_or_nothing(tmp_path):
+    made = net()
+    with pytest.raises(ValueError, match="non contiguous"):
+        save_file(made.state_dict(), tmp_path / "wrong")
+    state = {name: one.contiguous() for name, one in made.state_dict().items()}
+    save_file(state, tmp_path / "right")
+    weight = load_file(tmp_path / "right")["1.weight"]
+    assert torch.equal(weight, made[1].weight.detach().clone())
+
+
+def test_a_pickled_model_trains_as_floats(tmp_path):
+    made = net()
+    torch.save(made, tmp_path / "model")
+    again = torch.load(tmp_path / "model", weights_only=False)
+    assert type(again[1].weight) is nn.Parameter and again[1].weight.requires_grad
+    assert torch.equal(again[1].weight.detach(), made[1].weight.detach().clone())
+
+
+def test_a_backward_pass_through_changed_codes_is_an_error():
+    made = net()
+    loss = made(torch.randint(30, (5,))).square().sum()
+    with torch.no_grad():
+        made[3].weight.copy_(torch.randn(64, 96))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_words_that_no_embedding_has_are_an_error():
+    made = net()
+    for word in (-1, 30):
+        with pytest.raises(IndexError):
+            made[0](torch.tensor([word]))

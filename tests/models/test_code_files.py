@@ -3,6 +3,7 @@
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import nn
 
 import lsq
@@ -43,7 +44,7 @@ def test_without_an_optimizer(tmp_path):
     model, _ = trained()
     path = save_codes(model, tmp_path / "saved")
     with safe_open(path, "pt") as file:
-        assert not any(name.startswith("optimizer.") for name in file.keys())
+        assert not any(name.startswith("optimizer/") for name in file.keys())
     other, optimizer = trained(seed=5)
     load_codes(other, tmp_path / "saved")
     for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
@@ -72,6 +73,22 @@ def test_files_of_other_models_change_nothing(tmp_path):
     same, _ = trained(seed=5)
     with pytest.raises(ValueError, match="other groups of parameters"):
         load_codes(same, tmp_path / "saved", Adam(same.parameters(), moment_bits=8))
+
+
+def test_a_file_without_a_moment_changes_nothing(tmp_path):
+    model, optimizer = trained()
+    path = save_codes(model, tmp_path / "saved", optimizer)
+    with safe_open(path, "pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}
+        metadata = file.metadata()
+    gone = next(name for name in tensors if name.startswith("optimizer/") and "norm" in name)
+    own = gone.rpartition(".")[0]
+    save_file({n: one for n, one in tensors.items() if not n.startswith(own)}, path, metadata)
+    other, again = trained(seed=5)
+    before = weights(other)
+    with pytest.raises(ValueError, match="moments and steps are not of the same parameters"):
+        load_codes(other, tmp_path / "saved", again)
+    assert all(map(torch.equal, weights(other), before))
 
 
 def test_shapes_of_another_model_are_named(tmp_path):

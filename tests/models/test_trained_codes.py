@@ -177,3 +177,31 @@ def test_a_device_map_is_refused(tmp_path):
         LlamaForCausalLM.from_pretrained(
             tmp_path, quantization_config=LsqConfig(), device_map="meta"
         )
+
+
+def test_other_dtypes_are_refused():
+    model = nn.Sequential(nn.Linear(64, 64)).bfloat16()
+    lsq.convert(model)
+    with pytest.raises(ValueError, match="1 are torch.bfloat16, and not float32"):
+        lsq.train_codes(model)
+
+
+def test_a_configuration_inside_a_model_is_refused(tmp_path):
+    model = llama()
+    model.config.quantization_config = LsqConfig().to_dict()
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="stands in the configuration of a model"):
+        LlamaForCausalLM.from_pretrained(tmp_path)
+
+
+def test_a_weight_that_no_file_has_is_new_and_trains(tmp_path):
+    model = llama()
+    state = model.state_dict()
+    name = "model.layers.0.self_attn.k_proj.weight"
+    del state[name]
+    model.save_pretrained(tmp_path, state_dict=state)
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path, quantization_config=LsqConfig())
+    kept = loaded.get_parameter(name)
+    assert isinstance(kept, TrainedCodes) and kept.detach().clone().any()
+    found = losses(loaded, Adam(loaded.parameters(), lr=3e-3), 4)
+    assert found[-1] < found[0]

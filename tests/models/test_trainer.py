@@ -300,6 +300,23 @@ def test_optimizer_of_lsq(tmp_path):
     assert losses(training)[-1] < losses(training)[0] - 0.3
 
 
+def test_trainer_on_codes(tmp_path):
+    """Steps in the backward pass are clipped by the optimizer, not by Trainer."""
+    for most in (1.0, 0.0):
+        model = converted("llama")
+        lsq.train_codes(model)
+        options = {"save_strategy": "no", "max_grad_norm": most}
+        training = trainer("llama", tmp_path, LsqCallback(), model=model, **options)
+        training.optimizer = Adam(model.parameters(), 3e-3, moment_bits=8).step_in_backward()
+        if most:
+            with pytest.raises(ValueError, match="set max_grad_norm=0, and"):
+                training.train()
+        else:
+            training.optimizer.backward.max_norm = 1.0
+            training.train()
+            assert losses(training)[-1] < losses(training)[0] - 0.3
+
+
 def test_what_does_not_fit_is_refused(tmp_path, caplog):
     with pytest.raises(ValueError, match="memory is 'some'; allowed"):
         LsqCallback(memory="some")

@@ -270,3 +270,69 @@ def test_kernels_of_more_dimensions_have_moments_of_eight_bits():
     torch.testing.assert_close(
         before - model.weight, 0.01 * model.weight.grad.sign(), rtol=0.02, atol=1e-4
     )
+
+
+def test_matrices_without_gradients_are_forgotten_by_the_norm():
+    model = net()
+    optimizer = Adam(model.parameters(), lr=1e-3, moment_bits=8).step_in_backward()
+    x, y = batches(1)[0]
+    ((model(x) - y).square().mean() * 1e3).backward()
+    optimizer.step()
+    model[0].requires_grad_(False)
+    (model(x) - y).square().mean().backward()
+    alone = optimizer.state[model[2].weight]["square"]
+    optimizer.step()
+    assert optimizer.backward.norm == pytest.approx(alone**0.5)
+
+
+def test_the_newest_optimizer_steps_in_the_backward_pass():
+    model = net()
+    first = Adam(model.parameters(), lr=0.1, moment_bits=8).step_in_backward()
+    second = Adam(model.parameters(), lr=0.0)
+    before = model[0].weight.detach().clone()
+    train(model, second, batches(1))
+    assert (model[0].weight.detach().clone() - before).abs().max() < 1e-4
+    assert not first.state
+
+
+def test_clipped_steps_in_the_backward_pass_go_on_bit_by_bit(tmp_path):
+    def steps(model, optimizer, data):
+        torch.manual_seed(7)
+        for x, y in data:
+            (model(x) - y).square().mean().backward()
+            optimizer.clip_grad_norm(0.05)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    model = net()
+    optimizer = Adam(model.parameters(), lr=1e-2, moment_bits=8).step_in_backward()
+    steps(model, optimizer, batches(4))
+    other = net(seed=9)
+    again = Adam(other.parameters(), lr=1.0, moment_bits=8).step_in_backward()
+    other.load_state_dict(copy.deepcopy(model.state_dict()))
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert again.backward.max_norm == 0.05 and again.backward.norm == optimizer.backward.norm
+    for one, how in ((model, optimizer), (other, again)):
+        steps(one, how, batches(4, seed=2))
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(one.detach().clone(), two.detach().clone())
+
+
+def test_a_vector_whose_gradient_is_not_finite_is_an_error():
+    model = net()
+    optimizer = Adam(model.parameters(), lr=1e-2, moment_bits=8).step_in_backward()
+    model(torch.randn(4, 64)).square().mean().backward()
+    before = model[0].bias.detach().clone()
+    model[2].bias.grad[3] = torch.nan
+    with pytest.raises(FloatingPointError, match="2 matrices stepped .* vectors did not"):
+        optimizer.step()
+    assert torch.equal(before, model[0].bias.detach())
+
+
+def test_a_pass_that_failed_does_not_block_the_next():
+    model = net()
+    optimizer = Adam(model.parameters(), lr=1e-2, moment_bits=8).step_in_backward()
+    model(torch.randn(4, 64)).square().mean().backward()
+    optimizer.zero_grad()
+    model(torch.randn(4, 64)).square().mean().backward()
+    optimizer.step()

@@ -82,21 +82,18 @@ void read_second(const Moment& from, int64_t at, float scale, int64_t n, float* 
     }
 }
 
-// Code of a magnitude whose root is the `factor`-th part of a step. `factor`: 0 without a scale.
-int32_t root_code(float magnitude, float factor, uint32_t word, int32_t most) {
-    const float root = std::sqrt(factor > 0.0f ? magnitude : 0.0f) * factor;
-    const int32_t code = floor_of(root + uniform(word));
-    return code < most ? code : most;
-}
-
 // -> the scale
 float write_first(const float* x, int64_t n, uint32_t word, uint8_t* codes) {
     const float scale = largest_magnitude(x, n);
-    const float factor = usable(scale) ? kLargest / std::sqrt(scale) : 0.0f;
+    const float factor = usable(scale) ? kLargest * kLargest / scale : 0.0f;
 #pragma omp simd
     for (int64_t i = 0; i < n; ++i) {
-        const int32_t code = root_code(std::fabs(x[i]), factor,
-                                       word + static_cast<uint32_t>(i) * kWordStep, kLargest);
+        const float square = factor > 0.0f ? std::fabs(x[i]) * factor : 0.0f;
+        const int32_t below = static_cast<int32_t>(std::sqrt(square));
+        const float lower = static_cast<float>(below * below);
+        const float share = (square - lower) / static_cast<float>(2 * below + 1);
+        const int32_t above = below + floor_of(share + uniform(word + static_cast<uint32_t>(i) * kWordStep));
+        const int32_t code = above < kLargest ? above : kLargest;
         codes[i] = static_cast<uint8_t>(kZero + (x[i] < 0.0f ? -code : code));
     }
     return scale;
@@ -104,11 +101,17 @@ float write_first(const float* x, int64_t n, uint32_t word, uint8_t* codes) {
 
 float write_second(const float* root, int64_t n, uint32_t word, uint8_t* codes) {
     const float scale = largest_magnitude(root, n);
-    const float factor = usable(scale) ? 255 / std::sqrt(scale) : 0.0f;
+    const float factor = usable(scale) ? 255 * 255 / scale : 0.0f;
 #pragma omp simd
     for (int64_t i = 0; i < n; ++i) {
-        const int32_t code =
-            root_code(root[i], factor, word + static_cast<uint32_t>(i) * kWordStep, 255);
+        const float square = factor > 0.0f ? root[i] * factor : 0.0f;
+        const int32_t below = static_cast<int32_t>(std::sqrt(square));
+        const float lower = static_cast<float>(below * below);
+        const float upper = static_cast<float>((below + 1) * (below + 1));
+        const float share =
+            (square * square - lower * lower) / (upper * upper - lower * lower);
+        const int32_t above = below + floor_of(share + uniform(word + static_cast<uint32_t>(i) * kWordStep));
+        const int32_t code = above < 255 ? above : 255;
         const int32_t least = root[i] > 0.0f ? 1 : 0;
         codes[i] = static_cast<uint8_t>(code > least ? code : least);
     }

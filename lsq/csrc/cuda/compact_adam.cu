@@ -18,14 +18,12 @@ LSQ_INLINE uint32_t word_at(uint32_t word, int64_t column) {
     return word + static_cast<uint32_t>(column) * kWordStep;
 }
 
-LSQ_INLINE bool usable(float scale) { return scale > 0.0f && scale < infinity(); }
-
-// Code of a magnitude whose root is the `factor`-th part of a step. `factor`: 0 without a scale.
-LSQ_INLINE int32_t root_code(float magnitude, float factor, uint32_t word, int32_t most) {
-    const float root = sqrtf(factor > 0.0f ? magnitude : 0.0f) * factor;
-    const int32_t code = static_cast<int32_t>(floorf(root + uniform(word)));
-    return code < most ? code : most;
+// A share in [0, 1], rounded at random.
+LSQ_INLINE int32_t rounded(float share, uint32_t word) {
+    return static_cast<int32_t>(floorf(share + uniform(word)));
 }
+
+LSQ_INLINE bool usable(float scale) { return scale > 0.0f && scale < infinity(); }
 
 struct Row {
     const CompactAdam& op;
@@ -106,7 +104,7 @@ struct Row {
     }
 
     LSQ_INLINE void write_first(int64_t number, const float (&mean)[kTurns], float scale) const {
-        const float unit = usable(scale) ? kLargest / sqrtf(scale) : 0.0f;
+        const float factor = usable(scale) ? kLargest * kLargest / scale : 0.0f;
         uint8_t* codes = op.first.codes;
         float* scales = op.first.scale;
         const int lane = threadIdx.x % kWarp;
@@ -114,8 +112,12 @@ struct Row {
         for (int j = 0; j < kTurns; ++j) {
             const int64_t column = number * kBlock + j * kWarp + lane;
             if (column >= op.columns) continue;
-            const int32_t code =
-                root_code(fabsf(mean[j]), unit, word_at(of_first, column), kLargest);
+            const float square = factor > 0.0f ? fabsf(mean[j]) * factor : 0.0f;
+            const int32_t below = static_cast<int32_t>(sqrtf(square));
+            const float lower = static_cast<float>(below * below);
+            const float share = (square - lower) / static_cast<float>(2 * below + 1);
+            const int32_t above = below + rounded(share, word_at(of_first, column));
+            const int32_t code = above < kLargest ? above : kLargest;
             codes[row * op.columns + column] =
                 static_cast<uint8_t>(kZero + (mean[j] < 0.0f ? -code : code));
         }
@@ -123,7 +125,7 @@ struct Row {
     }
 
     LSQ_INLINE void write_second(int64_t number, const float (&root)[kTurns], float scale) const {
-        const float unit = usable(scale) ? 255 / sqrtf(scale) : 0.0f;
+        const float factor = usable(scale) ? 255 * 255 / scale : 0.0f;
         uint8_t* codes = op.second.codes;
         float* scales = op.second.scale;
         const int lane = threadIdx.x % kWarp;
@@ -131,7 +133,14 @@ struct Row {
         for (int j = 0; j < kTurns; ++j) {
             const int64_t column = number * kBlock + j * kWarp + lane;
             if (column >= op.columns) continue;
-            const int32_t code = root_code(root[j], unit, word_at(of_second, column), 255);
+            const float square = factor > 0.0f ? root[j] * factor : 0.0f;
+            const int32_t below = static_cast<int32_t>(sqrtf(square));
+            const float lower = static_cast<float>(below * below);
+            const float upper = static_cast<float>((below + 1) * (below + 1));
+            const float share =
+                (square * square - lower * lower) / (upper * upper - lower * lower);
+            const int32_t above = below + rounded(share, word_at(of_second, column));
+            const int32_t code = above < 255 ? above : 255;
             const int32_t least = root[j] > 0.0f ? 1 : 0;
             codes[row * op.columns + column] = static_cast<uint8_t>(code > least ? code : least);
         }
