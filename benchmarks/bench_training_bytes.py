@@ -2,7 +2,8 @@
 
 Each side is a process of its own, which first trains a small model, so that libraries are loaded.
 "peak" is the largest resident memory while a large one is made and trained, above what there was
-before; "after" is what is left when unused memory has been given back to the system.
+before; "after" is what is left when unused memory has been given back to the system. "ratio" is the
+baseline's peak over the side's.
 """
 
 import argparse
@@ -112,7 +113,8 @@ def main(arguments: list[str] | None = None) -> None:
         done = subprocess.run(
             command, check=True, stdout=subprocess.PIPE, text=True, env=environment
         )
-        rows.append(json.loads(done.stdout.splitlines()[-1]))
+        row = json.loads(done.stdout.splitlines()[-1])
+        rows.append({**row, "ratio": (rows or [row])[0]["peak"] / row["peak"]})
     conditions = common.conditions(options, baseline=BASELINE, rows=ROWS, updates=UPDATES)
     common.report("training_bytes", rows, conditions, options)
 
