@@ -44,6 +44,9 @@ def main(words: list[str] | None = None) -> list[float]:
     parser.add_argument("--every", type=int, default=50, help="updates to a checkpoint; 50")
     parser.add_argument("--no-remainder", action="store_true", help="1 byte a weight, not 2")
     given = parser.parse_args(words)
+    for path in (given.model, given.text):
+        if not path.exists():
+            parser.error(f"{path} is not there; check the path")
     if given.output.exists():
         parser.error(f"{given.output} exists; name another folder")
     tokens = tokens_of(given.model, given.text.read_text(encoding="utf-8"))

@@ -1,7 +1,7 @@
 """Frozen weights of a converted model as codes alone: LoRA's adapters do not need their floats."""
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -65,11 +65,26 @@ def freeze(model: nn.Module) -> CodesAlone:
         id(one) for module in model.modules() for one in set(module.parameters(recurse=False))
     )
     shared = {one for one, count in holders.items() if count > 1}
-    chosen, left, saved = [], Counter(), _saved_heads(model)
+    saved = _saved_heads(model)
+    chosen, left = chosen_weights(
+        model,
+        lambda module, name: SAVED if id(module) in saved else _reason(module, name, shared),
+        "be kept",
+    )
+    weights, floats, codes = map(sum, zip(*(_freeze(*one) for one in chosen), strict=True))
+    return CodesAlone(kind="frozen", weights=weights, floats=floats, codes=codes, left=left)
+
+
+def chosen_weights(
+    model: nn.Module, reason_of: Callable[[InPlace, str], str | None], what: str
+) -> tuple[list[tuple[InPlace, str]], Counter[str]]:
+    """Return the weights (module, name) that `reason_of` gives no reason to leave, and how many
+    parameters are left for each reason. Raises ValueError: none can `what`, as "be kept"."""
+    chosen, left = [], Counter()
     for module in model.modules():
         for name, declared in module.declared.items() if isinstance(module, InPlace) else ():
             if declared.kind is Kind.WEIGHT:
-                reason = SAVED if id(module) in saved else _reason(module, name, shared)
+                reason = reason_of(module, name)
                 if reason is None:
                     chosen.append((module, name))
                 else:
@@ -77,11 +92,10 @@ def freeze(model: nn.Module) -> CodesAlone:
     if not chosen:
         reasons = [f"{count} are {reason}" for reason, count in left.items()]
         raise ValueError(
-            f"no weight of this {type(model).__name__} can be kept as codes alone: "
+            f"no weight of this {type(model).__name__} can {what} as codes alone: "
             + ("; ".join(reasons) or "no layer is lsq's, call lsq.convert(model) first")
         )
-    weights, floats, codes = map(sum, zip(*(_freeze(*one) for one in chosen), strict=True))
-    return CodesAlone(kind="frozen", weights=weights, floats=floats, codes=codes, left=left)
+    return chosen, left
 
 
 def _saved_heads(model: nn.Module) -> set[int]:

@@ -1,6 +1,6 @@
 """Weights of a converted model that train as codes, without a float master copy."""
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator
 
 import torch
@@ -11,8 +11,7 @@ from lsq.layers.in_place import InPlace
 from lsq.layers.programs import padded_words
 from lsq.layers.trained_codes import TrainedCodes
 from lsq.models.conversion import check_bare
-from lsq.models.frozen import CodesAlone
-from lsq.program.tensor import Kind
+from lsq.models.frozen import CodesAlone, chosen_weights
 from lsq.quant import Grain, WeightFormat
 from lsq.run import parameter_state
 
@@ -48,22 +47,7 @@ def train_codes(model: nn.Module, *, remainder: bool = True) -> CodesAlone:
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 places[id(parameter)].append((module, name))
-    left: Counter[str] = Counter()
-    chosen = []
-    for module in model.modules():
-        for name, declared in module.declared.items() if isinstance(module, InPlace) else ():
-            if declared.kind is Kind.WEIGHT:
-                reason = _reason(module, name)
-                if reason is None:
-                    chosen.append((module, name))
-                else:
-                    left[reason] += len(module.sources(name))
-    if not chosen:
-        reasons = [f"{count} are {reason}" for reason, count in left.items()]
-        raise ValueError(
-            f"no weight of this {type(model).__name__} can train as codes alone: "
-            + ("; ".join(reasons) or "no layer is lsq's, call lsq.convert(model) first")
-        )
+    chosen, left = chosen_weights(model, _reason, "train")
     counted = [_keep(module, name, remainder, places) for module, name in chosen]
     counted += [_keep_embedding(one, remainder, places) for one in _embeddings(model)]
     weights, floats, codes = map(sum, zip(*counted, strict=True))

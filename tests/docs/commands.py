@@ -286,6 +286,8 @@ RULES = [
     Rule("recipes/numbers/run.sh", dry_recipe, "minutes of training", test=RECIPES),
     Rule("recipes/text/run.sh", dry_recipe, HOURS, test=RECIPES),
     Rule("recipes/quality/run.sh", dry_recipe, HOURS),
+    Rule("recipes/sparsity/run.sh", dry_recipe, HOURS),
+    Rule("recipes/formats/run.sh", dry_recipe, HOURS),
 ]
 PROGRAMS = {rule.words.split()[0] for rule in RULES} | {"python3", "curl", "tar"}
 

@@ -153,7 +153,7 @@ def test_blocks_of_a_page(tmp_path):
         ("```bash\npython benchmarks/bench_step.py --no-such-option\n```", SystemExit),
         ("```bash\npython benchmarks/bench_no_such_file.py\n```", FileNotFoundError),
         ("```bash\npython benchmarks/compile_kernels.py\n```", ValueError),
-        ("```bash\nrecipes/quality/run.sh messages runs/formats\n```", ValueError),
+        ("```bash\nrecipes/formats/run.sh messages runs/formats\n```", ValueError),
         ("```bash\ntorchrun --no-such-option train.py\n```", SystemExit),
         ("```bash\ntorchrun --nproc-per-node 2 train.py\n```", AssertionError),
         (

@@ -107,9 +107,13 @@ def test_finetune_large(options, monkeypatch, capsys, tmp_path):
         torch.bfloat16
     }
     LlamaForCausalLM.from_pretrained(output)
-    with pytest.raises(SystemExit):
-        finetune.main(words)
-    assert "exists; name another folder" in capsys.readouterr().err
+    for wrong, said in (
+        (words, "exists; name another folder"),
+        ([words[0], "no-text", "new"], "no-text is not there; check the path"),
+    ):
+        with pytest.raises(SystemExit):
+            finetune.main(wrong)
+        assert said in capsys.readouterr().err
 
 
 @pytest.mark.thorough
