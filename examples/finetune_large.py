@@ -5,8 +5,9 @@
 
 Weights become int8 codes while they are read, and train as codes; moments of Adam have 8 bits;
 each matrix steps inside the backward pass, so that gradients of one layer exist at a time; layers
-are computed again in the backward pass. OUTPUT is an ordinary model in bfloat16. The same command
-goes on after an interruption, from the last checkpoint in OUTPUT.training.
+are computed again in the backward pass, from inputs that are kept as codes. `--offload FOLDER`
+keeps all but the weights' own codes in files. OUTPUT is an ordinary model in bfloat16. The same
+command goes on after an interruption, from the last checkpoint in OUTPUT.training.
 `pip install ".[huggingface]"` brings transformers.
 """
 
@@ -18,7 +19,13 @@ import torch
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lsq.models import LsqConfig, float_state_dict, load_codes, save_codes
+from lsq.models import (
+    LsqConfig,
+    checkpoint_layers,
+    float_state_dict,
+    load_codes,
+    save_codes,
+)
 from lsq.optim import Adam
 
 
@@ -42,10 +49,11 @@ def main(words: list[str] | None = None) -> list[float]:
     parser.add_argument("--length", type=int, default=128, help="tokens of each; default: 128")
     parser.add_argument("--lr", type=float, default=1e-5, help="default: 0.00001")
     parser.add_argument("--every", type=int, default=50, help="updates to a checkpoint; 50")
+    parser.add_argument("--offload", type=Path, metavar="FOLDER", help="for files with moments")
     parser.add_argument("--no-remainder", action="store_true", help="1 byte a weight, not 2")
     given = parser.parse_args(words)
-    for path in (given.model, given.text):
-        if not path.exists():
+    for path in (given.model, given.text, given.offload):
+        if path is not None and not path.exists():
             parser.error(f"{path} is not there; check the path")
     if given.output.exists():
         parser.error(f"{given.output} exists; name another folder")
@@ -56,7 +64,7 @@ def main(words: list[str] | None = None) -> list[float]:
     config = LsqConfig(remainder=not given.no_remainder)
     model = AutoModelForCausalLM.from_pretrained(given.model, quantization_config=config)
     model.config.use_cache = False
-    model.gradient_checkpointing_enable()
+    checkpoint_layers(model, given.offload)
     model.train()
     optimizer = Adam(model.parameters(), lr=given.lr, moment_bits=8).step_in_backward()
     count = sum(one.numel() for one in model.parameters())
@@ -66,6 +74,8 @@ def main(words: list[str] | None = None) -> list[float]:
     if kept.exists():
         load_codes(model, kept, optimizer)
         first = max(state["step"] for state in optimizer.state.values())
+    if given.offload is not None:
+        optimizer.offload(given.offload)
     losses, places = [], torch.arange(given.length)
     with tqdm(range(first, given.updates), unit=" updates") as bar:
         for done in bar:

@@ -6,6 +6,7 @@ from lsq.extras import lazily
 
 if TYPE_CHECKING:
     from lsq.layers.embedding import Embedding
+    from lsq.layers.layer_inputs import LayerInputs
     from lsq.layers.linear import QuantizedLinear
     from lsq.layers.module import ProgramModule
     from lsq.layers.packing import Packing, pack_time_major, unpack_time_major
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Embedding",
     "FeedForward",
+    "LayerInputs",
     "MultiheadAttention",
     "Packing",
     "ProgramModule",
@@ -34,6 +36,7 @@ __all__ = [
 ]
 _FILES = dict.fromkeys(__all__, "transformer") | {
     "Embedding": "embedding",
+    "LayerInputs": "layer_inputs",
     "Packing": "packing",
     "ProgramModule": "module",
     "QuantizedLinear": "linear",

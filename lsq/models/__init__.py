@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from lsq.models.frozen import CodesAlone, freeze
     from lsq.models.node_widths import set_node_bits
     from lsq.models.quantizer import LsqConfig
+    from lsq.models.recomputation import checkpoint_layers
     from lsq.models.selection import Layer, Report
     from lsq.models.sparsity import Pruning, Sparsity, sparsify, sparsity_of
     from lsq.models.trained_codes import train_codes
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 _FILES = {
     "LsqCallback": "trainer",
+    "checkpoint_layers": "recomputation",
     "LsqConfig": "quantizer",
     **dict.fromkeys(("average_clips", "declare_formats", "load_clips", "save_clips"), "clips"),
     **dict.fromkeys(("load_codes", "save_codes"), "code_files"),
@@ -37,6 +39,7 @@ __all__ = [
     "Report",
     "Sparsity",
     "average_clips",
+    "checkpoint_layers",
     "convert",
     "declare_formats",
     "float_state_dict",

@@ -2,6 +2,7 @@
 clips."""
 
 import math
+import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -16,6 +17,7 @@ from lsq.ops.adam import scalars
 from lsq.optim import moments
 from lsq.optim.backward import BackwardSteps
 from lsq.optim.compact import CompactUpdate, is_compact, norm_of, trains_codes
+from lsq.optim.offload import Offload, check_places
 from lsq.optim.updates import Members, Updates, check_moments
 from lsq.run.backends import Backend, for_device
 from lsq.run.parameter_state import take
@@ -58,6 +60,7 @@ class Adam(Optimizer):
 
     backend: Backend | None = None
     backward: BackwardSteps | None = None
+    offloaded: Offload | None = None
     moment_bits = 32
 
     def __init__(
@@ -124,6 +127,21 @@ class Adam(Optimizer):
                 self._watch(group)
         return self
 
+    def offload(self, folder: str | os.PathLike) -> "Adam":
+        """Keep moments and remainders in a file in `folder` instead of memory; return self.
+
+        It concerns the matrices of `step_in_backward`. Numbers stay the same. The file has no name,
+        and ends with the optimizer. Raises ValueError: there is no such matrix, or one is not on
+        the CPU; OSError: the folder cannot be written, or has too little room.
+        """
+        matrices = [one for one in self._places if is_compact(one, self.moment_bits)]
+        check_places(matrices)
+        for parameter in matrices:
+            if not self.state[parameter]:
+                self._begin(parameter)
+        self.offloaded = Offload(folder, {one: self.state[one] for one in matrices})
+        return self
+
     def _watch(self, group: dict[str, Any]) -> None:
         for parameter in group["params"]:
             if is_compact(parameter, self.moment_bits):
@@ -188,6 +206,9 @@ class Adam(Optimizer):
         except ValueError:
             self.__dict__.update(before)
             raise
+        if self.offloaded is not None:
+            for parameter, state in self.state.items():
+                self.offloaded.hold(parameter, state)
         if self.backward is not None:
             self.backward.settle()
 
@@ -307,9 +328,9 @@ class Adam(Optimizer):
     @torch.no_grad()
     def _step_alone(self, parameter: Tensor, gradient: Tensor, factor: float | Tensor) -> None:
         """Step a matrix whose weight or moments have 8 bits."""
-        state = self.state[parameter]
-        if not state:
-            state |= {"step": 0, **moments.zeros(parameter, self.moment_bits)}
+        state = self.state[parameter] or self._begin(parameter)
+        if self.offloaded is not None:
+            self.offloaded.stepping(parameter)
         group, number = self._places[parameter]
         update = self._compact.get(parameter)
         if update is None or not update.fits(state):
@@ -317,6 +338,12 @@ class Adam(Optimizer):
             update = self._compact[parameter] = CompactUpdate(target, parameter, state, number)
         state["step"] += 1
         update.run(gradient, self._numbers(group, state["step"]), factor, state["step"])
+
+    def _begin(self, parameter: Tensor) -> dict[str, Any]:
+        """Return the first state of a matrix that steps alone."""
+        state = self.state[parameter]
+        state |= {"step": 0, **moments.zeros(parameter, self.moment_bits)}
+        return state
 
     def _numbers(self, number: int, step: int) -> Tensor:
         group = self.param_groups[number]

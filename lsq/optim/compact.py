@@ -38,8 +38,9 @@ class CompactUpdate:
         self._fits = self._memory(state)
 
     def _memory(self, state: dict[str, Any]) -> tuple:
-        where = self._parameter if self._weight.codes is None else self._weight.codes
-        return where.data_ptr(), state[FIRST].data_ptr(), state[SECOND].data_ptr()
+        weight = _weight_of(self._parameter)
+        where = weight.floats, weight.codes, weight.remainder, state[FIRST], state[SECOND]
+        return tuple(one.data_ptr() for one in where if one is not None)
 
     def fits(self, state: dict[str, Any]) -> bool:
         return self._fits == self._memory(state)

@@ -1,0 +1,102 @@
+"""Inputs of layers that the backward pass computes again, kept as int8 codes."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from lsq.memory.scratch import Scratch
+from lsq.ops.gradient_messages import MessageLayout, Messages, PackGradients, UnpackGradients
+from lsq.run.backends import for_device
+from lsq.run.executor import FLOATS
+
+
+@dataclass(eq=False, kw_only=True)
+class Kept:
+    """An input as codes in blocks of 128 with a scale: 1.016 bytes a value."""
+
+    like: Tensor
+    """Shape, dtype and device, on the meta device."""
+    device: torch.device
+    messages: Messages
+    scratch: Scratch | None
+    before: weakref.ref | None
+    """The input that was kept before, which the backward pass needs next."""
+
+    def restore(self) -> Tensor:
+        values = torch.empty_like(self.like, device=self.device)
+        unpack = UnpackGradients(messages=self.messages, x=values.view(-1))
+        for_device(self.device).run(unpack)
+        return values
+
+    def prefetch(self) -> None:
+        if self.scratch is not None:
+            self.scratch.prefetch(0, self.scratch.end)
+
+
+class LayerInputs:
+    """Runs layers without keeping more than their inputs; `folder`: of files that hold these."""
+
+    def __init__(self, folder: str | os.PathLike | None = None):
+        self._folder = folder
+        self._free: dict[int, list[tuple[Scratch, Tensor]]] = {}
+        self._last: weakref.ref | None = None
+
+    def checkpoint(self, function: Callable, *arguments, **options):
+        """Run a layer as torch.utils.checkpoint.checkpoint(use_reentrant=False) does, which takes
+        the same arguments. The first argument is kept as codes, if it is floats that require a
+        gradient; the backward pass reads it rounded. Other arguments are kept as they are."""
+        first = arguments[0] if arguments else None
+        if not isinstance(first, Tensor) or not first.requires_grad or not first.numel():
+            return checkpoint(function, *arguments, use_reentrant=False, **options)
+
+        def keep(tensor: Tensor) -> Tensor | Kept:
+            same = tensor.data_ptr() == first.data_ptr() and tensor.shape == first.shape
+            return self._keep(tensor) if same and tensor.dtype in FLOATS else tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, self._restore):
+            return checkpoint(function, *arguments, use_reentrant=False, **options)
+
+    def _keep(self, tensor: Tensor) -> Kept:
+        layout = MessageLayout.for_values(tensor.numel(), 1)
+        scratch, data = self._memory(layout.message_bytes, tensor.device)
+        messages = Messages(layout=layout, data=data[None, None])
+        packed = Messages(layout=layout, data=data[None])
+        values = tensor.detach().reshape(1, -1)
+        for_device(tensor.device).run(PackGradients(x=values, messages=packed))
+        like = torch.empty_like(tensor, device="meta", memory_format=torch.contiguous_format)
+        made = Kept(
+            like=like,
+            device=tensor.device,
+            messages=messages,
+            scratch=scratch,
+            before=self._last,
+        )
+        if scratch is not None:
+            weakref.finalize(made, self._free[len(data)].append, (scratch, data)).atexit = False
+        self._last = weakref.ref(made)
+        return made
+
+    def _memory(self, size: int, device: torch.device) -> tuple[Scratch | None, Tensor]:
+        if self._folder is None or device.type != "cpu":
+            return None, torch.empty(size, dtype=torch.uint8, device=device)
+        free = self._free.setdefault(size, [])
+        if free:
+            return free.pop()
+        scratch = Scratch(self._folder, size)
+        return scratch, scratch.tensor([size], torch.uint8)
+
+    @staticmethod
+    def _restore(kept: Tensor | Kept) -> Tensor:
+        if not isinstance(kept, Kept):
+            return kept
+        before = kept.before and kept.before()
+        if before is not None:
+            before.prefetch()
+        return kept.restore()
