@@ -95,8 +95,8 @@ def main(words: list[str] | None = None) -> list[float]:
     print(f"peak {peak() / count:.2f} bytes a parameter, {peak() / 1e9:.2f} GB")
 
     del optimizer
-    state = {name: value.bfloat16() for name, value in float_state_dict(model).items()}
-    model.save_pretrained(given.output, state_dict=state)
+    state = float_state_dict(model, torch.bfloat16)  # decoded shard by shard
+    model.save_pretrained(given.output, state_dict=state, max_shard_size="200MB")
     return losses
 
 

@@ -219,6 +219,10 @@ class CodedWeight(ReadOnly):
     def decode(self) -> torch.Tensor:
         return self.codes.decode(self.first, self.last).to(self.dtype)
 
+    def read_as(self, dtype: torch.dtype) -> CodedWeight:
+        """Return a tensor of the same codes that reads as `dtype`."""
+        return type(self)(self.codes, self.first, self.last, dtype)
+
     def write_clip(self, clip: torch.Tensor) -> None:
         """Write the clips [N] of these codes, unless they stay as they were."""
 

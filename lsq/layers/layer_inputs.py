@@ -21,18 +21,17 @@ from lsq.run.executor import FLOATS
 class Kept:
     """An input as codes in blocks of 128 with a scale: 1.016 bytes a value."""
 
-    like: Tensor
-    """Shape, dtype and device, on the meta device."""
-    device: torch.device
+    shape: torch.Size
+    dtype: torch.dtype
     messages: Messages
     scratch: Scratch | None
     before: weakref.ref | None
     """The input that was kept before, which the backward pass needs next."""
 
     def restore(self) -> Tensor:
-        values = torch.empty_like(self.like, device=self.device)
-        unpack = UnpackGradients(messages=self.messages, x=values.view(-1))
-        for_device(self.device).run(unpack)
+        device = self.messages.data.device
+        values = torch.empty(self.shape, dtype=self.dtype, device=device)
+        for_device(device).run(UnpackGradients(messages=self.messages, x=values.view(-1)))
         return values
 
     def prefetch(self) -> None:
@@ -56,9 +55,11 @@ class LayerInputs:
         if not isinstance(first, Tensor) or not first.requires_grad or not first.numel():
             return checkpoint(function, *arguments, use_reentrant=False, **options)
 
+        this = first.data_ptr(), first.shape  # the graph holds `keep`, which must not hold it
+
         def keep(tensor: Tensor) -> Tensor | Kept:
-            same = tensor.data_ptr() == first.data_ptr() and tensor.shape == first.shape
-            return self._keep(tensor) if same and tensor.dtype in FLOATS else tensor
+            same = (tensor.data_ptr(), tensor.shape) == this and tensor.dtype in FLOATS
+            return self._keep(tensor) if same else tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, self._restore):
             return checkpoint(function, *arguments, use_reentrant=False, **options)
@@ -70,10 +71,9 @@ class LayerInputs:
         packed = Messages(layout=layout, data=data[None])
         values = tensor.detach().reshape(1, -1)
         for_device(tensor.device).run(PackGradients(x=values, messages=packed))
-        like = torch.empty_like(tensor, device="meta", memory_format=torch.contiguous_format)
         made = Kept(
-            like=like,
-            device=tensor.device,
+            shape=tensor.shape,
+            dtype=tensor.dtype,
             messages=messages,
             scratch=scratch,
             before=self._last,

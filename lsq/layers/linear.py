@@ -155,5 +155,9 @@ def in_out_of(float_class: type[nn.Module]) -> type[InPlace]:
 def result_dtype(x: torch.Tensor) -> torch.dtype:
     """Return the dtype that a float product with x has: x's own, or torch.autocast's."""
     device = x.device.type
-    casts = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-    return torch.get_autocast_dtype(device) if casts else x.dtype
+    return torch.get_autocast_dtype(device) if autocasts(device) else x.dtype
+
+
+def autocasts(device: str) -> bool:
+    """Return whether torch.autocast is on for a type of device; it knows no meta device."""
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)

@@ -20,6 +20,7 @@ from torch.nn import functional
 from torch.nn.parallel import distributed
 from torch.utils._pytree import tree_map_only
 
+from lsq.layers.linear import autocasts
 from lsq.layers.module import beside_the_graph
 from lsq.run.executor import once_differentiable
 
@@ -328,7 +329,7 @@ def _cross_entropy(
         smoothing=label_smoothing,
         mean=reduction == "mean",
     )
-    dtype = torch.float32 if torch.is_autocast_enabled(logits.device.type) else logits.dtype
+    dtype = torch.float32 if autocasts(logits.device.type) else logits.dtype
     options = {
         "ignore_index": ignore_index,
         "label_smoothing": label_smoothing,

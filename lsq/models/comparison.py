@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from lsq.layers.in_place import InPlace
+from lsq.layers.linear import autocasts
 from lsq.layers.schedule import recomputing
 from lsq.run.frames import active_rehearsal
 
@@ -42,8 +43,7 @@ def compare(
     if later or tokens < 2 or type(x) is not torch.Tensor or x.is_meta:
         return False
     device = x.device.type
-    casts = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-    dtype = torch.get_autocast_dtype(device) if casts else None
+    dtype = torch.get_autocast_dtype(device) if autocasts(device) else None
     with (
         torch.no_grad(),
         torch._C.DisableTorchFunction(),

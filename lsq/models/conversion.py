@@ -182,14 +182,21 @@ def revert(model: Model) -> Model:
     return model
 
 
-def float_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the state dict of the float model: without clips, with decoded weights."""
+def float_state_dict(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+    """Return the state dict of the float model: without clips, with decoded weights.
+
+    With a `dtype`, all floats have it, and a weight that is codes is decoded when it is read:
+    transformers' save_pretrained(state_dict=..., max_shard_size=...) does so shard by shard.
+    """
     names = clip_names(model)
-    return {
-        name: value.decode() if isinstance(value, CodedWeight) else value
-        for name, value in model.state_dict().items()
-        if name not in names
-    }
+
+    def floats(value: torch.Tensor) -> torch.Tensor:
+        coded = isinstance(value, CodedWeight)
+        if dtype is None or not value.is_floating_point():
+            return value.decode() if coded else value
+        return value.read_as(dtype) if coded else value.to(dtype)
+
+    return {name: floats(one) for name, one in model.state_dict().items() if name not in names}
 
 
 def check_bare(model: nn.Module, task: str) -> None:

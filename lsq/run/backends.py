@@ -68,6 +68,24 @@ class CPU(Backend):
         return run
 
 
+class Meta(CPU):
+    """Computes nothing: programs run on the meta device, where tensors have shapes alone."""
+
+    name = "meta"
+    device = torch.device("meta")
+    refillable = False
+    refillable = False
+
+    def prepare(self, calls: Sequence[Call]) -> Callable[[], None]:
+        return lambda: None
+
+    def run(self, operation: Operation) -> None:
+        pass
+
+    def send(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [tensor.to(self.device) for tensor in tensors]
+
+
 def backend(name: str, activations: torch.dtype | None = None) -> Backend:
     """Return the backend of this name, the same object for the same arguments.
 
@@ -130,8 +148,10 @@ def _of_gpu(device: torch.device, activations: torch.dtype | None) -> Backend:
     return _on_gpu("cuda", index, activations or ACTIVATIONS["cuda"][0])
 
 
+_META = Meta()
 MAKERS: dict[str, Callable[[torch.device, torch.dtype | None], Backend]] = {
     "cpu": _of_cpu,
     "cuda": _of_gpu,
+    "meta": lambda device, activations: _META,
 }
 """Device type -> makes its backend from (device, dtype of activations or None for the default)."""

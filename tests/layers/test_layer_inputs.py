@@ -1,3 +1,5 @@
+import weakref
+
 import pytest
 import torch
 
@@ -84,3 +86,15 @@ def test_values_that_are_not_finite_stay_so():
     kept = LayerInputs()._keep(x)
     assert isinstance(kept, Kept)
     assert not kept.restore().isfinite().all()
+
+
+def test_nothing_holds_the_floats():
+    inputs = LayerInputs()
+    x = torch.randn(4, 33, requires_grad=True)
+    before = x * 1
+    memory = weakref.ref(before.untyped_storage())
+    y = inputs.checkpoint(lambda one: one.sin().exp(), before)
+    del before
+    assert memory() is None
+    y.sum().backward()
+    assert x.grad is not None
