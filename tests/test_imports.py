@@ -27,7 +27,9 @@ _ALLOWED = {
     "optim": "memory native ops program quant run",
     "layers": "config dist extras gemm memory native ops program quant run",
     "observe": "config dist extras layers ops program quant run",
-    "models": "config dist extras files graphs layers native observe program quant run",
+    "models": (
+        "config dist extras files graphs layers memory native observe optim program quant run"
+    ),
     "text": "config extras files",
     "study": "config extras files layers models native ops program quant run",
     "serving": "config extras files layers models native ops program quant run text",

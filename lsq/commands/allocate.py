@@ -18,10 +18,12 @@ from lsq.commands.options import (
     AnyPath,
     Count,
     Folder,
+    above,
     check_there,
     check_writable,
     command_parser,
     replaces,
+    size,
 )
 from lsq.commands.sensitivity import BATCH_WORDS, by_length, interruptible
 from lsq.commands.sensitivity import JSON as COSTS
@@ -62,28 +64,6 @@ PROJECTION = "decoder.output_projection.weight"
 HELD_OUT = 4
 """Every fourth sentence is held out from a search, to compare its result with uniform formats."""
 BUDGETS = tuple(field.name for field in fields(Budget))
-SIZES = {"kB": 10**3, "MB": 10**6, "GB": 10**9, "B": 1, "": 1}
-
-
-def size(text: str) -> float:
-    """Convert a number of bytes, as 300000, 2.5MB or 1GB."""
-    unit = next(unit for unit in SIZES if text.endswith(unit))
-    try:
-        return above(text.removesuffix(unit)) * SIZES[unit]
-    except ArgumentTypeError:
-        raise ArgumentTypeError(
-            f"{text!r} is no number of bytes above 0, such as 300000, 300kB, 2.5MB or 1GB"
-        ) from None
-
-
-def above(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 0 < number < float("inf"):
-        raise ArgumentTypeError(f"{text!r} is not a number above 0")
-    return number
 
 
 def fewest(text: str) -> tuple[str, float]:

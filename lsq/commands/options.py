@@ -23,6 +23,8 @@ PART = re.compile("[a-z0-9]+")
 REQUIRED, UNRECOGNIZED = "the following arguments are required: ", "unrecognized arguments: "
 DIGITS = re.compile("[0-9]{1,18}")
 """A whole number. int() also takes spaces, underscores and digits of every script."""
+SIZES = {"MiB": 2**20, "GiB": 2**30, "kB": 10**3, "MB": 10**6, "GB": 10**9, "B": 1, "": 1}
+"""Units of bytes."""
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
@@ -195,6 +197,27 @@ def seconds(text: str) -> float:
     if not value > 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
     return value
+
+
+def size(text: str) -> float:
+    """Convert a number of bytes, as 300000, 2.5MB, 1GB or 1GiB."""
+    unit = next(unit for unit in SIZES if text.endswith(unit))
+    try:
+        return above(text.removesuffix(unit)) * SIZES[unit]
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no number of bytes above 0, such as 300000, 300kB, 2.5MB or 1GB"
+        ) from None
+
+
+def above(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return number
 
 
 File = Annotated[Path, "FILE"]

@@ -34,7 +34,9 @@ class Options(Namespace):
     and say how much memory they need and why. The plan is checked before it is shown. The buffers
     come from a file, or from a training step: lsq plan --arch lsq_transformer_wmt_en_de
     --max-tokens 4096 --max-source-positions 256 --max-target-positions 256, with any options of lsq
-    train: --lsq-device cuda plans for a GPU, without one."""
+    train: --lsq-device cuda plans for a GPU, without one. lsq plan --model FOLDER --batch 4x2048
+    --budget 24GB says how the full training of a language model fits into memory; lsq plan --model
+    FOLDER --help lists its options."""
 
     arch: Annotated[str, "NAME"] | None = None
     """plan a training step of this architecture"""
@@ -131,6 +133,10 @@ def parse_step(program: str, architecture: str, arguments: Sequence[str]) -> Nam
 
 def run(arguments: list[str]) -> int:
     """Plan, report, and write; LibraryError if exact is asked for without the C++ library."""
+    if is_given("--model", arguments):
+        from lsq.commands import plan_training  # takes seconds
+
+        return plan_training.run(arguments)
     given, buffers = _buffers(arguments)
     hidden = given.quiet or given.method != "exact" or None
     shown = {"desc": "searching", "unit": " positions", "unit_scale": True, "leave": False}

@@ -15,6 +15,7 @@ from lsq.memory.scratch import Scratch
 from lsq.ops.gradient_messages import MessageLayout, Messages, PackGradients, UnpackGradients
 from lsq.run.backends import for_device
 from lsq.run.executor import FLOATS
+from lsq.run.frames import fresh
 
 
 @dataclass(eq=False, kw_only=True)
@@ -30,7 +31,7 @@ class Kept:
 
     def restore(self) -> Tensor:
         device = self.messages.data.device
-        values = torch.empty(self.shape, dtype=self.dtype, device=device)
+        values = fresh(self.shape, self.dtype, device)
         for_device(device).run(UnpackGradients(messages=self.messages, x=values.view(-1)))
         return values
 
@@ -85,7 +86,7 @@ class LayerInputs:
 
     def _memory(self, size: int, device: torch.device) -> tuple[Scratch | None, Tensor]:
         if self._folder is None or device.type != "cpu":
-            return None, torch.empty(size, dtype=torch.uint8, device=device)
+            return None, fresh([size], torch.uint8, device)
         free = self._free.setdefault(size, [])
         if free:
             return free.pop()

@@ -43,7 +43,8 @@ def compare(
     if later or tokens < 2 or type(x) is not torch.Tensor or x.is_meta:
         return False
     device = x.device.type
-    dtype = torch.get_autocast_dtype(device) if autocasts(device) else None
+    casts = autocasts(device)
+    dtype = torch.get_autocast_dtype(device) if casts else None
     with (
         torch.no_grad(),
         torch._C.DisableTorchFunction(),

@@ -1,9 +1,13 @@
-"""Memory of a training step on codes, counted on the meta device: shapes without values."""
+"""Memory of a training step on codes, counted on the meta device: shapes without values.
+
+The step runs as on the CPU: its tensors come from PyTorch's allocator, or from the pool and the
+workspaces of lsq.memory.kept, which keep the most that they have given.
+"""
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,17 +15,26 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lsq.config import QuantConfig
 from lsq.layers.layer_inputs import LayerInputs
+from lsq.layers.module import ProgramModule
 from lsq.layers.trained_codes import TrainedCodes
+from lsq.memory.kept import HUGE_PAGE, SMALLEST, Gaps
 from lsq.models.conversion import convert
 from lsq.models.recomputation import checkpoint_layers
 from lsq.models.trained_codes import train_codes
 from lsq.optim import moments
+from lsq.program.program import Program
+from lsq.run.frames import FreshPasses
 
-KINDS = ("codes", "remainders", "moments", "other weights", "layer inputs", "forward", "backward")
-"""Kinds of memory. `forward` and `backward`: made by these passes. Moments are of 8 bits; those of
-other weights count as theirs."""
 OFFLOADED = ("remainders", "moments", "layer inputs")
+KINDS = ("codes", "remainders", "moments", "other weights", "layer inputs", "forward", "backward")
+"""Kinds of memory. "forward" and "backward": made by these passes, and not freed yet. Moments have
+8 bits; those of other weights, as norms, count as such weights."""
+REUSED = "kept for reuse"
+"""Free memory of the pool, and the largest workspace."""
+AFTER_CALIBRATION = 1 << 20
+"""Passes after which nothing is measured any more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,76 +62,94 @@ WAYS = (
 """From the one that changes least to the one that needs least."""
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class TrainingMemory:
-    """What a step needs. `steps`: bytes by kind after each allocation that raises them."""
+    """What training needs; `moments`: bytes by kind, in order, where they change."""
 
     way: Way
     parameters: int
-    steps: list[dict[str, int]] = field(default_factory=list)
-
-    @property
-    def peak(self) -> int:
-        """The most bytes."""
-        return max(sum(one.values()) for one in self.steps)
+    timeline: Sequence[dict[str, int]]
 
     @property
     def at_peak(self) -> dict[str, int]:
         """Bytes by kind where all are most."""
-        return max(self.steps, key=lambda one: sum(one.values()))
+        return max(self.timeline, key=lambda one: sum(one.values()))
+
+    @property
+    def peak(self) -> int:
+        """The most bytes."""
+        return sum(self.at_peak.values())
 
 
 def training_memory(
-    make: Callable[[], nn.Module], step: Callable[[nn.Module], Tensor], way: Way
+    make: Callable[[], nn.Module],
+    step: Callable[[nn.Module], Tensor],
+    way: Way,
+    quant: QuantConfig | None = None,
 ) -> TrainingMemory:
-    """Count the memory of a training step with 8-bit moments, inside the backward pass.
+    """Count the memory of training with 8-bit moments and steps inside the backward pass: passes
+    that measure clips, and a later one.
 
     Args:
         make: returns a float model of transformers on the meta device.
         step: runs a model on a batch on the meta device, and returns the loss.
         way: how it trains.
+        quant: as for lsq.convert.
     """
-    model = make().train()
-    convert(model, check=False)
+    model = make()
+    convert(model, quant, check=False)
     with torch.device("meta"):
         train_codes(model, remainder=way.remainder)
     recorder = _Recorder()
-    largest = 0
-    for kind, tensor in _lasting(model):
-        if way.offload and kind in OFFLOADED:
-            largest = max(largest, tensor.nbytes)
-            continue
-        recorder.add(tensor, kind)
-    # a matrix's moments and remainder, and those of the next one, which are prefetched
-    recorder.now["moments"] += 2 * (3 if way.remainder else 2) * largest
+    _count_lasting(model, way, recorder)
+    model.train()
     if way.again:
-        model.train()
         checkpoint_layers(model)
         inputs = _Inputs(recorder, counted=not way.offload)
         for module in model.modules():
             if hasattr(module, "_gradient_checkpointing_func"):
                 module._gradient_checkpointing_func = inputs.checkpoint
-    hooks = [
-        one.register_post_accumulate_grad_hook(_consume)
-        for one in model.parameters()
-        if isinstance(one, TrainedCodes)
-    ]
+    layers = [one for one in model.modules() if isinstance(one, ProgramModule)]
+    for layer in layers:
+        layer._watcher = recorder.saw
+    for parameter in model.parameters():
+        if isinstance(parameter, TrainedCodes):
+            parameter.register_post_accumulate_grad_hook(_consume)
     with recorder:
-        loss = step(model)
-        recorder.kind = "backward"
-        loss.backward()
-    for hook in hooks:
-        hook.remove()
+        for _ in range(2):  # clips are measured in another way once there is one
+            _pass(model, step, recorder)
+        for layer in layers:
+            layer.schedule.passes = AFTER_CALIBRATION
+        _pass(model, step, recorder)
     count = sum(one.numel() for one in model.parameters())
-    return TrainingMemory(way=way, parameters=count, steps=recorder.steps)
+    return TrainingMemory(way=way, parameters=count, timeline=recorder.timeline)
+
+
+def _pass(model: nn.Module, step: Callable[[nn.Module], Tensor], recorder: "_Recorder") -> None:
+    recorder.kind = "forward"
+    loss = step(model)
+    recorder.kind = "backward"
+    loss.backward()
+    model.zero_grad()
 
 
 def _consume(parameter: Tensor) -> None:
     parameter.grad = None  # as a step inside the backward pass does
 
 
+def _count_lasting(model: nn.Module, way: Way, recorder: "_Recorder") -> None:
+    """Count what lives as long as the training."""
+    largest = 0
+    for kind, tensor in _lasting(model):
+        if way.offload and kind in OFFLOADED:
+            largest = max(largest, tensor.nbytes)
+        else:
+            recorder.add(tensor, kind)
+    # of the matrix that steps and of the next one, which is prefetched
+    recorder.now["moments"] += 2 * (3 if way.remainder else 2) * largest
+
+
 def _lasting(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield (kind, tensor) of what lives as long as the training."""
     seen = set()
     for parameter in model.parameters():
         if not isinstance(parameter, TrainedCodes):
@@ -137,45 +168,75 @@ def _lasting(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 class _Recorder(TorchDispatchMode):
-    """Counts the storages of the meta device that are alive, by the kind that is current when
+    """Follows the storages of the meta device that are alive, by the kind that is current when
     they are made."""
 
     def __init__(self):
         super().__init__()
-        self.kind = "forward"
-        self.now = Counter()
-        self.steps: list[dict[str, int]] = []
-        self._alive: dict[int, tuple[str, int]] = {}
+        self.kind: str | None = None
+        """None counts nothing."""
+        self.now: Counter[str] = Counter()
+        self.timeline: list[dict[str, int]] = []
+        self._alive: dict[int, tuple[str, int, int | None]] = {}
+        """Storage -> kind, bytes, offset in the pool."""
         self._held: list[Tensor] = []
+        self._gaps, self._pool, self._pool_most, self._workspace = Gaps(1 << 50), 0, 0, 0
+        self._programs: dict[Program, None] = {}
 
     def add(self, tensor: Tensor, kind: str) -> None:
         """Count a tensor that stays."""
         self._held.append(tensor)
-        self._count(tensor, kind)
+        self._count(tensor, kind, pooled=False)
 
-    def _count(self, tensor: Tensor, kind: str) -> None:
+    def saw(self, module: nn.Module, program: Program, *_) -> None:
+        """Note a program that has run."""
+        self._programs[program] = None
+
+    def _count(self, tensor: Tensor, kind: str, *, pooled: bool) -> None:
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key, size, offset = storage._cdata, storage.nbytes(), None
         if key in self._alive:
             return
-        self._alive[key] = kind, storage.nbytes()
-        self.now[kind] += storage.nbytes()
+        if pooled and size >= SMALLEST:
+            offset = self._gaps.take(size)
+            self._pool += size
+            self._pool_most = max(self._pool_most, offset + size)
+        self._alive[key] = kind, size, offset
+        self.now[kind] += size
         weakref.finalize(storage, self._gone, key).atexit = False
-        self.steps.append(dict(self.now))
+        self._note()
 
     def _gone(self, key: int) -> None:
-        kind, size = self._alive.pop(key)
+        kind, size, offset = self._alive.pop(key)
         self.now[kind] -= size
+        if offset is not None:
+            self._gaps.give_back(offset, size)
+            self._pool -= size
+
+    def _note(self) -> None:
+        if self.kind is None:
+            return
+        prepared = [one for program in self._programs for one in program.prepared.values()]
+        sizes = [one.workspace_bytes for one in prepared if isinstance(one, FreshPasses)]
+        self._workspace = max([self._workspace, *sizes])
+        reused = _pages(self._pool_most) - self._pool + _pages(self._workspace)
+        self.timeline.append({**self.now, REUSED: reused})
 
     def __torch_dispatch__(self, function, types, arguments=(), options=None) -> Any:
         if function is torch.ops.aten._local_scalar_dense.default and arguments[0].is_meta:
             # models ask whether masks are trivial; here they are
-            return arguments[0].dtype.is_floating_point and 1.0 or True
+            return 1.0 if arguments[0].dtype.is_floating_point else True
         found = function(*arguments, **(options or {}))
-        for tensor in tree_leaves(found):
-            if type(tensor) is Tensor and tensor.is_meta:
-                self._count(tensor, self.kind)
+        if function is not torch.ops.aten.set_.source_Storage_storage_offset and self.kind:
+            pooled = function is torch.ops.aten.empty.memory_format
+            for tensor in tree_leaves(found):
+                if type(tensor) is Tensor and tensor.is_meta:
+                    self._count(tensor, self.kind, pooled=pooled)
         return found
+
+
+def _pages(size: int) -> int:
+    return -(-size // HUGE_PAGE) * HUGE_PAGE
 
 
 class _Inputs(LayerInputs):
@@ -183,11 +244,10 @@ class _Inputs(LayerInputs):
 
     def __init__(self, recorder: _Recorder, *, counted: bool):
         super().__init__()
-        self._recorder, self._counted = recorder, counted
+        self._recorder, self._kind = recorder, "layer inputs" if counted else None
 
     def _memory(self, size: int, device: torch.device) -> tuple[None, Tensor]:
-        before = self._recorder.kind
-        self._recorder.kind = "layer inputs" if self._counted else "elsewhere"
+        before, self._recorder.kind = self._recorder.kind, self._kind
         try:
             return super()._memory(size, device)
         finally:

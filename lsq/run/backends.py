@@ -73,14 +73,12 @@ class Meta(CPU):
 
     name = "meta"
     device = torch.device("meta")
-    refillable = False
-    refillable = False
 
     def prepare(self, calls: Sequence[Call]) -> Callable[[], None]:
         return lambda: None
 
     def run(self, operation: Operation) -> None:
-        pass
+        _ = [self.allocate(*wanted) for wanted in self.scratch(operation)]
 
     def send(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [tensor.to(self.device) for tensor in tensors]

@@ -28,10 +28,11 @@ active_rehearsal: ContextVar = ContextVar("rehearsal", default=None)
 Values = dict[VirtualTensor, torch.Tensor]
 
 
-def fresh(tensor: VirtualTensor, device: torch.device) -> torch.Tensor:
+def fresh(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return an uninitialised tensor."""
     if device.type == "cpu":
-        return kept.tensor(tensor.shape, tensor.dtype)
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        return kept.tensor(shape, dtype)
+    return torch.empty(shape, dtype=dtype, device=device)
 
 
 class Slot:
@@ -168,7 +169,7 @@ class FreshFrame(Frame):
 
     def _tensor(self, tensor: VirtualTensor) -> torch.Tensor:
         view = self.bucket_views.pop(tensor, None)
-        return fresh(tensor, self._device) if view is None else view
+        return fresh(tensor.shape, tensor.dtype, self._device) if view is None else view
 
     def run_prepared(
         self, program: Program, indices: range, backend: Backend, values: Values
@@ -206,6 +207,11 @@ class FreshPasses:
         inside = set(self._inside)
         self.handed_on = [tensor for tensor in written if tensor not in inside]
         self._prepared: dict[Room, tuple[Workspace, PreparedPass]] = {}
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes of the largest workspace that was prepared."""
+        return max((workspace.size for workspace, _ in self._prepared.values()), default=0)
 
     def run(self, program: Program, indices: range, backend: Backend, values: Values) -> None:
         with kept.room(backend.device) as room:

@@ -144,7 +144,7 @@ class PlannedFrame(Frame):
             return view
         offset = self.offset(index, number)
         if offset is None or not tensor.size:
-            return fresh(tensor, self.memory.arena.device)
+            return fresh(tensor.shape, tensor.dtype, self.memory.arena.device)
         if tensor.is_temporary:
             return self.memory.arena.tensor(offset, tensor.shape, tensor.dtype)
         borrow = self.memory.step.borrowed[self.node, index, number]
