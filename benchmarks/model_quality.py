@@ -31,6 +31,7 @@ from lsq.config import QuantConfig
 from lsq.dist.collectives import small_positions, take_out
 from lsq.dist.two_hop import CODECS, Codec
 from lsq.files import write_folder, write_text
+from lsq.models import checkpoint_layers
 from lsq.observe import quantized_tensors
 from lsq.optim import Adam
 from lsq.text.corpus import read_items
@@ -407,8 +408,10 @@ def nudge(model: nn.Module) -> None:
             parameter.mul_(1 + NUDGE)
 
 
-def trained_codes(model: nn.Module, *, remainder: bool) -> object:
+def trained_codes(model: nn.Module, *, remainder: bool, again: bool = False) -> object:
     lsq.convert(model)
+    if again:
+        checkpoint_layers(model)
     return lsq.train_codes(model, remainder=remainder)
 
 
@@ -454,6 +457,9 @@ SIDES = {
     "codes and remainders": Side(convert=partial(trained_codes, remainder=True), optimizer=Adam),
     "codes and remainders, 8-bit moments": Side(
         convert=partial(trained_codes, remainder=True), optimizer=in_backward
+    ),
+    "codes and remainders, 8-bit moments, layers computed again": Side(
+        convert=partial(trained_codes, remainder=True, again=True), optimizer=in_backward
     ),
     "codes": Side(convert=partial(trained_codes, remainder=False), optimizer=Adam),
     "codes, 8-bit moments": Side(

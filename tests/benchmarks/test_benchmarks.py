@@ -21,6 +21,7 @@ MARKS = {
     "bench_numbers": pytest.mark.slow,  # trains two models, for two minutes
     "bench_network": pytest.mark.slow,  # starts processes on pretended machines, again and again
     "bench_start": pytest.mark.thorough,  # starts processes that import PyTorch
+    "bench_planned_memory": pytest.mark.thorough,  # starts processes that import transformers
     "bench_training_bytes": pytest.mark.thorough,  # starts processes that import PyTorch
     "bench_step": pytest.mark.thorough,  # test_transformer.py runs every side
 }

@@ -84,7 +84,7 @@ def test_allocate(monkeypatch, capsys, tmp_path):
     assert "subwords; --context 128 needs more" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("options", [[], ["--no-remainder"]])
+@pytest.mark.parametrize("options", [[], ["--no-remainder"], ["--offload", "{}"]])
 def test_finetune_large(options, monkeypatch, capsys, tmp_path):
     needed("transformers")
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -98,6 +98,7 @@ def test_finetune_large(options, monkeypatch, capsys, tmp_path):
     finetune = example("finetune_large", monkeypatch)
     words = [str(tmp_path / "model"), str(text), str(output)]
     few = ["--updates", "30", "--lr", "0.003", "--length", "32"]
+    options = [option.format(tmp_path) for option in options]
     begun = finetune.main([*words, *few, *options, "--updates", "20", "--every", "20"])
     shutil.rmtree(output)
     losses = finetune.main([*words, *few, *options])
@@ -105,6 +106,9 @@ def test_finetune_large(options, monkeypatch, capsys, tmp_path):
     assert "bytes a parameter" in capsys.readouterr().out
     assert {one.dtype for one in load_file(output / "model.safetensors").values()} == {
         torch.bfloat16
+    }
+    assert {path.name for path in tmp_path.iterdir()} <= {
+        *("model", "text", "trained", "trained.training")
     }
     LlamaForCausalLM.from_pretrained(output)
     for wrong, said in (

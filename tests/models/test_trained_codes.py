@@ -104,6 +104,20 @@ def test_save_pretrained_writes_floats(tmp_path):
         assert torch.equal(again.state_dict()[name], one), name
 
 
+def test_a_file_in_bfloat16_is_decoded_shard_by_shard(tmp_path):
+    model = llama()
+    lsq.convert(model)
+    lsq.train_codes(model)
+    state = float_state_dict(model, torch.bfloat16)
+    assert {one.dtype for one in state.values()} == {torch.bfloat16}
+    assert any(isinstance(one, TrainedCodes) for one in state.values())
+    model.save_pretrained(tmp_path, state_dict=state, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    again = LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    for name, one in float_state_dict(model).items():
+        assert torch.equal(again.state_dict()[name], one.bfloat16()), name
+
+
 def test_without_remainder_a_parameter_takes_a_byte():
     model = llama()
     lsq.convert(model)

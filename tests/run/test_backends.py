@@ -80,9 +80,9 @@ def test_activations_are_those_that_a_backend_has(monkeypatch):
 
 def test_what_runs_on_a_device(monkeypatch, caplog):
     with pytest.raises(
-        ValueError, match="nothing of lsq runs on meta; move the tensors to one of: cpu, cuda"
+        ValueError, match="nothing of lsq runs on xpu; move the tensors to one of: cpu, cuda, meta"
     ):
-        backends.for_device(torch.device("meta"))
+        backends.for_device(torch.device("xpu"))
     assert backends.for_device(CPU) is backend("cpu")
     monkeypatch.setattr(loader, "_load", lambda: None)
     loader.library.cache_clear()
@@ -171,3 +171,14 @@ def test_what_a_loop_cannot_take_is_refused_before_anything_runs(calls):
     with pytest.raises(ValueError, match="^ResidualNorm.out is torch.float64"):
         prepare([embed, norm])
     assert calls == [] and embed.x.isnan().all()
+
+
+def test_the_meta_device_has_shapes_alone():
+    meta = backends.for_device(torch.device("meta"))
+    sent = meta.send([torch.ones(3), torch.ones(2, 5, dtype=torch.int8)])
+    assert [(one.device.type, one.shape) for one in sent] == [("meta", (3,)), ("meta", (2, 5))]
+    messages = Messages(layout=LAYOUT, data=torch.empty(3, LAYOUT.message_bytes, device="meta"))
+    operation = PackGradients(x=torch.empty(1, 1000, device="meta"), messages=messages)
+    meta.run(operation)
+    meta.prepare([(operation, [])])()
+    assert messages.data.is_meta
