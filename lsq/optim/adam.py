@@ -25,6 +25,8 @@ from lsq.run.parameter_state import take
 STATE = ("step", "exp_avg", "exp_avg_sq")
 """Names in the state of a parameter."""
 MOMENT_BITS = (8, 32)
+IN_BACKWARD = "in_backward"
+"""Name in the state of a copy: whether steps are made in backward passes."""
 REFUSED = ("amsgrad", "maximize")
 """Options of torch.optim.Adam that this Adam does not have."""
 
@@ -153,11 +155,13 @@ class Adam(Optimizer):
                 self._places.setdefault(parameter, (number, len(self._places)))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "moment_bits": self.moment_bits}
+        own = {"moment_bits": self.moment_bits, IN_BACKWARD: self.backward is not None}
+        return {**super().__getstate__(), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Set the state of a copy or a state dict. Raises ValueError: another kind of Adam made
         it."""
+        again = state.pop(IN_BACKWARD, False)
         super().__setstate__(state)
         self._clear()
         self._number()
@@ -168,6 +172,8 @@ class Adam(Optimizer):
         for parameter, kept in self.state.items():
             if kept:
                 self.state[parameter] = self._loaded(parameter, kept)
+        if again:
+            self.step_in_backward()
 
     def _loaded(self, parameter: Tensor, state: dict[str, Any]) -> dict[str, Any]:
         """Return the state of a parameter, of whichever Adam, as this one's."""
@@ -193,7 +199,7 @@ class Adam(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this optimizer, of torch.optim's Adam or AdamW, or of fairseq's Adam.
         Raises ValueError: it does not fit the parameters, or has options that this Adam lacks."""
-        before = {**self.__getstate__()}
+        before = {name: one for name, one in self.__getstate__().items() if name != IN_BACKWARD}
         states = {
             number: {
                 name: _Bytes(one) if getattr(one, "dtype", None) == torch.uint8 else one

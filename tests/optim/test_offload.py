@@ -1,3 +1,4 @@
+import copy
 import re
 from pathlib import Path
 
@@ -112,3 +113,13 @@ def test_a_folder_that_is_not_there(tmp_path):
         optimizer.offload(tmp_path / "none")
     assert optimizer.offloaded is None
     train(model, optimizer)
+
+
+def test_a_copy_of_model_and_optimizer_steps_in_the_backward_pass_too(tmp_path):
+    model, optimizer = made()
+    optimizer.offload(tmp_path)
+    train(model, optimizer, range(2))
+    other, copied = copy.deepcopy((model, optimizer))
+    assert copied.backward is not None and copied.offloaded is None
+    assert train(model, optimizer, range(2, 4)) == train(other, copied, range(2, 4))
+    assert all(map(torch.equal, codes_of(model), codes_of(other)))
