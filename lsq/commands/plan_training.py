@@ -97,7 +97,7 @@ def _config(path: Path, tokens: int):
 
 def memory_of(config, sizes: tuple[int, int], way: Way) -> TrainingMemory:
     """Count the memory of one way. Raises ValueError: the configuration is of no causal language
-    model."""
+    model, or of one whose shapes depend on values."""
     from transformers import AutoModelForCausalLM
 
     def make() -> nn.Module:
@@ -114,7 +114,13 @@ def memory_of(config, sizes: tuple[int, int], way: Way) -> TrainingMemory:
         words = torch.zeros(sizes, dtype=torch.int64, device="meta")
         return model(input_ids=words, labels=words).loss
 
-    return training_memory(make, step, way)
+    try:
+        return training_memory(make, step, way)
+    except RuntimeError as error:  # as of operations whose shapes depend on values
+        raise ValueError(
+            f"a step of a {config.model_type} does not run on shapes alone:"
+            f" {str(error).splitlines()[0]}"
+        ) from error
 
 
 def report(found: Sequence[TrainingMemory], given: Namespace) -> str:

@@ -48,6 +48,9 @@ class LayerInputs:
         self._free: dict[int, list[tuple[Scratch, Tensor]]] = {}
         self._last: weakref.ref | None = None
 
+    def __reduce__(self):
+        return LayerInputs, (self._folder,)  # a copy has files of its own
+
     def checkpoint(self, function: Callable, *arguments, **options):
         """Run a layer as torch.utils.checkpoint.checkpoint(use_reentrant=False) does, which takes
         the same arguments. The first argument is kept as codes, if it is floats that require a

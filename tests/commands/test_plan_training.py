@@ -75,6 +75,10 @@ def test_other_models(tmp_path, lsq):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5"}))
     status, _, said = lsq("plan", "--model", tmp_path, "--batch", "2x8", "--quiet")
     assert status != 0 and "a t5 is no causal language model" in said
+    experts = transformers.MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=2)
+    experts.save_pretrained(tmp_path)
+    status, _, said = lsq("plan", "--model", tmp_path, "--batch", "2x8", "--quiet")
+    assert status != 0 and "a step of a mixtral does not run on shapes alone" in said
     (tmp_path / "config.json").write_text("{}")
     status, _, said = lsq("plan", "--model", tmp_path, "--batch", "2x8", "--quiet")
     assert status != 0 and "has no configuration of transformers" in said

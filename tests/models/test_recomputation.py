@@ -1,3 +1,5 @@
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -54,6 +56,15 @@ def test_it_can_be_undone():
     model.gradient_checkpointing_disable()
     _, found = passed(model)
     assert all(torch.equal(found[name], wanted[name]) for name in found if found[name] is not None)
+
+
+def test_a_copy_has_files_of_its_own(tmp_path):
+    model = llama()
+    checkpoint_layers(model, tmp_path)
+    passed(model)
+    other = copy.deepcopy(model)
+    assert passed(other)[0] == passed(model)[0]
+    assert other.model.layers[0]._gradient_checkpointing_func.__self__._folder == tmp_path
 
 
 def test_a_model_of_others():
