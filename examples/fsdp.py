@@ -4,11 +4,14 @@ it goes on from.
 torchrun --standalone --nproc-per-node 2 examples/fsdp.py
 torchrun --standalone --nproc-per-node 2 examples/fsdp.py --gradients --checkpoint run   # again: it
 goes on
+torchrun --standalone --nproc-per-node 2 examples/fsdp.py --codes --gradients  # all that travels is
+codes
 torchrun --standalone --nproc-per-node 2 examples/fsdp.py --float                        # and
 bfloat16 beside it
 """
 
 import argparse
+import shutil
 import time
 from pathlib import Path
 
@@ -34,9 +37,11 @@ def train(side: str, given: argparse.Namespace) -> tuple[float, float]:
         len(letters), context=given.context, hidden=given.hidden, heads=4, layers=given.layers
     )
     if side == "int8":
-        report = lsq.convert(model)  # before fully_shard
+        reports = [lsq.convert(model)]  # before fully_shard
+        if given.codes:
+            reports.append(lsq.train_codes(model))
         if rank == 0:
-            print(report)
+            print(*reports, sep="\n")
     for block in model.blocks:
         if isinstance(block, Block):
             fully_shard(block)
@@ -63,7 +68,11 @@ def train(side: str, given: argparse.Namespace) -> tuple[float, float]:
     seconds = (time.perf_counter() - began) / given.steps
     if given.checkpoint:
         state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-        checkpoint.save(state, checkpoint_id=given.checkpoint / side)
+        folder, partial = (given.checkpoint / name for name in (side, f"{side}.partial"))
+        checkpoint.save(state, checkpoint_id=partial)  # a full disk leaves the one before
+        if rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+            partial.rename(folder)
     mean = torch.stack(losses[-10:]).mean()
     distributed.all_reduce(mean)
     return mean.item() / distributed.get_world_size(), seconds
@@ -82,6 +91,9 @@ def main(words: list[str] | None = None) -> None:
     )
     parser.add_argument(
         "--gradients", action="store_true", help="let gradients travel in int8, too"
+    )
+    parser.add_argument(
+        "--codes", action="store_true", help="train int8 codes, without float weights"
     )
     parser.add_argument(
         "--checkpoint", type=Path, help="a folder to go on from, if it is there, and to save to"

@@ -6,7 +6,8 @@ lsq.freeze makes CodedWeight, lsq.train_codes TrainedCodes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -52,6 +53,15 @@ class Codes:
     @property
     def nbytes(self) -> int:
         return sum(one.nbytes for one in self.tensors if one is not None)
+
+    @cached_property
+    def gathered(self) -> Codes:
+        """Codes of the same shape, without remainders, that FSDP2 gathers from shards. They have
+        memory between a gather and the release of it."""
+        parts = torch.empty_like(self.stored), torch.empty_like(self.scale)
+        for part in parts:
+            part.untyped_storage().resize_(0)
+        return replace(self, stored=parts[0], scale=parts[1], remainder=None)
 
     def decode(self, first: int, last: int) -> torch.Tensor:
         """Decode rows `first` to `last` (excluded): float32 in the layout of the parameter."""

@@ -7,15 +7,17 @@ from dataclasses import replace
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from lsq.layers.coded_weight import CodedWeight, Codes, Unread
+from lsq.layers.coded_weight import CodedWeight, Codes, ReadOnly, Unread
 from lsq.ops.compact_adam import MasterWeight, SplitWeight
 from lsq.program.tensor import VirtualTensor
 from lsq.program.values import Weight
 from lsq.quant.compact import LARGEST, join_weight
 from lsq.run.backends import for_device
 
-_COPIES = (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default)
+_aten = torch.ops.aten
+_COPIES = (_aten.clone.default, _aten._to_copy.default)
 ADVICE = (
     "lsq.train_codes keeps this weight as codes, without floats in memory: lsq.optim.Adam and copy_"
     " change it, lsq.revert(model) brings floats back"
@@ -24,7 +26,11 @@ ADVICE = (
 
 class TrainedCodes(CodedWeight):
     """A parameter that is rows of Codes and trains. Reading gives floats, of codes and remainders;
-    `copy_` rounds to the nearest codes, and lsq.optim.Adam steps on the codes themselves."""
+    `copy_` rounds to the nearest codes, and lsq.optim.Adam steps on the codes themselves.
+
+    Views of whole rows share the codes. `new_zeros` of as many columns makes a CodesShard, since
+    FSDP2 makes shards so.
+    """
 
     advice = ADVICE
 
@@ -66,7 +72,29 @@ class TrainedCodes(CodedWeight):
         torch.autograd.graph.increment_version([self, self.codes.stored])
 
     def is_contiguous(self, *_, **__) -> bool:
-        return False  # nobody may read floats at data_ptr
+        # FSDP2 takes no other parameters; nobody else may read floats at data_ptr
+        return isinstance(self, nn.Parameter)
+
+    def part(self, first: int, last: int) -> TrainedCodes:
+        """Return some of its rows, which share the codes."""
+        return TrainedCodes(self.codes, self.first + first, self.first + last, self.dtype)
+
+    def shard(self, rows: int) -> CodesShard:
+        """Make a shard of so many rows, of zeros."""
+        stored, remainder, scale = self.codes.tensors
+        codes = replace(
+            self.codes,
+            stored=stored.new_zeros(rows, stored.shape[1]),
+            remainder=None if remainder is None else remainder.new_zeros(rows, stored.shape[1]),
+            scale=scale.new_ones(rows),
+            rows=rows,
+        )
+        return CodesShard(codes, 0, rows, self.whole)
+
+    @property
+    def whole(self) -> TrainedCodes:
+        """This parameter as FSDP2 gathers it from shards."""
+        return TrainedCodes(self.codes.gathered, self.first, self.last, self.dtype)
 
     def write_clip(self, clip: torch.Tensor) -> None:
         clip.copy_(self.codes.scale[: len(clip)] * LARGEST)
@@ -75,6 +103,7 @@ class TrainedCodes(CodedWeight):
         *parts, clip = made_of
         if clip.requires_grad:
             raise ValueError(f"the clip of {weight.values.name} requires a gradient, but {ADVICE}")
+        self.write_clip(clip.data)  # shards of clips are written from passes
         codes, scale, values = weight.codes.name, weight.scale.name, weight.values
         traced = Traced.apply(values, *parts)
         return {codes: self.codes.stored, scale: self.codes.scale, values.name: traced}
@@ -84,22 +113,25 @@ class TrainedCodes(CodedWeight):
 
     @classmethod
     def __torch_dispatch__(cls, function, types, arguments=(), options=None):
-        if function is torch.ops.aten.detach.default:
-            (own,) = arguments
-            return TrainedCodes(own.codes, own.first, own.last, own.dtype)
-        if function is torch.ops.aten.copy_.default and isinstance(arguments[0], TrainedCodes):
-            own, values = arguments[:2]
+        own, *others = arguments or (None,)
+        if isinstance(own, TrainedCodes):
+            view = _view(own, function, *others)
+            if view is not None:
+                return view
+            if function is _aten.new_zeros.default and others[0][1:] == [own.shape[1]]:
+                return own.shard(others[0][0])
+        if function is _aten.copy_.default and isinstance(arguments[0], TrainedCodes):
+            values = others[0]
             if values.shape != own.shape:
                 values = values.expand(own.shape)
             own.encode(values)
             return own
-        if function is torch.ops.aten.embedding.default:
-            own, words = arguments[:2]
+        if function is _aten.embedding.default:
+            words = others[0]
             rows = words.flatten()
             parts = [one if one is None else one.index_select(0, rows) for one in own.own]
             return join_weight(*parts).to(own.dtype).view(*words.shape, -1)
         if function in _COPIES:
-            own, *others = arguments
             return function(own.decode(), *others, **(options or {}))
         return super().__torch_dispatch__(function, types, arguments, options)
 
@@ -119,6 +151,93 @@ class TrainedCodes(CodedWeight):
         if isinstance(self, nn.Parameter):
             values = nn.Parameter(values, self.requires_grad)
         return values.__reduce_ex__(protocol)
+
+
+class CodesShard(TrainedCodes):
+    """A process's rows of TrainedCodes under FSDP2, and rows of padding after them.
+
+    FSDP2 gathers codes that products read with their scales: K + 4 bytes for a row of K values.
+    Remainders stay where they are.
+    """
+
+    @staticmethod
+    def __new__(cls, codes: Codes, first: int, last: int, whole: TrainedCodes) -> CodesShard:
+        made = CodedWeight.__new__(cls, codes, first, last, whole.dtype)
+        made._whole = whole
+        return made
+
+    @property
+    def whole(self) -> TrainedCodes:
+        return self._whole
+
+    def is_contiguous(self, *_, **__) -> bool:
+        return True  # see TrainedCodes
+
+    def part(self, first: int, last: int) -> CodesShard:
+        return CodesShard(self.codes, self.first + first, self.first + last, self.whole)
+
+    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[torch.Tensor, ...], None]:
+        # with more arguments FSDP2 would demand messages of as many columns as the weight
+        codes = self.codes.stored, self.codes.scale[:, None]
+        return (torch.cat([one.view(torch.uint8) for one in codes], 1),), None
+
+    def fsdp_post_all_gather(
+        self,
+        messages: tuple[torch.Tensor, ...],
+        metadata: None,
+        dtype: torch.dtype,
+        *,
+        out: TrainedCodes | None = None,
+    ) -> tuple[TrainedCodes, tuple[torch.Tensor, ...]]:
+        (message,), whole = messages, self.whole
+        codes, columns, rows = whole.codes, whole.shape[1], slice(whole.first, whole.last)
+        memory = codes.stored, codes.scale
+        for one in memory if out is None else ():  # later, FSDP2 has given it memory
+            one.untyped_storage().resize_(one.nbytes)
+        # passes that await their backward have read the same codes, so versions stay
+        stored, scale = (one.data for one in memory)
+        stored[rows] = message[: len(whole), :columns].view(torch.int8)
+        scale[rows] = message[: len(whole), columns:].contiguous().view(torch.float32)[:, 0]
+        stored[codes.rows :], scale[codes.rows :] = 0, 1
+        message.untyped_storage().resize_(0)  # until the next gather
+        return TrainedCodes(codes, whole.first, whole.last, dtype), memory
+
+
+class Flat(ReadOnly):
+    """All values of TrainedCodes in one dimension, which are decoded when they are read."""
+
+    advice = ADVICE
+
+    @staticmethod
+    def __new__(cls, codes: TrainedCodes) -> Flat:
+        made = torch.Tensor._make_wrapper_subclass(
+            cls, [codes.numel()], dtype=codes.dtype, device=codes.device
+        )
+        made.matrix, made.origin = codes, codes.origin
+        return made
+
+    @property
+    def values(self) -> torch.Tensor:
+        return self.matrix.decode().view(-1)
+
+
+def _view(own: TrainedCodes, function, *given) -> TrainedCodes | list[TrainedCodes] | Flat | None:
+    """Return a view that needs no floats; None: it is another one, or no view."""
+    if function is _aten.detach.default:
+        return own.part(0, len(own))
+    if function is _aten.view.default:
+        if given[0] == list(own.shape):
+            return own.part(0, len(own))
+        return Flat(own) if given[0] in ([-1], [own.numel()]) else None
+    if function is _aten.as_strided.default and given[:2] == (list(own.shape), list(own.stride())):
+        return own.part(0, len(own))
+    if function is _aten.split.Tensor and given[1:] in ((), (0,)):
+        ends = range(0, len(own), given[0])
+        return [own.part(first, min(first + given[0], len(own))) for first in ends]
+    if function is _aten.slice.Tensor and given[:1] in ((), (0,)) and given[3:] in ((), (1,)):
+        first, last, _ = slice(*given[1:3] or (None,)).indices(len(own))
+        return own.part(first, max(first, last))
+    return None
 
 
 class Traced(torch.autograd.Function):

@@ -21,6 +21,7 @@ from lsq.optim.offload import Offload, check_places
 from lsq.optim.updates import Members, Updates, check_moments
 from lsq.run.backends import Backend, for_device
 from lsq.run.parameter_state import take
+from lsq.run.shards import is_shard, whole_norm
 
 STATE = ("step", "exp_avg", "exp_avg_sq")
 """Names in the state of a parameter."""
@@ -238,24 +239,30 @@ class Adam(Optimizer):
     def clip_grad_norm(
         self, max_norm: float, aggregate: Callable[[Tensor], Tensor] | None = None
     ) -> Tensor:
-        """Return the norm float32 [] of all gradients. If it exceeds `max_norm`, the next step
-        shortens them to that; after `step_in_backward`, the next backward passes, too.
+        """Return the norm float32 [] of all gradients, with other processes' shards of them. If it
+        exceeds `max_norm`, the next step shortens them to that; after `step_in_backward`, the
+        next backward passes, too.
 
         Args:
             max_norm: largest norm; 0 or less clips nothing.
             aggregate: turns the norm of this process into the norm of all processes.
 
         Raises:
-            ValueError: gradients are sparse, or they are shards, so that no process knows the norm.
+            ValueError: gradients are sparse, or some are shards and others are not.
         """
         prepared, _ = self._prepared()
-        if any(updates.sharded for updates in prepared):
+        compact = self._compact_gradients()
+        every = [*compact, *(one for updates in prepared for one in updates.parameters)]
+        if len({(one.device_mesh, one.placements) if is_shard(one) else None for one in every}) > 1:
             raise ValueError(
-                "the gradients are shards of FSDP2; clip them by torch.nn.utils.clip_grad_norm_"
+                "gradients are shards on several meshes, or some are shards and others are not;"
+                " clip them by torch.nn.utils.clip_grad_norm_"
             )
         nothing = torch.zeros(1, dtype=torch.float32, device="cpu")
         norms = [updates.norm() for updates in prepared]
-        norms += [torch.tensor([norm_of(one.grad)]) for one in self._compact_gradients()]
+        norms += [torch.tensor([norm_of(one.grad)]) for one in compact]
+        if every and is_shard(every[0]):
+            norms = [whole_norm(torch.cat(norms).norm().view(1), every[0])]
         if self.backward is not None:
             self.backward.max_norm = max(float(max_norm), 0.0)
             norms.append(torch.tensor([self.backward.norm]))
@@ -287,7 +294,8 @@ class Adam(Optimizer):
                 loss = closure()
         prepared, numbers = self._prepared()
         if self.backward is not None:
-            self.backward.finish([updates.norm() for updates in prepared])
+            norms = [whole_norm(one.norm(), one.parameters[0]) for one in prepared]
+            self.backward.finish(norms)
             if self.backward.max_norm > 0 and not isinstance(self.gradient_factor, Tensor):
                 self.clip_grad_norm(self.backward.max_norm)
         for parameter in self._compact_gradients():

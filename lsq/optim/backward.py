@@ -1,6 +1,6 @@
 """Steps inside the backward pass: a matrix steps when its gradient is complete, which then is free.
 
-At most one layer's gradients exist at a time. Three things differ from a step after the pass:
+At most one layer's gradients exist at a time. Four things differ from a step after the pass:
 
 * The norm of all gradients is not known yet. `clip_grad_norm` of the optimizer clips the next
   passes by an estimate: what is known of a pass, and for the other matrices the norms of the pass
@@ -9,6 +9,8 @@ At most one layer's gradients exist at a time. Three things differ from a step a
 * A gradient that is not finite steps nothing: neither its matrix nor those that come after it in
   this pass, nor vectors. Those before it have stepped, each as a whole. `step` raises
   FloatingPointError and says how many.
+* Of several processes, only those of FSDP2 may: it calls the hooks of shards when their gradients
+  are means of all. Norms are of all shards, so that processes agree on clipping and on errors.
 * A second backward pass before `step` would step twice, and is refused. `accumulate` keeps the
   gradients of a pass, in 4 bytes a parameter, and the next pass adds to them.
 """
@@ -18,10 +20,12 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor, distributed
 from torch.optim import Optimizer
 
 from lsq.optim.compact import norm_of
+from lsq.run.shards import is_shard, whole_norm
 
 Step = Callable[[Tensor, Tensor, float], None]
 """Steps a parameter with a gradient and its factor."""
@@ -79,11 +83,12 @@ class BackwardSteps:
         step = self._step()
         if step is None or self._keeps:  # the optimizer is gone, or waits
             return
-        if distributed.is_initialized() and distributed.get_world_size() > 1:
+        alone = not distributed.is_initialized() or distributed.get_world_size() == 1
+        if not (alone or is_shard(parameter)):
             raise RuntimeError(
                 f"step_in_backward steps before the gradients of the other"
                 f" {distributed.get_world_size() - 1} processes arrive, so that models would part;"
-                " leave it out"
+                " leave it out, or shard the model by FSDP2"
             )
         if id(parameter) in self._stepped:
             raise RuntimeError(
@@ -92,7 +97,8 @@ class BackwardSteps:
                 " last under optimizer.accumulate()"
             )
         gradient, parameter.grad = parameter.grad, None
-        norm = norm_of(gradient)
+        own = torch.tensor([norm_of(gradient)], dtype=torch.float64)
+        norm = whole_norm(own, gradient).item()
         if self._skipped or not math.isfinite(norm):
             self._skipped += 1
             return

@@ -12,6 +12,7 @@ from lsq.ops.compact_adam import CompactAdam, MasterWeight
 from lsq.optim.moments import FIRST, SECOND, matrix, moment
 from lsq.optim.updates import plain_gradient
 from lsq.run.backends import Backend
+from lsq.run.shards import is_shard, local, shard_number
 
 _GOLDEN = 0x9E3779B97F4A7C15
 
@@ -23,7 +24,7 @@ def is_compact(parameter: Tensor, bits: int) -> bool:
 
 def trains_codes(parameter: Tensor) -> bool:
     """Return whether a parameter is codes (lsq.layers.trained_codes)."""
-    return hasattr(parameter, "master")
+    return hasattr(local(parameter), "master")
 
 
 class CompactUpdate:
@@ -39,7 +40,8 @@ class CompactUpdate:
 
     def _memory(self, state: dict[str, Any]) -> tuple:
         weight = _weight_of(self._parameter)
-        where = weight.floats, weight.codes, weight.remainder, state[FIRST], state[SECOND]
+        moments = map(local, (state[FIRST], state[SECOND]))
+        where = weight.floats, weight.codes, weight.remainder, *moments
         return tuple(one.data_ptr() for one in where if one is not None)
 
     def fits(self, state: dict[str, Any]) -> bool:
@@ -49,7 +51,7 @@ class CompactUpdate:
         """Step with numbers [NUMBERS] and a gradient times `factor`."""
         self._given[:NUMBERS].copy_(numbers, non_blocking=True)
         self._given[NUMBERS:].copy_(torch.as_tensor(factor).view(1), non_blocking=True)
-        self._key.fill_(_key(step, self._number))
+        self._key.fill_(_key(step, self._number, shard_number(self._parameter)))
         first, second = self._moments
         operation = CompactAdam(
             weight=self._weight,
@@ -61,14 +63,16 @@ class CompactUpdate:
             key=self._key,
         )
         self._backend.run(operation)
-        if self._weight.codes is None:
+        if self._weight.codes is not None:
+            local(self._parameter).changed()
+        elif not is_shard(self._parameter):
             torch.autograd.graph.increment_version(self._parameter)
-        else:
-            self._parameter.changed()
 
 
 def norm_of(gradient: Tensor) -> float:
-    """Return the norm of a gradient; the number of threads does not change it."""
+    """Return the norm of a gradient, or of this process's shard of it; the number of threads does
+    not change it."""
+    gradient = local(gradient)
     if gradient.device.type != "cpu" or not loader.available():
         return gradient.double().norm().item()
     plain, square = gradient.float().contiguous(), torch.empty(1, dtype=torch.float64)
@@ -77,12 +81,12 @@ def norm_of(gradient: Tensor) -> float:
 
 
 def _weight_of(parameter: Tensor) -> MasterWeight:
-    if trains_codes(parameter):
-        return parameter.master
-    return MasterWeight(floats=matrix(parameter.detach()))
+    own = local(parameter).detach()
+    return own.master if trains_codes(own) else MasterWeight(floats=matrix(own))
 
 
-def _key(step: int, number: int) -> int:
-    """Return the key of a step's random numbers: the same in every process and after a resume."""
-    mixed = ((number + 1) << 40 ^ step) * _GOLDEN % 2**64
+def _key(step: int, number: int, shard: int) -> int:
+    """Return the key of a step's random numbers: the same in every process that holds the same
+    shard, and after a resume."""
+    mixed = ((number + 1) << 40 ^ shard << 28 ^ step) * _GOLDEN % 2**64
     return mixed - 2**63

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from lsq.ops.compact_adam import Moment
 from lsq.quant import compact
+from lsq.run.shards import as_shard, local
 
 FIRST, SECOND, SCALE = "exp_avg", "exp_avg_sq", "_scale"
 BITSANDBYTES_BLOCK = 256
@@ -12,31 +13,28 @@ BITSANDBYTES_BLOCK = 256
 
 def matrix(tensor: Tensor) -> Tensor:
     """Return a view [N, K] of a tensor of two or more dimensions."""
-    return tensor.reshape(len(tensor), -1)
+    return tensor.flatten(1)
 
 
 def zeros(parameter: Tensor, bits: int) -> dict[str, Tensor]:
     """Return both moments, of 0, as a state holds them."""
-    device = parameter.device
+    own, state = local(parameter), {}
+    rows, columns, device = len(own), parameter.numel() // len(parameter), own.device
     if bits == 32:
-        return {
-            name: torch.zeros(parameter.shape, dtype=torch.float32, device=device)
-            for name in (FIRST, SECOND)
-        }
-    rows, columns = len(parameter), parameter.numel() // len(parameter)
-    state = {}
-    for name, zero in ((FIRST, compact.ZERO), (SECOND, 0)):
+        for name in (FIRST, SECOND):
+            state[name] = torch.zeros(own.shape, dtype=torch.float32, device=device)
+    for name, zero in ((FIRST, compact.ZERO), (SECOND, 0)) if bits == 8 else ():
         blocks = compact.blocks_of(columns)
         state[name] = torch.full((rows, columns), zero, dtype=torch.uint8, device=device)
         state[name + SCALE] = torch.zeros(rows, blocks, dtype=torch.float32, device=device)
-    return state
+    return {name: as_shard(one, parameter) for name, one in state.items()}
 
 
 def moment(state: dict[str, Tensor], name: str) -> Moment:
     """Return a moment as a step takes it."""
     if name + SCALE in state:
-        return Moment(codes=state[name], scale=state[name + SCALE])
-    return Moment(floats=matrix(state[name]))
+        return Moment(codes=local(state[name]), scale=local(state[name + SCALE]))
+    return Moment(floats=matrix(local(state[name])))
 
 
 def with_bits(state: dict[str, Tensor], parameter: Tensor, bits: int) -> dict[str, Tensor]:
@@ -45,17 +43,20 @@ def with_bits(state: dict[str, Tensor], parameter: Tensor, bits: int) -> dict[st
     if given == bits:
         return state
     others = {name: one for name, one in state.items() if not name.startswith(FIRST)}
+    parts = {name: local(one) for name, one in state.items() if name not in others}
     if bits == 32:
-        first = compact.decode_first(state[FIRST], state[FIRST + SCALE])
-        second = compact.decode_second(state[SECOND], state[SECOND + SCALE]).square()
-        shaped = {FIRST: first.view(parameter.shape), SECOND: second.view(parameter.shape)}
-        return others | shaped
-    for name, values, encode in (
-        (FIRST, state[FIRST], compact.encode_first),
-        (SECOND, state[SECOND].sqrt(), compact.encode_second),
-    ):
-        others[name], others[name + SCALE] = encode(matrix(values.float()))
-    return others
+        first = compact.decode_first(parts[FIRST], parts[FIRST + SCALE])
+        second = compact.decode_second(parts[SECOND], parts[SECOND + SCALE]).square()
+        shape = local(parameter).shape
+        made = {FIRST: first.view(shape), SECOND: second.view(shape)}
+    else:
+        made = {}
+        for name, values, encode in (
+            (FIRST, parts[FIRST], compact.encode_first),
+            (SECOND, parts[SECOND].sqrt(), compact.encode_second),
+        ):
+            made[name], made[name + SCALE] = encode(matrix(values.float()))
+    return others | {name: as_shard(one, parameter) for name, one in made.items()}
 
 
 def check_codes(parameter: Tensor, state: dict[str, Tensor]) -> None:

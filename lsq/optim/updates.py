@@ -84,8 +84,6 @@ class Updates:
             if codes[number] is not None
         ]
         self._counted = [one for one in members.parameters if not is_shard(one)]
-        self.sharded = len(self._counted) < len(members.parameters)
-        """Whether any parameter is a shard of FSDP2."""
         tables = dict.fromkeys(("plain", "coded", "shared", "all"))
         if isinstance(backend, CUDA):
             tables = self._tables()

@@ -26,6 +26,47 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if is_shard(tensor) else tensor
 
 
+def as_shard(part: Tensor, like: Tensor) -> Tensor:
+    """Return this process's rows of a tensor as a shard, as `like` is one; else `part` itself."""
+    if not is_shard(like):
+        return part
+    # imported already, since there are shards
+    from torch.distributed.tensor import DTensor
+
+    whole = torch.empty(len(like), *part.shape[1:], device="meta")
+    return DTensor.from_local(
+        part,
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=whole.shape,
+        stride=whole.stride(),
+    )
+
+
+def whole_norm(norm: Tensor, part: Tensor) -> Tensor:
+    """Return the norm [1] of all shards from that [1] of this process's; `part` is one of them.
+    Every process calls it. A norm of what is no shard is whole."""
+    if not is_shard(part):
+        return norm
+    # imported already, since there are shards
+    from torch.distributed.tensor import DTensor
+
+    norms = DTensor.from_local(norm, part.device_mesh, part.placements, run_check=False)
+    return norms.full_tensor().norm().view(1)
+
+
+def shard_number(tensor: Tensor) -> int:
+    """Return which shard of a tensor this process holds; 0 if it is in one piece."""
+    number = 0
+    if is_shard(tensor):
+        mesh, where = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+        for dimension, placement in enumerate(tensor.placements):
+            if placement.is_shard():
+                number = number * mesh.size(dimension) + where[dimension]
+    return number
+
+
 def copies(tensors: list[Tensor]) -> list[Tensor]:
     """Copy tensors in one launch; torch._foreach_clone is younger than PyTorch 2.11."""
     return list(torch._foreach_mul(tensors, 1)) if tensors else []

@@ -140,8 +140,10 @@ def test_fsdp(tmp_path):
         str(tmp_path),
         "--gradients",
     ]
-    for words in (["--float"], []):
+    for words in (["--float"], ["--codes"]):
         run = subprocess.run([*command, *words], capture_output=True, text=True, timeout=140)
         assert run.returncode == 0, run.stderr
-        assert "int8     loss" in run.stdout and ("bfloat16 loss" in run.stdout) == bool(words)
+        assert "int8     loss" in run.stdout
+        assert ("bfloat16 loss" in run.stdout) == ("--float" in words)
+        assert ("trained weights are kept as codes" in run.stdout) == ("--codes" in words)
     assert {folder.name for folder in tmp_path.iterdir()} == {"bfloat16", "int8"}

@@ -91,6 +91,30 @@ def test_other_writes_are_refused(write):
     assert torch.equal(weight.clone(), before)
 
 
+def test_views_of_rows_share_the_codes_and_others_are_decoded():
+    weight = net()[1].weight
+    values = weight.detach().clone()
+    for rows in (slice(3, 50), slice(90, None), slice(-6, None), slice(5, 2)):
+        assert isinstance(weight[rows], TrainedCodes)
+        assert torch.equal(weight[rows].clone(), values[rows])
+    for part, wanted in zip(weight.chunk(7), values.chunk(7), strict=True):
+        assert isinstance(part, TrainedCodes) and torch.equal(part.clone(), wanted)
+    for view in (
+        lambda one: one[3:50:2],
+        lambda one: one[:, 2:5],
+        lambda one: one.chunk(2, 1)[1],
+        lambda one: one.view(-1),
+        lambda one: one.view(-1)[7:9],
+        lambda one: one.view(64, 96),
+        lambda one: one.as_strided((64, 96), (1, 64)),
+    ):
+        assert torch.equal(view(weight).clone(), view(values))
+    with torch.no_grad():
+        weight[3:5].copy_(values[:2])
+    values[3:5] = values[:2]
+    assert torch.equal(weight.detach().clone(), values)
+
+
 def test_another_optimizer_is_refused():
     made = net()
     made(torch.randint(30, (5,))).sum().backward()
