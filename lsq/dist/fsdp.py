@@ -33,8 +33,9 @@ def compress_reduce_scatter(
 ) -> "Int8ReduceScatter":
     """Let every FSDP2 module in `model` reduce its gradients in int8.
 
-    It calls FSDPModule.set_custom_reduce_scatter on all of them; parameters are gathered as before.
-    Call it after `fully_shard` and before the first backward pass, in every process.
+    It calls FSDPModule.set_custom_reduce_scatter on all of them; parameters are gathered as before,
+    those of lsq.train_codes as codes. Call it after `fully_shard` and before the first backward
+    pass, in every process.
 
     Args:
         model: has at least one module on which `fully_shard` was called.

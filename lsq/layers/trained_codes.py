@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -28,8 +29,8 @@ class TrainedCodes(CodedWeight):
     """A parameter that is rows of Codes and trains. Reading gives floats, of codes and remainders;
     `copy_` rounds to the nearest codes, and lsq.optim.Adam steps on the codes themselves.
 
-    Views of whole rows share the codes. `new_zeros` of as many columns makes a CodesShard, since
-    FSDP2 makes shards so.
+    Views of whole rows share the codes. `new_zeros` of as many columns and the same dtype makes a
+    CodesShard, since FSDP2 makes shards so.
     """
 
     advice = ADVICE
@@ -72,16 +73,18 @@ class TrainedCodes(CodedWeight):
         torch.autograd.graph.increment_version([self, self.codes.stored])
 
     def is_contiguous(self, *_, **__) -> bool:
-        # FSDP2 takes no other parameters; nobody else may read floats at data_ptr
-        return isinstance(self, nn.Parameter)
+        # nobody may read floats at data_ptr; FSDP2 does not, but takes no other parameters
+        return sys._getframe(1).f_globals.get("__name__", "").startswith("torch.distributed.fsdp")
 
     def part(self, first: int, last: int) -> TrainedCodes:
         """Return some of its rows, which share the codes."""
         return TrainedCodes(self.codes, self.first + first, self.first + last, self.dtype)
 
     def shard(self, rows: int) -> CodesShard:
-        """Make a shard of so many rows, of zeros."""
+        """Make a shard of so many rows, of zeros. Raises ValueError: on the meta device."""
         stored, remainder, scale = self.codes.tensors
+        if stored.is_meta:
+            raise ValueError("codes on the meta device lack values; load them before fully_shard")
         codes = replace(
             self.codes,
             stored=stored.new_zeros(rows, stored.shape[1]),
@@ -118,7 +121,8 @@ class TrainedCodes(CodedWeight):
             view = _view(own, function, *others)
             if view is not None:
                 return view
-            if function is _aten.new_zeros.default and others[0][1:] == [own.shape[1]]:
+            same = set(options or ()) <= {"pin_memory"}
+            if function is _aten.new_zeros.default and same and others[0][1:] == [own.shape[1]]:
                 return own.shard(others[0][0])
         if function is _aten.copy_.default and isinstance(arguments[0], TrainedCodes):
             values = others[0]
@@ -169,9 +173,6 @@ class CodesShard(TrainedCodes):
     @property
     def whole(self) -> TrainedCodes:
         return self._whole
-
-    def is_contiguous(self, *_, **__) -> bool:
-        return True  # see TrainedCodes
 
     def part(self, first: int, last: int) -> CodesShard:
         return CodesShard(self.codes, self.first + first, self.first + last, self.whole)

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from lsq import files
 from lsq.layers.trained_codes import TrainedCodes
+from lsq.run.shards import is_shard
 
 NAME = "training.safetensors"
 PARTS = ("codes", "remainder", "scale")
@@ -67,6 +68,11 @@ def load_codes(
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the model's tensors by name, each once, weights as their codes."""
+    if any(map(is_shard, model.parameters())):
+        raise ValueError(
+            f"parameters of this {type(model).__name__} are shards of FSDP2;"
+            " torch.distributed.checkpoint saves and loads them"
+        )
     seen, coded = set(), False
     for name, value in model.state_dict(keep_vars=True).items():
         if id(value) in seen:

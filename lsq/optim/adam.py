@@ -260,7 +260,7 @@ class Adam(Optimizer):
             )
         nothing = torch.zeros(1, dtype=torch.float32, device="cpu")
         norms = [updates.norm() for updates in prepared]
-        norms += [torch.tensor([norm_of(one.grad)]) for one in compact]
+        norms += [torch.tensor([norm_of(one.grad)], device=one.device) for one in compact]
         if every and is_shard(every[0]):
             norms = [whole_norm(torch.cat(norms).norm().view(1), every[0])]
         if self.backward is not None:

@@ -97,7 +97,7 @@ class BackwardSteps:
                 " last under optimizer.accumulate()"
             )
         gradient, parameter.grad = parameter.grad, None
-        own = torch.tensor([norm_of(gradient)], dtype=torch.float64)
+        own = torch.tensor([norm_of(gradient)], dtype=torch.float64, device=gradient.device)
         norm = whole_norm(own, gradient).item()
         if self._skipped or not math.isfinite(norm):
             self._skipped += 1

@@ -24,7 +24,7 @@ def is_compact(parameter: Tensor, bits: int) -> bool:
 
 def trains_codes(parameter: Tensor) -> bool:
     """Return whether a parameter is codes (lsq.layers.trained_codes)."""
-    return hasattr(local(parameter), "master")
+    return hasattr(type(local(parameter)), "master")
 
 
 class CompactUpdate:

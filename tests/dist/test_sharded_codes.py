@@ -28,6 +28,7 @@ import lsq
 from lsq.dist.collectives import all_gather
 from lsq.dist.fsdp import compress_reduce_scatter
 from lsq.layers.trained_codes import TrainedCodes
+from lsq.models import save_codes
 from lsq.optim import Adam
 from tests.dist.processes import ProcessFailed, run
 
@@ -151,14 +152,21 @@ def test_a_language_model_gathers_codes_and_has_the_losses_of_float_shards():
 # Shards of unequal sizes, and other ways to shard
 
 
-def losses_of(rank: int, bits: int, inside: bool, clip: float, **options) -> list[float]:
+def trained(
+    rank: int, bits: int, inside: bool, clip: float, options: dict
+) -> tuple[list[float], list[torch.Tensor]]:
+    """The losses, and all parameters as `codes_of` returns them."""
     if options.pop("replicas", False):
         options["mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
     model = net(**options)
     optimizer = Adam(model.parameters(), lr=2e-3, moment_bits=bits)
     if inside:
         optimizer.step_in_backward()
-    return train(model, optimizer, range(12), clip)
+    return train(model, optimizer, range(12), clip), codes_of(model)
+
+
+def losses_of(*given) -> list[float]:
+    return trained(*given, {})[0]
 
 
 def test_rows_need_not_divide():
@@ -172,12 +180,10 @@ def test_replicas_of_shards_and_bfloat16_activations_train_alike():
     (alone,) = run(losses_of, 1, 32, False, 0.0)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for options in ({"replicas": True}, {"mp_policy": policy, "reshard_after_forward": False}):
-        for found in run(mixed, 4, options):
+        every = run(trained, 4, 32, False, 0.0, options)
+        for found, codes in every:
             assert found == pytest.approx(alone, abs=2e-3)
-
-
-def mixed(rank: int, options: dict) -> list[float]:
-    return losses_of(rank, 32, False, 0.0, **options)
+            assert all(map(torch.equal, codes, every[0][1]))
 
 
 # Steps in the backward pass
@@ -268,6 +274,9 @@ def refusals(rank: int, folder: str) -> dict[str, str]:
         said[name] = str(refused.value)
 
     note("order", ValueError, lsq.train_codes, model)
+    note("whole", ValueError, save_codes, model, f"{folder}/whole")
+    with torch.device("meta"):
+        note("meta", ValueError, net)
     wider, deeper = net(96), fully_shard(nn.Sequential(net()))
     for name, other in (("shape", wider), ("name", deeper)):
         state = {"model": other.state_dict()}
@@ -279,6 +288,8 @@ def refusals(rank: int, folder: str) -> dict[str, str]:
 def test_another_model_and_another_order_are_refused(tmp_path):
     (said,) = run(refusals, 1, str(tmp_path))
     assert "train_codes the model before fully_shard" in said["order"]
+    assert "torch.distributed.checkpoint saves" in said["whole"]
+    assert "load them before fully_shard" in said["meta"]
     assert re.search(r"saved \S*80, 64.* current: \S*96, 64.* model\.1\.weight", said["shape"])
     assert "Missing key in checkpoint state_dict: model.0.0.weight" in said["name"]
     assert "size mismatch for 1.weight" in said["loaded"]

@@ -109,6 +109,8 @@ def test_views_of_rows_share_the_codes_and_others_are_decoded():
         lambda one: one.as_strided((64, 96), (1, 64)),
     ):
         assert torch.equal(view(weight).clone(), view(values))
+    for zeros in (weight.new_zeros(3, 5), weight.new_zeros(3, 64, dtype=torch.int64)):
+        assert type(zeros) is torch.Tensor
     with torch.no_grad():
         weight[3:5].copy_(values[:2])
     values[3:5] = values[:2]
