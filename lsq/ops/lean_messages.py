@@ -31,10 +31,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch.nn.functional import pad
 
 from lsq.native.launch import FLOATS, check
-from lsq.ops.gradient_messages import MessageLayout, require_shape, sum_in_order
+from lsq.ops.gradient_messages import MessageLayout, PackGradients, SumMessages, UnpackGradients
 from lsq.program.declare import AnyFloats, Bytes, Host, In, Out, Value, extent, size
 from lsq.program.operation import Operation
 from lsq.quant.arithmetic import SMALLEST_GRADIENT
@@ -171,7 +170,8 @@ class LeanMessages(Value):
         for shard, taken in enumerate(PLANES[:, 0] < widths):
             every[shard][taken] = planes[shard, : taken.sum()].long()
         codes = ((every[..., None] >> torch.arange(BLOCK) & 1) << PLANES).sum(-2)
-        m = on_grid(tops + scales.long() - HIGHEST).where(scales != NOT_FINITE, torch.nan)
+        g = (tops + scales.long() - HIGHEST).clamp(min=0)  # of blocks that vanish, m is 0
+        m = on_grid(g).where(scales != NOT_FINITE, torch.nan)
         return (VALUES[widths, codes] * m[..., None]).view(*outer, layout.length)
 
 
@@ -186,11 +186,6 @@ class PackLean(Operation):
     x: In[AnyFloats]  # [R, v], added up in order.
     messages: Out[LeanMessages]  # [S, M]
 
-    def __post_init__(self):
-        layout = self.messages.layout
-        require_shape("gradients to pack", self.x, ("at least one row", layout.values))
-        require_shape("their messages", self.messages.data, (layout.shards, layout.message_bytes))
-
     rows = extent(0, "x")  # R.
     values = extent(1, "x")  # v.
     shards = extent(0, "messages.data")  # S.
@@ -199,10 +194,8 @@ class PackLean(Operation):
     def dtype(self) -> int:
         return FLOATS[self.x.dtype]
 
-    def reference(self):
-        layout, total = self.messages.layout, sum_in_order(self.x.unbind(0))
-        whole = pad(total, (0, layout.shards * layout.length - layout.values))
-        return {"messages": {"data": self.messages.encode(whole)}}
+    __post_init__ = PackGradients.__post_init__
+    reference = PackGradients.reference
 
 
 class SumLean(Operation):
@@ -212,23 +205,10 @@ class SumLean(Operation):
     factor: float = 1.0  # For example 1 / world size.
     sum: Out[LeanMessages]  # [M], perhaps of other bits.
 
-    def __post_init__(self):
-        given, made = self.messages.layout, self.sum.layout
-        check(
-            given.length == made.length,
-            f"messages have shards of {given.length} values, their sum {made.length}; give both the"
-            " same length",
-        )
-        require_shape(
-            "messages to add up", self.messages.data, ("at least one", given.message_bytes)
-        )
-        require_shape("their sum", self.sum.data, (made.message_bytes,))
-
     count = extent(0, "messages.data")  # N.
 
-    def reference(self):
-        total = sum_in_order(self.messages.decode().unbind(0)) * self.factor
-        return {"sum": {"data": self.sum.encode(total)[0]}}
+    __post_init__ = SumMessages.__post_init__
+    reference = SumMessages.reference
 
 
 class UnpackLean(Operation):
@@ -238,12 +218,6 @@ class UnpackLean(Operation):
     factor: float = 1.0
     x: Out[AnyFloats]  # [v]
 
-    def __post_init__(self):
-        layout = self.messages.layout
-        wanted = ("at least one copy", layout.shards, layout.message_bytes)
-        require_shape("messages to unpack", self.messages.data, wanted)
-        require_shape("their values", self.x, (layout.values,))
-
     copies = extent(0, "messages.data")  # R.
     shards = extent(1, "messages.data")  # S.
     values = extent(0, "x")  # v.
@@ -252,6 +226,5 @@ class UnpackLean(Operation):
     def dtype(self) -> int:
         return FLOATS[self.x.dtype]
 
-    def reference(self):
-        x = sum_in_order(self.messages.decode().unbind(0)) * self.factor
-        return {"x": x.flatten()[: self.values].to(self.x.dtype)}
+    __post_init__ = UnpackGradients.__post_init__
+    reference = UnpackGradients.reference

@@ -270,6 +270,17 @@ def test_zeros_are_zeros():
     assert not messages.any() and not check(unpack(messages[None], layout)).x.any()
 
 
+def test_zeros_stay_zeros_beside_values_near_the_least():
+    """Below the tops of these messages the grid has no numbers for blocks that vanish."""
+    layout = LeanLayout.for_values(64, 1, bits=4)
+    for top in (88, 100, 246, 250, 253, 254):
+        x = torch.zeros(1, 64)
+        x[0, 3] = 2.0 ** (top / 8 - 127)
+        messages = check(pack(x, layout)).messages.data
+        found = check(unpack(messages[None], layout)).x
+        assert found[3] > 0 and not found[4:].any()
+
+
 @pytest.mark.parametrize("bits, bound", [((4, 5), 6e-3), ((5, 5.5), 2e-3)])
 def test_two_hops_of_eight_workers_are_close_to_the_mean(bits, bound):
     world, n = 8, 20_000
@@ -312,7 +323,7 @@ MESSAGES = torch.zeros(2, LAYOUT.message_bytes, dtype=torch.uint8)
                 messages=LeanMessages(layout=LAYOUT, data=MESSAGES),
                 sum=to_write(LeanLayout.for_values(512, 2, bits=4)),
             ),
-            "shards of 512 values, their sum 256; give both the same length",
+            "shards of 512 values in blocks of 32, their sum 256 in blocks of 32; give both the same",
         ),
         (lambda: unpack(MESSAGES, LAYOUT), r"; the layout wants \[at least one copy, 2"),
         (lambda: pack(torch.zeros(1, 1000), LAYOUT).cuda(), "PackLean has no CUDA implementation"),

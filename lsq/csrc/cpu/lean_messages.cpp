@@ -65,7 +65,10 @@ struct Message {
         const uint16_t top = static_cast<uint16_t>(g);
         std::memcpy(data + 4 * room, &top, sizeof top);
     }
-    float m(int64_t block) const { return on_grid(top() + scales()[block] - kHighest); }
+    // 0 for blocks that vanish: below the grid lies no number.
+    float m(int64_t block) const {
+        return on_grid(std::max(top() + scales()[block] - kHighest, 0));
+    }
 
     // Where the planes of each block begin, and where the last ones end.
     std::vector<uint32_t> starts() const {
