@@ -95,7 +95,8 @@ class LocalUpdates:
 
     Args:
         model: all its parameters that train lie on one device. DistributedDataParallel may wrap it,
-            if `group` has one worker of each node.
+            if `group` has one worker of each node. Beside weights of bfloat16 or codes
+            (lsq.train_codes), float32 keeps what their rounding leaves out of a round.
         every: K, steps of the optimizer between two exchanges.
         mode: what outer gradients travel as: "float", "int8" (8.1 bits) or "int4" (4.25 bits).
         learning_rate, momentum: of the outer update. 1 and 0 take the mean of all workers' weights;
@@ -132,17 +133,16 @@ class LocalUpdates:
                 "there is no process group; start the workers by torchrun, and call"
                 " torch.distributed.init_process_group before LocalUpdates"
             )
-        clips = {id(clip) for one in replicas.modules_in(model) for clip in one.clips().values()}
-        named = {
-            name: one
-            for name, one in model.named_parameters()
-            if one.requires_grad and id(one) not in clips
-        }
         self.model, self.every, self.mode = model, every, mode
         self.learning_rate, self.momentum = learning_rate, momentum
         self.group = distributed.group.WORLD if group is None else group
         self.rounds = self.steps = self.bytes_sent = 0
+        named = self._trained()
         self._parameters, self._device = list(named.values()), _device(named)
+        self._rounded = any(
+            type(one) is not nn.Parameter or one.dtype != torch.float32 for one in self._parameters
+        )
+        """Whether the model rounds the shared weights (codes, bfloat16): steps begin at others."""
         self._shapes = {name: list(one.shape) for name, one in named.items()}
         options = {"every": every, "mode": mode, "rate": learning_rate, "momentum": momentum}
         require_same(
@@ -153,7 +153,7 @@ class LocalUpdates:
         )
         if self._device.type == "cpu" and self.group is distributed.group.WORLD:
             roll_call.register()
-        self._shared = self._flat()
+        self._shared = self._begun = self._flat()
         self._velocity = torch.zeros_like(self._shared) if momentum else None
         workers, sizes = self.group.size(), [one.numel() for one in self._parameters]
         coded = MODES[mode] is not None and workers > 1
@@ -162,7 +162,7 @@ class LocalUpdates:
         length = -(-len(self._shared) // (workers * BLOCK)) * BLOCK
         self._errors = self._shared.new_zeros(workers if coded else 0, length)
         self._own_error = self._shared.new_zeros(1 if coded else 0, length)
-        self._begin_together(list(_plain(model.state_dict()).values()))
+        self._begin_together([self._shared, *_plain(model.state_dict()).values()])
 
     def step(self) -> bool:
         """Count a step of the optimizer; the K-th exchanges weights. Return whether it did.
@@ -192,6 +192,7 @@ class LocalUpdates:
             "parameters": self._shapes,
             "worker": [self.group.rank(), self.group.size()],
             "shared": self._shared,
+            "begun": self._begun,
             "velocity": self._velocity,
             "errors": self._errors,
             "own_error": self._own_error,
@@ -226,12 +227,23 @@ class LocalUpdates:
         self.rounds, self.steps = state["rounds"], state["steps"]
         self.bytes_sent = state["bytes_sent"]
         self._shared.copy_(state["shared"])
+        self._begun = state["begun"].to(self._shared, copy=True) if self._rounded else self._shared
         if self._velocity is not None:
             self._velocity.copy_(state["velocity"])
         self._forget_errors()
         if state["worker"] == [self.group.rank(), self.group.size()] and len(state["errors"]):
             self._errors.copy_(state["errors"])
             self._own_error.copy_(state["own_error"])
+
+    def _trained(self) -> dict[str, Tensor]:
+        """Return the parameters to exchange, by name."""
+        modules = replicas.modules_in(self.model)
+        clips = {id(clip) for one in modules for clip in one.clips().values()}
+        return {
+            name: one
+            for name, one in self.model.named_parameters()
+            if one.requires_grad and id(one) not in clips
+        }
 
     def _forget_errors(self) -> None:
         self._errors, self._own_error = map(torch.zeros_like, (self._errors, self._own_error))
@@ -262,10 +274,18 @@ class LocalUpdates:
 
     @torch.no_grad()
     def _exchange(self) -> None:
+        known = set(map(id, self._parameters))
+        others = [name for name, one in self._trained().items() if id(one) not in known]
+        if others:
+            raise ValueError(
+                f"parameters train that LocalUpdates does not know ({', '.join(others[:4])}"
+                f"{', ...' if len(others) > 4 else ''}): make it after the model has its last"
+                " parameters (lsq.convert, lsq.train_codes, requires_grad_)"
+            )
         replicas.take_largest(self.model, self.group)
         replicas.average_learned(self.model, self.group)
         self._send(list(self.model.buffers()), 0)
-        change, errors = self._shared - self._flat(), (self._errors, self._own_error)
+        change, errors = self._begun - self._flat(), (self._errors, self._own_error)
         small = None if self._small is None else take_out(change, self._small)
         if len(self._errors):
             change, *errors = self._mean_of_codes(change)
@@ -291,8 +311,9 @@ class LocalUpdates:
     def _write(self) -> None:
         """Give the model the shared weights, and clips that do not learn the values for them."""
         values = self._shared.split([one.numel() for one in self._parameters])
-        pairs = zip(values, self._parameters, strict=True)
-        torch._foreach_copy_(self._parameters, [value.view_as(one) for value, one in pairs])
+        for value, one in zip(values, self._parameters, strict=True):
+            one.copy_(value.view_as(one))
+        self._begun = self._flat() if self._rounded else self._shared
         for module in replicas.modules_in(self.model):
             module.bring_clips_up()
 

@@ -17,6 +17,7 @@ import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
+import lsq
 from lsq.config import QuantConfig
 from lsq.dist import LocalUpdates, local_updates, roll_call
 from lsq.dist.config import BLOCK
@@ -186,6 +187,69 @@ def test_layers_have_the_same_clips_weights_and_buffers(clips, mode):
             assert torch.equal(one, states[1][name]), name
     last = results[0][-1]
     assert 0 < last["hidden.input_clip"] < 8 and 0 < last["hidden.weight_clip"].max() < 1
+
+
+class Rounding(nn.Module):
+    """A weight of codes or bfloat16, and one of floats."""
+
+    def __init__(self, kind: str, seed: int):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.wide, self.last = nn.Linear(64, 64, bias=False), nn.Linear(64, 32, bias=False)
+        if kind == "bfloat16":
+            self.wide.to(torch.bfloat16)
+        else:
+            lsq.convert(self.wide)
+            lsq.train_codes(self.wide, remainder=kind == "16 bits")
+
+
+def moved(rank: int, kind: str, mode: str) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """The weights after each of 8 rounds in which worker 0 alone moves, by the least that the
+    weight can hold; and how far that is, with a saved state in the middle."""
+    net = Rounding(kind, seed=rank)
+    local, found = LocalUpdates(net, every=1, mode=mode), []
+    weight = net.wide.weight
+    step = torch.zeros(64, 64)
+    plain = weight.detach().float()
+    step[:, 0] = plain[:, 0].abs() / 200 if kind == "bfloat16" else plain.abs().amax(1) / 100
+    for number in range(8):
+        if rank == 0:
+            with torch.no_grad():
+                weight.copy_(weight.detach().float() + step)
+        local.step()
+        found.append(weight.detach().float().clone())
+        if number == 3:
+            state = copy.deepcopy(local.state_dict())
+            local = LocalUpdates(net, every=1, mode=mode)
+            local.load_state_dict(state)
+    return found, step
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "8 bits", "16 bits"])
+@pytest.mark.parametrize("mode", ["float", "int8"])
+def test_weights_that_the_model_rounds_lose_no_change(kind, mode):
+    """A third of the smallest step vanishes in each round's rounding, not in eight."""
+    results = run(moved, 3, kind, mode)
+    found, step = results[0]
+    for others, _ in results[1:]:
+        assert all(map(torch.equal, found, others))
+    went = (found[-1] - found[0])[:, 0] / step[:, 0]
+    assert 1.3 < went.mean() < 4, went.mean()  # 7 rounds of a third
+
+
+def late(rank: int) -> None:
+    net = Net()
+    net.first.requires_grad_(False)
+    local, optimizer = LocalUpdates(net, every=1), sgd(net)
+    train(net, optimizer, rank, 1)
+    local.step()
+    net.first.requires_grad_(True)
+    with pytest.raises(ValueError, match=r"does not know \(first.weight, first.bias\): make it"):
+        local.step()
+
+
+def test_parameters_that_train_later_are_refused():
+    run(late, 2)
 
 
 def resumed(rank: int, folder: str) -> tuple[torch.Tensor, torch.Tensor, int, int]:
