@@ -169,7 +169,7 @@ class LocalUpdates:
 
         Call it after `optimizer.step()`. Raises RankLost or ExchangeFailed if a worker is gone, and
         FloatingPointError on all workers if one has diverged. Then weights, and all that
-        `state_dict` returns, are as before the exchange; clips may be those of all workers already.
+        `state_dict` returns, are as before the exchange; clips and buffers may be new already.
         """
         self.steps += 1
         if self.steps < self.every:
@@ -231,7 +231,8 @@ class LocalUpdates:
         if self._velocity is not None:
             self._velocity.copy_(state["velocity"])
         self._forget_errors()
-        if state["worker"] == [self.group.rank(), self.group.size()] and len(state["errors"]):
+        same = state["worker"] == [self.group.rank(), self.group.size()]
+        if same and state["errors"].shape == self._errors.shape:  # none without codes
             self._errors.copy_(state["errors"])
             self._own_error.copy_(state["own_error"])
 

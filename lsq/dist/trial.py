@@ -27,10 +27,11 @@ def seconds_of(
     """Return the time that the slowest worker of `group` needs for a bucket in each of the ways.
     Every worker calls it, and gets the same."""
     bucket, found = torch.zeros(VALUES, device=device), []
+    generator = torch.Generator(device)  # the training's own random numbers stay
     for average in ways.values():
         times = []
         for _ in range(ROUNDS):
-            bucket.normal_()
+            bucket.normal_(generator=generator)
             least_of_all(bucket[:1], group).item()  # so that all begin together
             begun = time.perf_counter()
             average(bucket)

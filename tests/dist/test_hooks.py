@@ -285,7 +285,9 @@ def automatic(rank: int, node_size: int) -> tuple[str, list[str], torch.Tensor]:
     measured = trial.seconds_of
 
     def seconds_of(ways, group, device):
+        before = torch.get_rng_state()
         assert all(0 < seconds < 30 for seconds in measured(ways, group, device).values())
+        assert torch.equal(torch.get_rng_state(), before)
         return measured(
             {name: lambda _, name=name: time.sleep(slow[name][rank % 2]) for name in ways},
             group,

@@ -284,6 +284,26 @@ def test_a_resumed_training_is_the_same_bit_by_bit(tmp_path):
     assert len(whole)
 
 
+def other_mode(rank: int, first: str, second: str) -> torch.Tensor:
+    net = Net()
+    local, optimizer = LocalUpdates(net, every=2, mode=first), sgd(net)
+    for step in range(4):
+        train(net, optimizer, rank, 1, step)
+        local.step()
+    state = copy.deepcopy(local.state_dict())
+    local = LocalUpdates(net, every=1, mode=second)
+    local.load_state_dict(state)
+    train(net, optimizer, rank, 1, 4)
+    assert local.step() and local.rounds == 3
+    return flat(net)
+
+
+@pytest.mark.parametrize("modes", [("int8", "float"), ("float", "int8"), ("int4", "int8")])
+def test_a_training_goes_on_in_another_mode(modes):
+    first, second = run(other_mode, 2, *modes)
+    assert torch.equal(first, second)
+
+
 def joined(rank: int) -> list[torch.Tensor]:
     """Workers with other weights each; after 3 steps they go on with one that is new, as rank 0."""
     torch.manual_seed(rank)
