@@ -145,9 +145,14 @@ class LocalUpdates:
         """Whether the model rounds the shared weights (codes, bfloat16): steps begin at others."""
         self._shapes = {name: list(one.shape) for name, one in named.items()}
         options = {"every": every, "mode": mode, "rate": learning_rate, "momentum": momentum}
+        frozen = {  # as codes, to which nothing can write
+            name: f"codes {_digest([one.float()])[:8]}"
+            for name, one in model.named_parameters()
+            if not (one.requires_grad or type(one) is nn.Parameter or is_shard(one))
+        }
         require_same(
             "options and parameters of LocalUpdates",
-            options | self._shapes,
+            options | self._shapes | frozen,
             self.group,
             self._device,
         )
@@ -259,8 +264,7 @@ class LocalUpdates:
     def _begin_together(self, compared: list[Tensor]) -> None:
         """Give all workers the state of the one with most rounds, unless the number of steps and
         the tensors `compared` are the same everywhere."""
-        digest = hashlib.sha256(_bytes(compared).cpu().numpy()).hexdigest()
-        own = json.dumps([self.rounds, self.steps, digest])
+        own = json.dumps([self.rounds, self.steps, _digest(compared)])
         texts = gather_text(own, self.group, self._device)
         if len(set(texts)) == 1:
             return
@@ -363,6 +367,10 @@ def _plain(state: dict[str, Any]) -> dict[str, Tensor]:
 
 def _bytes(tensors: list[Tensor]) -> Tensor:
     return torch.cat([one.detach().reshape(-1).contiguous().view(torch.uint8) for one in tensors])
+
+
+def _digest(tensors: list[Tensor]) -> str:
+    return hashlib.sha256(_bytes(tensors).cpu().numpy()).hexdigest()
 
 
 def _device(parameters: dict[str, Tensor]) -> torch.device:

@@ -284,6 +284,20 @@ def test_a_resumed_training_is_the_same_bit_by_bit(tmp_path):
     assert len(whole)
 
 
+def frozen(rank: int) -> None:
+    torch.manual_seed(rank)
+    net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 3))
+    net[0].requires_grad_(False)
+    lsq.convert(net)
+    lsq.freeze(net)
+    with pytest.raises(ValueError, match=r"rank 0 has 0.weight='codes \w+' and rank 1 has 0.w"):
+        LocalUpdates(net, every=1)
+
+
+def test_frozen_codes_must_be_the_same():
+    run(frozen, 2)
+
+
 def other_mode(rank: int, first: str, second: str) -> torch.Tensor:
     net = Net()
     local, optimizer = LocalUpdates(net, every=2, mode=first), sgd(net)
