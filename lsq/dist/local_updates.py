@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed import ProcessGroup
-from torch.nn import functional
 
 from lsq.config import require_choice, require_model, require_positive, require_whole
 from lsq.config.checks import require_share
@@ -144,6 +143,7 @@ class LocalUpdates:
         )
         """Whether the model rounds the shared weights (codes, bfloat16): steps begin at others."""
         self._shapes = {name: list(one.shape) for name, one in named.items()}
+        self._form = self._shapes | {"outer momentum": momentum > 0}
         options = {"every": every, "mode": mode, "rate": learning_rate, "momentum": momentum}
         frozen = {  # as codes, to which nothing can write
             name: f"codes {_digest([one.float()])[:8]}"
@@ -165,8 +165,9 @@ class LocalUpdates:
         pairs = zip(sizes, sizes, strict=True) if coded else ()
         self._small = small_positions(pairs, self._device)
         length = -(-len(self._shared) // (workers * BLOCK)) * BLOCK
-        self._errors = self._shared.new_zeros(workers if coded else 0, length)
-        self._own_error = self._shared.new_zeros(1 if coded else 0, length)
+        self._errors = self._shared.new_zeros(workers + 1 if coded else 0, length)
+        """What rounding leaves out of each worker's part of this worker's change, and in the last
+        row of the mean that this worker owns."""
         self._begin_together([self._shared, *_plain(model.state_dict()).values()])
 
     def step(self) -> bool:
@@ -194,13 +195,12 @@ class LocalUpdates:
             "rounds": self.rounds,
             "steps": self.steps,
             "bytes_sent": self.bytes_sent,
-            "parameters": self._shapes,
+            "form": self._form,
             "worker": [self.group.rank(), self.group.size()],
             "shared": self._shared,
             "begun": self._begun,
             "velocity": self._velocity,
             "errors": self._errors,
-            "own_error": self._own_error,
         }
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
@@ -216,30 +216,24 @@ class LocalUpdates:
         self._begin_together(self._outer())
 
     def _take(self, state: dict[str, Any]) -> None:
-        for name in {**self._shapes, **state["parameters"]}:
-            given, own = state["parameters"].get(name), self._shapes.get(name)
-            if given != own:
+        given, own = state["form"], self._form
+        for name in {**own, **given}:
+            if given.get(name) != own.get(name):
                 raise ValueError(
-                    f"in the state of LocalUpdates parameter {name} is {given}, in the model it is"
-                    f" {own}; give the state that was saved with this model"
+                    f"{name} is {given.get(name)} in the state of LocalUpdates, and {own.get(name)}"
+                    " here; give the state that was saved with this model and this momentum"
                 )
-        if (state["velocity"] is None) != (self._velocity is None):
-            raise ValueError(
-                f"momentum is {self.momentum}, but the state of LocalUpdates was saved"
-                f" {'without' if state['velocity'] is None else 'with'} momentum; give the options"
-                " with which it was saved"
-            )
         self.rounds, self.steps = state["rounds"], state["steps"]
         self.bytes_sent = state["bytes_sent"]
         self._shared.copy_(state["shared"])
         self._begun = state["begun"].to(self._shared, copy=True) if self._rounded else self._shared
         if self._velocity is not None:
             self._velocity.copy_(state["velocity"])
-        self._forget_errors()
         same = state["worker"] == [self.group.rank(), self.group.size()]
-        if same and state["errors"].shape == self._errors.shape:  # none without codes
+        if same and state["errors"].shape == self._errors.shape:  # without codes there are none
             self._errors.copy_(state["errors"])
-            self._own_error.copy_(state["own_error"])
+        else:
+            self._errors.zero_()
 
     def _trained(self) -> dict[str, Tensor]:
         """Return the parameters to exchange, by name."""
@@ -250,9 +244,6 @@ class LocalUpdates:
             for name, one in self.model.named_parameters()
             if one.requires_grad and id(one) not in clips
         }
-
-    def _forget_errors(self) -> None:
-        self._errors, self._own_error = map(torch.zeros_like, (self._errors, self._own_error))
 
     def _flat(self) -> Tensor:
         return torch.cat([one.detach().float().flatten() for one in self._parameters])
@@ -274,7 +265,7 @@ class LocalUpdates:
         others = [one for name, one in state.items() if name not in self._shapes]
         self._send([*self._outer(), *others], rounds.index(self.rounds))
         self.model.load_state_dict(state, strict=False)
-        self._forget_errors()
+        self._errors.zero_()
         self._write()
 
     @torch.no_grad()
@@ -290,10 +281,10 @@ class LocalUpdates:
         replicas.take_largest(self.model, self.group)
         replicas.average_learned(self.model, self.group)
         self._send(list(self.model.buffers()), 0)
-        change, errors = self._begun - self._flat(), (self._errors, self._own_error)
+        change, errors = self._begun - self._flat(), self._errors
         small = None if self._small is None else take_out(change, self._small)
         if len(self._errors):
-            change, *errors = self._mean_of_codes(change)
+            change, errors = self._mean_of_codes(change)
         else:
             self._average(change)
         if small is not None:
@@ -305,7 +296,7 @@ class LocalUpdates:
                 " of them has diverged; the shared weights are those of the round before: go on"
                 " from a checkpoint, with a lower learning rate"
             )
-        self._errors, self._own_error = errors
+        self._errors = errors
         if self._velocity is not None:
             self._velocity.mul_(self.momentum).add_(change)
             change.add_(self._velocity, alpha=self.momentum)
@@ -322,22 +313,21 @@ class LocalUpdates:
         for module in replicas.modules_in(self.model):
             module.bring_clips_up()
 
-    def _mean_of_codes(self, change: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the mean of `change` [n] over the workers, and what rounding leaves out of this
-        worker's change and of the part of the mean that it owns."""
-        (encode, decode), (workers, length) = MODES[self.mode], self._errors.shape
-        padded = functional.pad(change, (0, workers * length - len(change)))
-        given = self._errors + padded.view(workers, length)
+    def _mean_of_codes(self, change: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the mean of `change` [n] over the workers, and the errors of this round."""
+        (encode, decode), (*errors, own_error) = MODES[self.mode], self._errors
+        given = torch.stack(errors)
+        given.view(-1)[: len(change)] += change
         sent = encode(given)
         received = torch.empty_like(sent)
         all_to_all(received, sent, self.group).wait()
-        mean = self._own_error + decode(received).mean(0, keepdim=True)
+        mean = own_error + decode(received).mean(0, keepdim=True)
         own = encode(mean)
         every = torch.empty_like(sent)
         all_gather(every, own, self.group).wait()
         self._count(2 * sent.numel())
         result = decode(every).view(-1)[: len(change)]
-        return result, given - decode(sent), mean - decode(own)
+        return result, torch.cat([given - decode(sent), mean - decode(own)])
 
     def _average(self, values: Tensor) -> None:
         average([values], self.group)

@@ -318,6 +318,18 @@ def test_a_training_goes_on_in_another_mode(modes):
     assert torch.equal(first, second)
 
 
+def of_another(rank: int) -> None:
+    state = LocalUpdates(Net(), every=2).state_dict()
+    with pytest.raises(ValueError, match="weight is None in the state .*, and .3, 3. here; give"):
+        LocalUpdates(nn.Linear(3, 3), every=2).load_state_dict(state)
+    with pytest.raises(ValueError, match="outer momentum is False .*, and True here; give the st"):
+        LocalUpdates(Net(), every=2, momentum=0.5).load_state_dict(state)
+
+
+def test_states_of_other_models_are_refused():
+    run(of_another, 1)
+
+
 def joined(rank: int) -> list[torch.Tensor]:
     """Workers with other weights each; after 3 steps they go on with one that is new, as rank 0."""
     torch.manual_seed(rank)
