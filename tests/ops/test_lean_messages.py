@@ -323,7 +323,7 @@ MESSAGES = torch.zeros(2, LAYOUT.message_bytes, dtype=torch.uint8)
                 messages=LeanMessages(layout=LAYOUT, data=MESSAGES),
                 sum=to_write(LeanLayout.for_values(512, 2, bits=4)),
             ),
-            "shards of 512 values in blocks of 32, their sum 256 in blocks of 32; give both the same",
+            "shards of 512 values in blocks of 32, their sum 256 in blocks of 32; give",
         ),
         (lambda: unpack(MESSAGES, LAYOUT), r"; the layout wants \[at least one copy, 2"),
         (lambda: pack(torch.zeros(1, 1000), LAYOUT).cuda(), "PackLean has no CUDA implementation"),
