@@ -311,7 +311,9 @@ def _tried(
         unfit, groups = "", own_groups(int8, topology, _maker(group, config, device))
         coded = (int8, "lean") if device.type in LEAN_DEVICES else (int8,)
         ways |= {mode: exchange_of(mode, groups, device).average for mode in coded}
-    seconds = trial.seconds_of(ways, group, device)
+    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
+    widest = max(dtypes, key=lambda dtype: dtype.itemsize)
+    seconds = trial.seconds_of(ways, group, device, widest)
     for own in groups:
         distributed.destroy_process_group(own)
     mode = trial.choose(seconds)

@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from lsq.dist.agreement import least_of_all
 
 VALUES = 2**18
-"""Of the bucket: 1 MiB of floats."""
+"""Of the bucket: 1 MiB of float32."""
 ROUNDS = 3
 """The first makes connections; the fastest counts."""
 WORTH = 0.8
@@ -22,17 +22,20 @@ WORTH = 0.8
 
 
 def seconds_of(
-    ways: dict[str, Callable[[Tensor], object]], group: ProcessGroup, device: torch.device
+    ways: dict[str, Callable[[Tensor], object]],
+    group: ProcessGroup,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> dict[str, float]:
-    """Return the time that the slowest worker of `group` needs for a bucket in each of the ways.
-    Every worker calls it, and gets the same."""
-    bucket, found = torch.zeros(VALUES, device=device), []
+    """Return the time that the slowest worker of `group` needs for a bucket of `dtype` in each of
+    the ways. Every worker calls it, and gets the same."""
+    bucket, found = torch.zeros(VALUES, device=device, dtype=dtype), []
     generator = torch.Generator(device)  # the training's own random numbers stay
     for average in ways.values():
         times = []
         for _ in range(ROUNDS):
             bucket.normal_(generator=generator)
-            least_of_all(bucket[:1], group).item()  # so that all begin together
+            least_of_all(torch.zeros(1, device=device), group).item()  # so that all begin together
             begun = time.perf_counter()
             average(bucket)
             bucket[:1].item()  # a GPU is done

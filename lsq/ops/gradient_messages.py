@@ -166,7 +166,7 @@ class SumMessages(Operation):
         check(
             (given.length, given.block) == (made.length, made.block),
             f"messages have shards of {given.length} values in blocks of {given.block}, their sum"
-            f" {made.length} in blocks of {made.block}; give both the same lengths",
+            f" {made.length} in blocks of {made.block}; give both the same layout of shards",
         )
         require_shape(
             "messages to add up", self.messages.data, ("at least one", given.message_bytes)

@@ -4,6 +4,7 @@ import logging
 import random
 import re
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -284,14 +285,16 @@ def automatic(rank: int, node_size: int) -> tuple[str, list[str], torch.Tensor]:
     slow["int8_hier"] = slow["int8"]
     measured = trial.seconds_of
 
-    def seconds_of(ways, group, device):
+    def seconds_of(ways, group, device, dtype):
         before = torch.get_rng_state()
-        assert all(0 < seconds < 30 for seconds in measured(ways, group, device).values())
+        found = measured(ways, group, device, dtype)
+        assert all(0 < seconds < 30 for seconds in found.values())
         assert torch.equal(torch.get_rng_state(), before)
         return measured(
             {name: lambda _, name=name: time.sleep(slow[name][rank % 2]) for name in ways},
             group,
             device,
+            dtype,
         )
 
     trial.seconds_of = seconds_of
@@ -318,13 +321,31 @@ def test_auto_takes_what_is_fastest_and_says_so(workers, node_size):
         assert (mode, records) == ("lean", []) and torch.equal(gradients, first[2])
 
 
-def unfit(rank: int) -> tuple[str, list[str]]:
-    model = DistributedDataParallel(Net(torch.float64))
-    return compress_gradients(model, GradientConfig(mode="auto", node_size=1)).mode
+def of_dtype(rank: int, dtype: torch.dtype) -> tuple[str, set[torch.dtype]]:
+    """(mode that came out, dtypes of buckets of the trial)"""
+    measured, tried = trial.seconds_of, set()
+
+    def seconds_of(ways, *rest):
+        def seen(average, bucket):
+            tried.add(bucket.dtype)
+            average(bucket)
+
+        return measured({name: partial(seen, one) for name, one in ways.items()}, *rest)
+
+    trial.seconds_of = seconds_of
+    model = DistributedDataParallel(Net(dtype))
+    return compress_gradients(model, GradientConfig(mode="auto", node_size=1)).mode, tried
 
 
-def test_auto_leaves_gradients_alone_that_have_no_codes():
-    assert set(run(unfit, 2)) <= {"float", "bf16"}
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_auto_leaves_gradients_alone_that_have_no_codes(dtype):
+    for mode, tried in run(of_dtype, 2, dtype):
+        assert mode in ("float", "bf16") and tried == {dtype}
+
+
+def test_auto_tries_what_gradients_will_be():
+    for _, tried in run(of_dtype, 2, torch.bfloat16):
+        assert tried == {torch.bfloat16}
 
 
 def alone(rank: int) -> str:
