@@ -5,14 +5,14 @@ DiLoCo (Douillard et al. 2023, arXiv:2311.08105): each worker takes K steps of i
 Its *outer gradient* is the shared weights of the last round less its weights now. The mean of all
 workers' outer gradients updates the shared weights, with which all go on.
 
-Codes travel in two hops, as in lsq.dist.two_hop, and what rounding leaves out is added to the next
-round, in both hops. Clips of lsq's layers, tensors of fewer than 16 values and buffers travel as
-they are.
+Codes travel in two hops by the codecs of lsq.dist.two_hop, and what rounding leaves out is added to
+the next round, in both hops. Clips of lsq's layers, tensors of fewer than 16 values and buffers
+travel as they are.
 """
 
 import hashlib
 import json
-from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,53 +25,12 @@ from lsq.dist import replicas, roll_call
 from lsq.dist.agreement import gather_text, require_same
 from lsq.dist.collectives import all_gather, all_to_all, average, small_positions, take_out
 from lsq.dist.config import BLOCK
-from lsq.dist.two_hop import CODECS
+from lsq.dist.two_hop import CODECS, Codec, lean
 from lsq.ops.gradient_messages import MessageLayout
-from lsq.quant.arithmetic import quantize
 from lsq.run.shards import is_shard
 
-Code = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
-"""Functions float32 [S, L] -> messages uint8 [S, M], and back; BLOCK divides L."""
-
-
-def _layout(rows: int, length: int) -> MessageLayout:
-    return MessageLayout(values=rows * length, shards=rows, length=length, block=BLOCK)
-
-
-def _pack_int8(values: Tensor) -> Tensor:
-    layout = _layout(*values.shape)
-    data = values.new_empty((len(values), layout.message_bytes), dtype=torch.uint8)
-    CODECS["int8"].pack(values.view(1, -1), layout, data)
-    return data
-
-
-def _unpack_int8(data: Tensor) -> Tensor:
-    length = data.shape[1] // (BLOCK + 2) * BLOCK
-    values = data.new_empty((len(data), length), dtype=torch.float32)
-    CODECS["int8"].unpack(data, _layout(*values.shape), values.view(-1))
-    return values
-
-
-def _pack_int4(values: Tensor) -> Tensor:
-    blocks = values.reshape(-1, BLOCK)
-    codes, scale, _ = quantize(blocks, blocks.abs().amax(1).clamp_min(1e-30), bits=4)
-    low, high = codes.chunk(2, dim=1)
-    pairs = (low & 15 | high << 4).view(torch.uint8)
-    return torch.cat([pairs, scale[:, None].view(torch.uint8)], dim=1).view(len(values), -1)
-
-
-def _unpack_int4(data: Tensor) -> Tensor:
-    pairs, scale = data.view(-1, BLOCK // 2 + 4).split([BLOCK // 2, 4], dim=1)
-    pairs = pairs.view(torch.int8)
-    codes = torch.cat([pairs << 4 >> 4, pairs >> 4], dim=1)
-    return (codes * scale.contiguous().view(torch.float32)).view(len(data), -1)
-
-
-MODES: dict[str, Code | None] = {
-    "float": None,
-    "int8": (_pack_int8, _unpack_int8),
-    "int4": (_pack_int4, _unpack_int4),
-}
+MODES = {"float": None, "int8": CODECS["int8"], "int4": lean(4, 4.5)}
+"""Mode -> its codec; None: floats."""
 
 
 class LocalUpdates:
@@ -97,7 +56,8 @@ class LocalUpdates:
             if `group` has one worker of each node. Beside weights of bfloat16 or codes
             (lsq.train_codes), float32 keeps what their rounding leaves out of a round.
         every: K, steps of the optimizer between two exchanges.
-        mode: what outer gradients travel as: "float", "int8" (8.1 bits) or "int4" (4.25 bits).
+        mode: what outer gradients travel as: "float", "int8" (8.1 bits) or "int4" (4 and 4.5 bits,
+            lsq.ops.lean_messages).
         learning_rate, momentum: of the outer update. 1 and 0 take the mean of all workers' weights;
             the paper has 0.7 and Nesterov's momentum 0.9. Clips take the mean in any case.
         group: the workers; None: all processes.
@@ -315,19 +275,21 @@ class LocalUpdates:
 
     def _mean_of_codes(self, change: Tensor) -> tuple[Tensor, Tensor]:
         """Return the mean of `change` [n] over the workers, and the errors of this round."""
-        (encode, decode), (*errors, own_error) = MODES[self.mode], self._errors
+        codec, (*errors, own_error) = MODES[self.mode], self._errors
         given = torch.stack(errors)
         given.view(-1)[: len(change)] += change
-        sent = encode(given)
+        first, second = (make(given.numel(), len(given)) for make in (codec.first, codec.second))
+        sent = _pack(codec, given, first)
         received = torch.empty_like(sent)
         all_to_all(received, sent, self.group).wait()
-        mean = own_error + decode(received).mean(0, keepdim=True)
-        own = encode(mean)
-        every = torch.empty_like(sent)
+        mean = own_error + _unpack(codec, received, first).mean(0, keepdim=True)
+        own = _pack(codec, mean, second)
+        every = own.new_empty(len(given), second.message_bytes)
         all_gather(every, own, self.group).wait()
-        self._count(2 * sent.numel())
-        result = decode(every).view(-1)[: len(change)]
-        return result, torch.cat([given - decode(sent), mean - decode(own)])
+        self._count(sent.numel() + every.numel())
+        result = _unpack(codec, every, second).view(-1)[: len(change)]
+        errors = given - _unpack(codec, sent, first), mean - _unpack(codec, own, second)
+        return result, torch.cat(errors)
 
     def _average(self, values: Tensor) -> None:
         average([values], self.group)
@@ -348,6 +310,27 @@ class LocalUpdates:
             self.bytes_sent += joined.numel() * (self.group.size() - 1)
         for one, value in zip(tensors, joined.split([one.nbytes for one in tensors]), strict=True):
             one.copy_(value.clone().view(one.dtype).view(one.shape))
+
+
+def _pack(codec: Codec, values: Tensor, layout: MessageLayout) -> Tensor:
+    """Return messages uint8 [S, M] of values [S, L]; `layout` may be that of more shards."""
+    given = _on_its_device(codec, values)
+    data = given.new_empty(len(values), layout.message_bytes, dtype=torch.uint8)
+    own = replace(layout, values=values.numel(), shards=len(values))
+    codec.pack(given.view(1, -1), own, data)
+    return data.to(values.device)
+
+
+def _unpack(codec: Codec, data: Tensor, layout: MessageLayout) -> Tensor:
+    given = _on_its_device(codec, data)
+    values = given.new_empty(len(data), layout.length, dtype=torch.float32)
+    own = replace(layout, values=values.numel(), shards=len(data))
+    codec.unpack(given, own, values.view(-1))
+    return values.to(data.device)
+
+
+def _on_its_device(codec: Codec, tensor: Tensor) -> Tensor:
+    return tensor.cpu() if codec is MODES["int4"] else tensor  # CUDA has no kernels for it
 
 
 def _plain(state: dict[str, Any]) -> dict[str, Tensor]:

@@ -95,7 +95,7 @@ def test_the_outer_update_is_the_papers(outer):
     assert [one["bytes"] for one in results] == [3 * 4 * values] * 2  # of two workers half of 8
 
 
-@pytest.mark.parametrize(("mode", "bits"), [("int8", 8 + 16 / BLOCK), ("int4", 4 + 32 / BLOCK)])
+@pytest.mark.parametrize(("mode", "bits"), [("int8", 8 + 16 / BLOCK), ("int4", 4.25)])
 def test_rounding_is_made_good_in_later_rounds(mode, bits):
     """The sum of three rounds' errors is one round's, not more; all workers hold the same bits."""
     results = run(rounds, 3, mode, 2, {})
@@ -113,24 +113,25 @@ def test_rounding_is_made_good_in_later_rounds(mode, bits):
         small = found[-7:]  # the bias of `spare`
         assert small.max() < 1e-7
     packed = results[0]["bytes"] / 3 / values
-    assert packed == pytest.approx(2 * 2 / 3 * bits / 8, rel=0.15)  # padding of a small model
+    assert packed == pytest.approx(2 * 2 / 3 * bits / 8, rel=0.2)  # padding of a small model
 
 
-@pytest.mark.parametrize("mode", ["int8", "int4"])
-def test_codes_are_near_and_what_is_not_finite_stays_so(mode):
-    pack, unpack = MODES[mode]
+@pytest.mark.parametrize("mode, block, bound", [("int8", BLOCK, 0.51 / 127), ("int4", 32, 0.23)])
+@pytest.mark.parametrize("hop", ["first", "second"])
+def test_codes_are_near_and_what_is_not_finite_stays_so(mode, block, bound, hop):
+    codec, blocks = MODES[mode], (3, 5 * BLOCK // block, block)
     values = torch.randn(3, 5 * BLOCK, generator=torch.Generator().manual_seed(1))
     values[1, :BLOCK] = 0.0
     values[2, 3], values[0, -1] = torch.nan, torch.inf
-    found = unpack(pack(values))
+    layout = getattr(codec, hop)(values.numel(), 3)
+    found = local_updates._unpack(codec, local_updates._pack(codec, values, layout), layout)
     poisoned = torch.zeros_like(values, dtype=torch.bool)
-    poisoned[2, :BLOCK] = poisoned[0, -BLOCK:] = True
+    poisoned[2, :block] = poisoned[0, -block:] = True
     assert not found[2, 3].isfinite() and not found[0, -1].isfinite()
     assert found[~poisoned].isfinite().all() and not found[1, :BLOCK].any()
-    step = values.abs().view(3, 5, BLOCK).amax(2) / {"int8": 127, "int4": 7}[mode]
-    off = (found - values).abs().view(3, 5, BLOCK).amax(2)
-    fine = ~poisoned.view(3, 5, BLOCK)[..., 0]
-    assert (off[fine] <= 0.51 * step[fine]).all()
+    off, largest = (one.abs().view(blocks).amax(2) for one in (found - values, values))
+    fine = ~poisoned.view(blocks)[..., 0]
+    assert (off[fine] <= bound * largest[fine]).all()
 
 
 class Layers(nn.Module):
