@@ -472,6 +472,12 @@ class Machine:
         self.agent.wait()
 
 
+def answers(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+        return True
+    return False
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_machines_leave_and_join_under_torchrun(tmp_path):
@@ -481,6 +487,8 @@ def test_machines_leave_and_join_under_torchrun(tmp_path):
     machines = [Machine(tmp_path / "first", port, 10**6)]
     first = machines[0]
     try:
+        while not answers(port):  # the agent that comes first keeps the store of all
+            time.sleep(0.1)
         machines.append(Machine(tmp_path / "second", port, 10**6))
         first.wait(workers=2, after=0)
         machines[1].kill()
