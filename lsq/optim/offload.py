@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lsq.memory.scratch import Scratch, room
 from lsq.optim.compact import trains_codes
+from lsq.run.shards import is_shard
 
 State = dict[str, Any]
 
@@ -72,13 +73,18 @@ def _tensors(state: State) -> dict[str, Tensor]:
 
 
 def check_places(parameters: Sequence[Tensor]) -> None:
-    """Raise ValueError unless there are matrices to step alone, all on the CPU."""
+    """Raise ValueError unless there are matrices to step alone, all on the CPU and whole."""
     if not parameters:
         raise ValueError(
             "no matrix has a weight or moments of 8 bits, and others stay in memory; call"
             " lsq.train_codes(model) before, or make Adam(..., moment_bits=8)"
         )
     for parameter in parameters:
+        if is_shard(parameter):
+            raise ValueError(
+                f"a parameter {tuple(parameter.shape)} is a shard of FSDP2; offload moves what"
+                " belongs to whole parameters"
+            )
         if parameter.device.type != "cpu":
             raise ValueError(
                 f"a parameter {tuple(parameter.shape)} is on {parameter.device}; offload moves what"

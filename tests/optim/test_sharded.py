@@ -47,6 +47,8 @@ def other_moments(rank: int) -> None:
     """Moments of 32 bits become those of 8 bits and come back, as shards of unequal rows."""
     net = fully_shard(model())
     optimizer, coded = (Adam(net.parameters(), moment_bits=bits) for bits in (32, 8))
+    with pytest.raises(ValueError, match="a shard of FSDP2; offload moves"):
+        coded.offload(".")
     net(torch.randn(5, 37)).square().sum().backward()
     optimizer.step()
     coded.load_state_dict(optimizer.state_dict())
