@@ -44,6 +44,8 @@ class LayerInputs:
     """Runs layers without keeping more than their inputs; `folder`: of files that hold these."""
 
     def __init__(self, folder: str | os.PathLike | None = None):
+        if folder is not None:
+            Scratch(folder, 1)  # an unusable folder is an error now, and not in the first pass
         self._folder = folder
         self._free: dict[int, list[tuple[Scratch, Tensor]]] = {}
         self._last: weakref.ref | None = None
@@ -51,22 +53,20 @@ class LayerInputs:
     def __reduce__(self):
         return LayerInputs, (self._folder,)  # a copy has files of its own
 
-    def checkpoint(self, function: Callable, *arguments, **options):
+    def checkpoint(self, function: Callable, first: object, *others, **options):
         """Run a layer as torch.utils.checkpoint.checkpoint(use_reentrant=False) does, which takes
-        the same arguments. The first argument is kept as codes, if it is floats that require a
-        gradient; the backward pass reads it rounded. Other arguments are kept as they are."""
-        first = arguments[0] if arguments else None
-        if not isinstance(first, Tensor) or not first.requires_grad or not first.numel():
-            return checkpoint(function, *arguments, use_reentrant=False, **options)
+        the same arguments. The first argument is kept as codes, if it is floats of 32 bits or fewer
+        that require a gradient; the backward pass reads it rounded. Other arguments are kept as
+        they are."""
+        rounds = isinstance(first, Tensor) and first.requires_grad and first.dtype in FLOATS
+        if not rounds or not first.numel():
+            return checkpoint(function, first, *others, use_reentrant=False, **options)
 
-        this = first.data_ptr(), first.shape  # the graph holds `keep`, which must not hold it
+        def layer(x: Tensor, **named):
+            return function(x, *others, **named)
 
-        def keep(tensor: Tensor) -> Tensor | Kept:
-            same = (tensor.data_ptr(), tensor.shape) == this and tensor.dtype in FLOATS
-            return self._keep(tensor) if same else tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(keep, self._restore):
-            return checkpoint(function, *arguments, use_reentrant=False, **options)
+        with torch.autograd.graph.saved_tensors_hooks(self._keep, self._restore):
+            return checkpoint(layer, first, use_reentrant=False, **options)
 
     def _keep(self, tensor: Tensor) -> Kept:
         layout = MessageLayout.for_values(tensor.numel(), 1)
@@ -97,9 +97,7 @@ class LayerInputs:
         return scratch, scratch.tensor([size], torch.uint8)
 
     @staticmethod
-    def _restore(kept: Tensor | Kept) -> Tensor:
-        if not isinstance(kept, Kept):
-            return kept
+    def _restore(kept: Kept) -> Tensor:
         before = kept.before and kept.before()
         if before is not None:
             before.prefetch()

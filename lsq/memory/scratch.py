@@ -26,7 +26,7 @@ class Scratch:
                 os.posix_fallocate(file.fileno(), 0, size)
                 self._pages = mmap.mmap(file.fileno(), size)
         except OSError as error:
-            text = f"{error.strerror}, for {size} bytes of memory; name a folder with more room"
+            text = f"{error.strerror}, for {size} bytes of memory; name another folder"
             raise OSError(error.errno, text, str(folder)) from error
         self._end = 0
 

@@ -69,7 +69,8 @@ def test_layers_in_a_row_and_two_backward_passes(tmp_path):
 
 def test_what_is_not_rounded():
     inputs, seen = LayerInputs(), []
-    for x in (torch.ones(2, 3), torch.ones(0, 3, requires_grad=True)):
+    double = torch.full((2, 3), 1 / 3, dtype=torch.float64, requires_grad=True)
+    for x in (torch.ones(2, 3), torch.ones(0, 3, requires_grad=True), double):
         assert torch.equal(inputs.checkpoint(lambda x: x + 1, x), x + 1)
     weight = torch.ones(3, requires_grad=True)
     mask = torch.tensor([True, False, True])

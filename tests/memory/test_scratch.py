@@ -39,10 +39,10 @@ def test_a_tensor_outlives_the_object(tmp_path):
 
 
 def test_a_folder_that_is_not_there_or_too_small(tmp_path):
-    with pytest.raises(OSError, match="for 64 bytes of memory; name a folder") as found:
+    with pytest.raises(OSError, match="for 64 bytes of memory; name another folder") as found:
         Scratch(tmp_path / "none", 64)
     assert found.value.filename == str(tmp_path / "none")
-    with pytest.raises(OSError, match="bytes of memory; name a folder with more room"):
+    with pytest.raises(OSError, match="bytes of memory; name another folder"):
         Scratch(tmp_path, 1 << 55)
     assert list(tmp_path.iterdir()) == []
 

@@ -67,6 +67,38 @@ def test_a_copy_has_files_of_its_own(tmp_path):
     assert other.model.layers[0]._gradient_checkpointing_func.__self__._folder == tmp_path
 
 
+def test_a_folder_that_is_not_there(tmp_path):
+    with pytest.raises(FileNotFoundError, match="name another folder"):
+        checkpoint_layers(llama(), tmp_path / "none")
+
+
+def test_layers_of_an_encoder_and_a_decoder_share_what_they_are_given():
+    def t5() -> nn.Module:
+        torch.manual_seed(1)
+        config = transformers.T5Config(
+            d_model=96,
+            d_ff=160,
+            d_kv=24,
+            num_layers=3,
+            num_heads=4,
+            vocab_size=131,
+            dropout_rate=0.0,
+            decoder_start_token_id=0,
+        )
+        model = transformers.T5ForConditionalGeneration(config).train()
+        lsq.convert(model)
+        return model
+
+    loss, wanted = passed(t5())
+    model = t5()
+    checkpoint_layers(model)
+    found_loss, found = passed(model)
+    assert found_loss == loss
+    large = [one for one in wanted if wanted[one] is not None and wanted[one].numel() > 100]
+    for name in large:
+        assert (found[name] - wanted[name]).norm() < 0.1 * wanted[name].norm(), name
+
+
 def test_a_model_of_others():
     with pytest.raises(
         ValueError, match=r"Sequential has no layers that transformers.*LayerInputs"

@@ -109,7 +109,7 @@ def test_nothing_to_move(tmp_path):
 
 def test_a_folder_that_is_not_there(tmp_path):
     model, optimizer = made()
-    with pytest.raises(OSError, match="name a folder with more room"):
+    with pytest.raises(OSError, match="name another folder"):
         optimizer.offload(tmp_path / "none")
     assert optimizer.offloaded is None
     train(model, optimizer)
