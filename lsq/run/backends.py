@@ -126,7 +126,7 @@ def run(operation: Operation) -> None:
 
 @functools.cache
 def _on_cpu(name: str) -> Backend:
-    return CPU() if name == "cpu" else Reference()
+    return {"cpu": CPU, "meta": Meta, "reference": Reference}[name]()
 
 
 @functools.cache
@@ -146,10 +146,9 @@ def _of_gpu(device: torch.device, activations: torch.dtype | None) -> Backend:
     return _on_gpu("cuda", index, activations or ACTIVATIONS["cuda"][0])
 
 
-_META = Meta()
 MAKERS: dict[str, Callable[[torch.device, torch.dtype | None], Backend]] = {
     "cpu": _of_cpu,
     "cuda": _of_gpu,
-    "meta": lambda device, activations: _META,
+    "meta": lambda device, activations: _on_cpu("meta"),
 }
 """Device type -> makes its backend from (device, dtype of activations or None for the default)."""
