@@ -96,7 +96,7 @@ def test_layers_of_an_encoder_and_a_decoder_share_what_they_are_given():
     assert found_loss == loss
     large = [one for one in wanted if wanted[one] is not None and wanted[one].numel() > 100]
     for name in large:
-        assert (found[name] - wanted[name]).norm() < 0.1 * wanted[name].norm(), name
+        assert (found[name] - wanted[name]).norm() < 0.25 * wanted[name].norm(), name
 
 
 def test_a_model_of_others():
