@@ -64,7 +64,7 @@ WAYS = (
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingMemory:
-    """What training needs; `moments`: bytes by kind, in order, where they change."""
+    """What training needs; `timeline`: bytes by kind after each allocation."""
 
     way: Way
     parameters: int
@@ -181,7 +181,6 @@ class _Recorder(TorchDispatchMode):
         """Storage -> kind, bytes, offset in the pool."""
         self._held: list[Tensor] = []
         self._gaps, self._pool, self._pool_most, self._workspace = Gaps(1 << 50), 0, 0, 0
-        self._programs: dict[Program, None] = {}
 
     def add(self, tensor: Tensor, kind: str) -> None:
         """Count a tensor that stays."""
@@ -189,8 +188,9 @@ class _Recorder(TorchDispatchMode):
         self._count(tensor, kind, pooled=False)
 
     def saw(self, module: nn.Module, program: Program, *_) -> None:
-        """Note a program that has run."""
-        self._programs[program] = None
+        """Note the workspaces of a program that has run."""
+        prepared = [one for one in program.prepared.values() if isinstance(one, FreshPasses)]
+        self._workspace = max([self._workspace, *(one.workspace_bytes for one in prepared)])
 
     def _count(self, tensor: Tensor, kind: str, *, pooled: bool) -> None:
         storage = tensor.untyped_storage()
@@ -216,9 +216,6 @@ class _Recorder(TorchDispatchMode):
     def _note(self) -> None:
         if self.kind is None:
             return
-        prepared = [one for program in self._programs for one in program.prepared.values()]
-        sizes = [one.workspace_bytes for one in prepared if isinstance(one, FreshPasses)]
-        self._workspace = max([self._workspace, *sizes])
         reused = _pages(self._pool_most) - self._pool + _pages(self._workspace)
         self.timeline.append({**self.now, REUSED: reused})
 
