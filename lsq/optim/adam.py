@@ -137,7 +137,9 @@ class Adam(Optimizer):
         and ends with the optimizer. Raises ValueError: there is no such matrix, or one is not on
         the CPU; OSError: the folder cannot be written, or has too little room.
         """
-        matrices = [one for one in self._places if is_compact(one, self.moment_bits)]
+        matrices = [
+            one for one in self._places if one.requires_grad and is_compact(one, self.moment_bits)
+        ]
         check_places(matrices)
         for parameter in matrices:
             if not self.state[parameter]:
@@ -147,7 +149,7 @@ class Adam(Optimizer):
 
     def _watch(self, group: dict[str, Any]) -> None:
         for parameter in group["params"]:
-            if is_compact(parameter, self.moment_bits):
+            if parameter.requires_grad and is_compact(parameter, self.moment_bits):
                 self.backward.watch(parameter)
 
     def _number(self) -> None:

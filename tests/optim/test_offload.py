@@ -123,3 +123,17 @@ def test_a_copy_of_model_and_optimizer_steps_in_the_backward_pass_too(tmp_path):
     assert copied.backward is not None and copied.offloaded is None
     assert train(model, optimizer, range(2, 4)) == train(other, copied, range(2, 4))
     assert all(map(torch.equal, codes_of(model), codes_of(other)))
+
+
+def test_frozen_matrices_neither_step_nor_move(tmp_path):
+    model, _ = made()
+    frozen = nn.Parameter(torch.ones(5, 80), requires_grad=False)
+    optimizer = Adam([frozen, *model.parameters()], 1e-2, moment_bits=8).step_in_backward()
+    optimizer.offload(tmp_path)
+    train(model, optimizer)
+    assert frozen not in optimizer.state
+    assert torch.equal(frozen, torch.ones(5, 80))
+    frozen.requires_grad_()  # later it steps after the backward pass
+    (model(frozen).sum() * 0 + frozen.sum()).backward()
+    optimizer.step()
+    assert not torch.equal(frozen, torch.ones(5, 80))
