@@ -69,7 +69,7 @@ def run(arguments: list[str]) -> int:
     fitting = [one for one in found if given.budget is None or one.peak <= given.budget]
     print(report(found, given))
     if given.budget is not None:
-        print(advice(fitting[0], given.plot) if fitting else nothing(found, given.budget))
+        print(advice(fitting[0]) if fitting else nothing(found, given.budget))
     if given.plot is not None:
         draw((fitting or found[-1:])[0], given.budget, given.plot)
     return 0 if fitting else 1
@@ -137,7 +137,7 @@ def report(found: Sequence[TrainingMemory], given: Namespace) -> str:
     return "\n".join(lines)
 
 
-def advice(one: TrainingMemory, plot: Path | None) -> str:
+def advice(one: TrainingMemory) -> str:
     """Say what one way needs, and how to train so."""
     kinds = sorted(one.at_peak.items(), key=lambda pair: -pair[1])
     parts = ", ".join(f"{kind} {_size(size)}" for kind, size in kinds if size > one.peak / 200)

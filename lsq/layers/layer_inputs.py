@@ -19,7 +19,7 @@ from lsq.run.frames import fresh
 
 
 @dataclass(eq=False, kw_only=True)
-class Kept:
+class KeptInput:
     """An input as codes in blocks of 128 with a scale: 1.016 bytes a value."""
 
     shape: torch.Size
@@ -68,14 +68,14 @@ class LayerInputs:
         with torch.autograd.graph.saved_tensors_hooks(self._keep, self._restore):
             return checkpoint(layer, first, use_reentrant=False, **options)
 
-    def _keep(self, tensor: Tensor) -> Kept:
+    def _keep(self, tensor: Tensor) -> KeptInput:
         layout = MessageLayout.for_values(tensor.numel(), 1)
         scratch, data = self._memory(layout.message_bytes, tensor.device)
         messages = Messages(layout=layout, data=data[None, None])
         packed = Messages(layout=layout, data=data[None])
         values = tensor.detach().reshape(1, -1)
         for_device(tensor.device).run(PackGradients(x=values, messages=packed))
-        made = Kept(
+        made = KeptInput(
             shape=tensor.shape,
             dtype=tensor.dtype,
             messages=messages,
@@ -97,7 +97,7 @@ class LayerInputs:
         return scratch, scratch.tensor([size], torch.uint8)
 
     @staticmethod
-    def _restore(kept: Kept) -> Tensor:
+    def _restore(kept: KeptInput) -> Tensor:
         before = kept.before and kept.before()
         if before is not None:
             before.prefetch()

@@ -26,9 +26,14 @@ def checkpoint_layers(model: nn.Module, folder: str | os.PathLike | None = None)
             " lsq.layers.LayerInputs().checkpoint(layer, x) in its forward"
         )
     inputs = LayerInputs(folder)
+    run_again(model, inputs)
+    return inputs
+
+
+def run_again(model: nn.Module, inputs: LayerInputs) -> None:
+    """Let a model of transformers run its layers by `inputs`."""
     enable = getattr(model, "activation_checkpointing_enable", None)
     (enable or model.gradient_checkpointing_enable)()
     for module in model.modules():
         if hasattr(module, "_gradient_checkpointing_func"):
             module._gradient_checkpointing_func = inputs.checkpoint
-    return inputs

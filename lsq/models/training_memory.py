@@ -15,13 +15,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lsq.config import QuantConfig
 from lsq.layers.layer_inputs import LayerInputs
 from lsq.layers.module import ProgramModule
 from lsq.layers.trained_codes import TrainedCodes
 from lsq.memory.kept import HUGE_PAGE, SMALLEST, Gaps
 from lsq.models.conversion import convert
-from lsq.models.recomputation import checkpoint_layers
+from lsq.models.recomputation import run_again
 from lsq.models.trained_codes import train_codes
 from lsq.optim import moments
 from lsq.program.program import Program
@@ -82,10 +81,7 @@ class TrainingMemory:
 
 
 def training_memory(
-    make: Callable[[], nn.Module],
-    step: Callable[[nn.Module], Tensor],
-    way: Way,
-    quant: QuantConfig | None = None,
+    make: Callable[[], nn.Module], step: Callable[[nn.Module], Tensor], way: Way
 ) -> TrainingMemory:
     """Count the memory of training with 8-bit moments and steps inside the backward pass: passes
     that measure clips, and a later one.
@@ -94,21 +90,16 @@ def training_memory(
         make: returns a float model of transformers on the meta device.
         step: runs a model on a batch on the meta device, and returns the loss.
         way: how it trains.
-        quant: as for lsq.convert.
     """
     model = make()
-    convert(model, quant, check=False)
+    convert(model, check=False)
     with torch.device("meta"):
         train_codes(model, remainder=way.remainder)
     recorder = _Recorder()
     _count_lasting(model, way, recorder)
     model.train()
     if way.again:
-        checkpoint_layers(model)
-        inputs = _Inputs(recorder, counted=not way.offload)
-        for module in model.modules():
-            if hasattr(module, "_gradient_checkpointing_func"):
-                module._gradient_checkpointing_func = inputs.checkpoint
+        run_again(model, _Inputs(recorder, counted=not way.offload))
     layers = [one for one in model.modules() if isinstance(one, ProgramModule)]
     for layer in layers:
         layer._watcher = recorder.saw

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lsq.layers import LayerInputs
-from lsq.layers.layer_inputs import Kept
+from lsq.layers.layer_inputs import KeptInput
 
 
 def rounded(x: torch.Tensor) -> torch.Tensor:
@@ -85,7 +85,7 @@ def test_what_is_not_rounded():
 def test_values_that_are_not_finite_stay_so():
     x = torch.tensor([1.0, torch.nan, torch.inf])
     kept = LayerInputs()._keep(x)
-    assert isinstance(kept, Kept)
+    assert isinstance(kept, KeptInput)
     assert not kept.restore().isfinite().all()
 
 
