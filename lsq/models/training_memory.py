@@ -7,6 +7,7 @@ workspaces of lsq.memory.kept, which keep the most that they have given.
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import Context
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,12 +107,13 @@ def training_memory(
     for parameter in model.parameters():
         if isinstance(parameter, TrainedCodes):
             parameter.register_post_accumulate_grad_hook(_consume)
+    passes = Context()  # in which no packing of an earlier batch is remembered
     with recorder:
         for _ in range(2):  # clips are measured in another way once there is one
-            _pass(model, step, recorder)
+            passes.run(_pass, model, step, recorder)
         for layer in layers:
             layer.schedule.passes = AFTER_CALIBRATION
-        _pass(model, step, recorder)
+        passes.run(_pass, model, step, recorder)
     count = sum(one.numel() for one in model.parameters())
     return TrainingMemory(way=way, parameters=count, timeline=recorder.timeline)
 
