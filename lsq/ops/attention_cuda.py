@@ -39,9 +39,9 @@ def sums_of_attention_gradient(op: AttentionGradient) -> list[KernelSums]:
 @scratch_of.register(AttentionGradient)
 def scratch_of_attention_gradient(op: AttentionGradient) -> list[Spec]:
     """Return memory for sums of each row's weighted probabilities; each tensor's gradient in
-    float32 and its sums over rows; the blocks' parts of the gradient of biases."""
+    the dtype of activations and its sums over rows; the blocks' parts of the gradient of biases."""
     found = [((op.heads.rows, op.heads.count), torch.float32)]
-    found += [((rows, one.columns), torch.float32) for one, rows, _ in op.sides]
+    found += [((rows, one.columns), op.dcontext.dtype) for one, rows, _ in op.sides]
     found += [spec for sums in kernel_sums(op) for spec in sums.scratch]
     return found if op.dbias is None else [*found, _bias_parts(op)]
 
@@ -83,7 +83,7 @@ def launch_attention_gradient(op: AttentionGradient, sums, *scratch):
     ends = zip(op.sides, kernel_sums(op), gradients, strict=True)
     for keys, ((one, _, end), sums_over_rows, gradient) in enumerate(ends):
         partial = sums_over_rows.take(left)
-        rounding = launch(  # from float32 to floats or codes, a row at a time
+        rounding = launch(  # to floats or codes, a row at a time
             "attention_rows.cu",
             "lsq_attention_gradient_rows",
             op,

@@ -99,29 +99,34 @@ LSQ_INLINE void add_up(const Pairs& p, const Pairs& g, float (&total)[2]) {
     }
 }
 
-// sums * factor to `count` rows of a float32 matrix; columns from 16 * first on of a head.
+// sums * factor to `count` rows of a matrix; columns from 16 * first on of a head.
 template <int EIGHTS>
 LSQ_INLINE void store_sums(const float (&sums)[EIGHTS][4], float factor, int count, int first,
-                           float* out, int64_t columns) {
+                           Float* out, int64_t columns) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
 #pragma unroll
         for (int eight = 0; eight < EIGHTS; ++eight) {
             const int column = 16 * first + lane_column(eight);
             if (lane_row(half) >= count || column >= WIDTH) continue;
-            const float* two = sums[eight] + 2 * half;
-            store_words(out + lane_row(half) * columns + column,
-                        make_float2(two[0] * factor, two[1] * factor));
+            const float low = sums[eight][2 * half] * factor;
+            const float high = sums[eight][2 * half + 1] * factor;
+            Float* two = out + lane_row(half) * columns + column;
+            if constexpr (sizeof(Float) == 4) {
+                store_words(two, make_float2(low, high));
+            } else {
+                store_words(two, bfloat16_pair(low, high));
+            }
         }
     }
 }
 
 }  // namespace
 
-// dq: float32 [M, q_columns], of sentences whose keys take several tiles, or that have none. sums
+// dq: [M, q_columns], of sentences whose keys take several tiles, or that have none. sums
 // [M, heads]: each query's sum of probabilities times their gradients.
 LSQ_KERNEL __launch_bounds__(kThreads, kFewThreads / kThreads)
-    lsq_attention_query_gradient(const AttentionGradient op, Out<float> sums, Out<float> dq) {
+    lsq_attention_query_gradient(const AttentionGradient op, Out<float> sums, Out<Float> dq) {
     extern __shared__ __align__(16) unsigned char shared[];
     Tiles& tiles = *reinterpret_cast<Tiles*>(shared);
     __shared__ Biases biases;
@@ -174,11 +179,11 @@ LSQ_KERNEL __launch_bounds__(kThreads, kFewThreads / kThreads)
 }
 LSQ_EXPORT(lsq_attention_query_gradient)
 
-// dkv: float32 [S, k_columns], gradients of keys and values; sums as above; dq of the other
+// dkv: [S, k_columns], gradients of keys and values; sums as above; dq of the other
 // sentences. of_biases: the block's sums for the table of biases.
 LSQ_KERNEL __launch_bounds__(kThreads, (kLarge ? kFewThreads : kManyThreads) / kThreads)
-    lsq_attention_key_gradient(const AttentionGradient op, In<float> sums, Out<float> dq,
-                               Out<float> dkv, Out<float> of_biases) {
+    lsq_attention_key_gradient(const AttentionGradient op, In<float> sums, Out<Float> dq,
+                               Out<Float> dkv, Out<float> of_biases) {
     extern __shared__ __align__(16) unsigned char shared[];
     Tiles& tiles = *reinterpret_cast<Tiles*>(shared);
     __shared__ Biases biases;
@@ -255,7 +260,7 @@ LSQ_KERNEL __launch_bounds__(kThreads, (kLarge ? kFewThreads : kManyThreads) / k
         bias_sums.write(op.heads, head, of_biases);
     }
     const int64_t columns = given.k.columns;
-    float* out = dkv + (row * columns + key_head * WIDTH);
+    Float* out = dkv + (row * columns + key_head * WIDTH);
     store_sums(dk, given.q.scale * given.share, tile.count, 0, out + given.k.column, columns);
     store_sums(dv, 1.0f, tile.count, 0, out + given.v.column, columns);
 }

@@ -2,10 +2,10 @@
 // values with -DKEYS=1. Straight-through mask, sums over rows, then floats or codes.
 #include "gradient.cuh"
 
-// gradient: float32 [rows, COLUMNS]. partial: the block's sums of columns, then its part of the
+// gradient: [rows, COLUMNS]. partial: the block's sums of columns, then its part of the
 // clip's gradient.
 LSQ_KERNEL __launch_bounds__(kThreads, kSumming)
-    lsq_attention_gradient_rows(const AttentionGradient op, In<float> gradient,
+    lsq_attention_gradient_rows(const AttentionGradient op, In<Float> gradient,
                                 Out<float> partial) {
 #if KEYS
     const int64_t rows = op.heads.key_rows;
@@ -16,9 +16,9 @@ LSQ_KERNEL __launch_bounds__(kThreads, kSumming)
     const StraightThrough mask{op.heads.q.rows.coded};
     GradientSink sink{op.dq.floats, op.dq.rounded};
 #endif
-    const float* from = gradient;
+    const Float* from = gradient;
     float clip = 0.0f;
-    for_rows(rows, row_loader(from), [&](int64_t row, bool inside, const PackedRow<float>& packed) {
+    for_rows(rows, row_loader(from), [&](int64_t row, bool inside, const PackedRow<Float>& packed) {
         Values g = {};
 #pragma unroll
         for (int v = 0; v < kVectors; ++v) {
