@@ -13,6 +13,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from unittest import mock
 
 import torch
 from gpu_model import bytes_of
@@ -201,12 +202,10 @@ def counted_alike(size: Size, quant: QuantConfig) -> dict[str, int]:
 @contextlib.contextmanager
 def small_grids(size: Size) -> Iterator[None]:
     """Use fewer blocks that sum over rows, so that each has as many rows as in a step."""
-    blocks, few = geometry.BLOCKS, few_sentences(size)
-    geometry.BLOCKS = max(1, blocks * few.tokens // size.tokens)
-    try:
+    few = few_sentences(size)
+    blocks = max(1, geometry.summing_blocks() * few.tokens // size.tokens)
+    with mock.patch.object(geometry, "summing_blocks", lambda: blocks):
         yield
-    finally:
-        geometry.BLOCKS = blocks
 
 
 def few_sentences(size: Size) -> Size:

@@ -1,5 +1,7 @@
 """Rows on the threads of a CUDA block: -DCOLUMNS and -DLANES of csrc/cuda/rows.cuh."""
 
+import torch
+
 from lsq.native.launch import check
 
 THREADS = 256
@@ -8,9 +10,10 @@ WARPS = THREADS // 32
 """Warps of such a block."""
 VECTOR = 8
 """Values that a thread reads at a time."""
-BLOCKS = 256
-"""Blocks, and partial rows, of a kernel that sums over rows; fixed, so that sums do not depend on
-the GPU."""
+BLOCKS_OF_MULTIPROCESSOR = 2
+"""Blocks, and partial rows, of a kernel that sums over rows."""
+MULTIPROCESSORS = 128
+"""Of a GPU that is not there: the emulator's."""
 MANY_BLOCKS = 4096
 """Most blocks of a kernel on rows that does not sum over rows."""
 WIDEST = 16384
@@ -52,8 +55,19 @@ def rows_at_a_time(columns: int) -> int:
 
 
 def row_blocks(rows: int, columns: int, most: int | None = None) -> int:
-    """Return the number of blocks for `rows` rows: at least 1, at most `most` (default: BLOCKS)."""
-    return strided(-(-rows // rows_at_a_time(columns)), BLOCKS if most is None else most)
+    """Return the number of blocks for `rows` rows: at least 1, at most `most` (default:
+    `summing_blocks`)."""
+    return strided(-(-rows // rows_at_a_time(columns)), most or summing_blocks())
+
+
+def summing_blocks() -> int:
+    """Return the most blocks of a kernel that sums over rows: as many as the current GPU runs at a
+    time, so that none waits for another. Sums are the same on all GPUs with as many
+    multiprocessors."""
+    count = MULTIPROCESSORS
+    if torch.cuda.is_available():
+        count = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+    return BLOCKS_OF_MULTIPROCESSOR * count
 
 
 def warp_blocks(rows: int) -> int:

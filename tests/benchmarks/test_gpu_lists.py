@@ -50,7 +50,7 @@ def test_counts_grow_as_they_are_scaled(name):
 
 def test_blocks_that_sum_over_rows_have_as_many_rows_where_they_are_counted():
     size = dataclasses.replace(SIZE, sentences=16 * gpu_lists.FEW)
-    few, blocks = gpu_lists.few_sentences(size), geometry.BLOCKS
+    few, blocks = gpu_lists.few_sentences(size), geometry.summing_blocks()
     with gpu_lists.small_grids(size):
         assert geometry.row_blocks(1 << 20, 64) == blocks // 16
     assert few.tokens * 16 == size.tokens
