@@ -8,6 +8,7 @@ namespace emulator {
 namespace {
 
 constexpr int DEVICES = 2;
+constexpr int CAPABILITY_MAJOR = 75;  // CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
 Context contexts[DEVICES] = {{0, nullptr}, {1, nullptr}};
 thread_local std::vector<Context*> stack;
 thread_local Failure last = {SUCCESS, ""};
@@ -58,6 +59,13 @@ DRIVER cuGetErrorString(int result, const char** message) {
 DRIVER cuDeviceGet(int* device, int ordinal) {
     if (!exists(ordinal)) return INVALID_DEVICE;
     *device = ordinal;
+    return SUCCESS;
+}
+
+DRIVER cuDeviceGetAttribute(int* value, int attribute, int device) {
+    if (!exists(device)) return INVALID_DEVICE;
+    if (attribute != CAPABILITY_MAJOR) return INVALID_VALUE;
+    *value = 9;  // the kernels of every capability run here; launches have what only this one has
     return SUCCESS;
 }
 

@@ -1,4 +1,4 @@
-// libcuda's functions of modules and launches: a launch has finished when cuLaunchKernel returns. A
+// libcuda's functions of modules and launches: a launch has finished when it returns. A
 // module's image is MAGIC and the path of a shared library.
 #include <dlfcn.h>
 
@@ -19,8 +19,22 @@ namespace {
 constexpr int DRIVER_VERSION = 13000;
 constexpr int SHARED_SIZE = 1;         // CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
 constexpr int MAX_DYNAMIC_SHARED = 8;  // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+constexpr int OVERLAPPED = 6;  // CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 constexpr size_t DEFAULT_SHARED = 48 * 1024;
 constexpr char MAGIC[] = "lsq-emulated-module\n";
+
+// CUlaunchAttribute and CUlaunchConfig.
+struct LaunchAttribute {
+    int id;
+    alignas(8) unsigned char value[64];
+};
+struct LaunchConfiguration {
+    Index grid, block;
+    unsigned shared;
+    const void* stream;
+    const LaunchAttribute* attributes;
+    unsigned count;
+};
 
 struct Function {
     std::string name;
@@ -166,13 +180,17 @@ DRIVER cuFuncSetAttribute(Function* function, int attribute, int value) {
     });
 }
 
-DRIVER cuLaunchKernel(Function* function, unsigned grid_x, unsigned grid_y, unsigned grid_z,
-                      unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared,
-                      const void* handle, void** arguments, void**) {
+DRIVER cuLaunchKernelEx(const LaunchConfiguration* given, Function* function, void** arguments,
+                        void**) {
     return guarded([&] {
-        Stream& stream = find_stream(handle);
-        const Launch launch{function->name.c_str(),      function->kernel, {grid_x, grid_y, grid_z},
-                            {block_x, block_y, block_z}, shared,           function->static_shared,
+        for (unsigned i = 0; i < given->count; ++i) {
+            if (given->attributes[i].id != OVERLAPPED)
+                fail(INVALID_VALUE,
+                     "launch attribute " + std::to_string(given->attributes[i].id));
+        }
+        Stream& stream = find_stream(given->stream);
+        const Launch launch{function->name.c_str(),  function->kernel, given->grid,
+                            given->block,            given->shared,    function->static_shared,
                             arguments};
         const std::string what = "kernel " + function->name, refused = refusal(*function, launch);
         if (!refused.empty()) fail(INVALID_VALUE, what + ": " + refused);

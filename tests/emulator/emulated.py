@@ -72,9 +72,21 @@ class Module:
         grid, block = (
             (*size, 1, 1)[:3] if isinstance(size, tuple) else (size, 1, 1) for size in (grid, block)
         )
-        self.driver(
-            "cuLaunchKernel", self.function(name), *grid, *block, shared, stream, pointers, None
-        )
+        given = LaunchConfiguration(grid, block, shared, stream)
+        self.driver("cuLaunchKernelEx", ctypes.byref(given), self.function(name), pointers, None)
+
+
+class LaunchConfiguration(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = [
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("count", ctypes.c_uint),
+    ]
 
 
 def _value(argument):

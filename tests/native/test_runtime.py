@@ -2,6 +2,7 @@
 something fails."""
 
 import ctypes
+import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from lsq import emulator
-from lsq.native import runtime, sources
+from lsq.native import compiler, runtime, sources
 from lsq.native.device import Device
 from lsq.native.launch import TICKET, Product, launch
 from lsq.native.runtime import Driver
@@ -19,6 +20,8 @@ from tests.native.stub import stub_device
 
 FAULTY = str(Path(__file__).parents[1] / "emulator" / "kernels" / "faulty.cu")
 STORE = str(Path(__file__).parent / "store_values.cu")
+KERNEL = re.compile(r"^LSQ_KERNEL\b[^{;]*\blsq_\w+\([^{;]*\{\s*([^;]*;)", re.MULTILINE)
+"""A kernel up to its first statement."""
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
 
@@ -125,6 +128,30 @@ def test_every_entry_is_launched_once_a_run(stub):
     for _ in range(3):
         work.run()
     assert library.stub_launches() - before == 3 * 5
+
+
+@pytest.mark.parametrize("capability, overlapped", ((8, False), (9, True), (12, True)))
+def test_launches_overlap_where_a_gpu_can(stub, tmp_path, capability, overlapped):
+    target, library = stub
+    library.stub_capability(capability)
+    later = Device(
+        name="later",
+        driver=Driver(library._name),
+        compile=lambda kernel: b"code",
+        products=None,
+        torch_device=torch.device("cpu"),
+    )
+    library.stub_overlapped.restype = ctypes.c_bool
+    later.run([store(torch.zeros(8, dtype=torch.int64), 0, 1)])
+    assert library.stub_overlapped() is overlapped
+
+
+@pytest.mark.parametrize("source", sorted(compiler.KERNELS.glob("*.cu*")), ids=lambda one: one.name)
+def test_every_kernel_waits_for_the_launches_before_it(source):
+    text = source.read_text()
+    kernels = KERNEL.findall(text)
+    assert len(kernels) == len(re.findall(r"^LSQ_KERNEL", text, re.MULTILINE))
+    assert all(first == "wait_for_launches();" for first in kernels)
 
 
 def test_a_kernel_that_a_file_does_not_have_is_named(emulated):

@@ -227,25 +227,35 @@ LSQ_INLINE int64_t tile_of(const int32_t* tiles) { return tiles[2 * blockIdx.x +
 }  // namespace
 
 // Kernels for the step of one tensor, and for those of many.
-LSQ_KERNEL __launch_bounds__(kThreads, 3) lsq_adam(const Adam op) { update(op, blockIdx.x); }
+LSQ_KERNEL __launch_bounds__(kThreads, 3) lsq_adam(const Adam op) {
+    wait_for_launches();
+    update(op, blockIdx.x);
+}
 LSQ_EXPORT(lsq_adam)
 LSQ_KERNEL __launch_bounds__(kThreads, 3) lsq_adam_table(In<Adam> table, In<int32_t> tiles) {
+    wait_for_launches();
     update(step_of(table, tiles), tile_of(tiles));
 }
 LSQ_EXPORT(lsq_adam_table)
 
 LSQ_KERNEL __launch_bounds__(kThreads, 2) lsq_adam_codes(const Adam op) {
+    wait_for_launches();
     update_rows(op, blockIdx.x);
 }
 LSQ_EXPORT(lsq_adam_codes)
 LSQ_KERNEL __launch_bounds__(kThreads, 2) lsq_adam_codes_table(In<Adam> table, In<int32_t> tiles) {
+    wait_for_launches();
     update_rows(step_of(table, tiles), tile_of(tiles));
 }
 LSQ_EXPORT(lsq_adam_codes_table)
 
-LSQ_KERNEL __launch_bounds__(kThreads) lsq_adam_poison(const Adam op) { poison(op); }
+LSQ_KERNEL __launch_bounds__(kThreads) lsq_adam_poison(const Adam op) {
+    wait_for_launches();
+    poison(op);
+}
 LSQ_EXPORT(lsq_adam_poison)
 LSQ_KERNEL __launch_bounds__(kThreads) lsq_adam_poison_table(In<Adam> table, In<int32_t> tiles) {
+    wait_for_launches();
     poison(step_of(table, tiles));
 }
 LSQ_EXPORT(lsq_adam_poison_table)
@@ -255,6 +265,7 @@ LSQ_EXPORT(lsq_adam_poison_table)
 LSQ_KERNEL __launch_bounds__(kThreads)
     lsq_gradient_norm(In<Adam> table, In<int32_t> tiles, Out<uint32_t> ticket, Out<float> partial,
                       Out<float> norm) {
+    wait_for_launches();
     const Adam& op = step_of(table, tiles);
     const float* gradient = op.gradient;
     const int64_t begin = tile_of(tiles) * kNormRun, end = min(begin + kNormRun, op.numel);

@@ -6,6 +6,7 @@
 constexpr int kThreads = 256;
 
 LSQ_KERNEL __launch_bounds__(kThreads) lsq_adapter_input(const AdapterInput op) {
+    wait_for_launches();
     const int64_t begin = kVector * thread_of_grid<kThreads>();
     if (begin >= op.rows * op.columns) return;
     float x[kVector];
@@ -29,6 +30,7 @@ LSQ_EXPORT(lsq_adapter_input)
 // Adds base [M, N] to the product of adapters, and applies the epilogue.
 LSQ_KERNEL __launch_bounds__(kThreads)
     lsq_adapt(const Adapt op, In<float> product, Out<uint32_t> ticket) {
+    wait_for_launches();
     const int64_t begin = kVector * thread_of_grid<kThreads>();
     const ProjectEnd end{op, nullptr};
     Magnitude largest = 0;
@@ -45,6 +47,7 @@ LSQ_KERNEL __launch_bounds__(kThreads)
 LSQ_EXPORT(lsq_adapt)
 
 LSQ_KERNEL __launch_bounds__(kThreads) lsq_adapter_input_gradient(const AdapterInputGradient op) {
+    wait_for_launches();
     const int64_t begin = kVector * thread_of_grid<kThreads>();
     if (begin >= op.rows * op.columns) return;
     const float* gradient = op.gradient;

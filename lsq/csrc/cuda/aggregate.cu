@@ -68,6 +68,7 @@ LSQ_INLINE void sum_neighbours8(const T* x, const Edges& edges, int64_t row, int
 // blockIdx.y: which vectors of the rows.
 LSQ_KERNEL __launch_bounds__(kThreads, CODED ? 3 : 2)
     lsq_aggregate(const Aggregate op, Out<uint32_t> ticket) {
+    wait_for_launches();
 #if CODED
     const int8_t* x = op.x.coded.codes;
     const float scale = op.x.coded.scale[0];
@@ -112,6 +113,7 @@ LSQ_EXPORT(lsq_aggregate)
 // partial: the block's sums for the bias, and its part of the gradient of x's clip.
 LSQ_KERNEL __launch_bounds__(kThreads, kSumming)
     lsq_aggregate_gradient(const AggregateGradient op, Out<float> partial) {
+    wait_for_launches();
     const Float* gradient = op.gradient;
     const float *own = op.own, *factor = op.factor, *row_factor = op.row_factor;
     const bool wanted = static_cast<bool>(op.edges.indptr);  // more than the bias

@@ -28,6 +28,7 @@ union Shared {
 
 LSQ_KERNEL __launch_bounds__(kThreads, kHeld / kThreads)
     lsq_attention(const Attention op, Out<uint32_t> ticket) {
+    wait_for_launches();
     __shared__ Shared shared;
     __shared__ Biases biases;
     Tiles& tiles = shared.tiles;

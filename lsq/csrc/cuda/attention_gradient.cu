@@ -127,6 +127,7 @@ LSQ_INLINE void store_sums(const float (&sums)[EIGHTS][4], float factor, int cou
 // [M, heads]: each query's sum of probabilities times their gradients.
 LSQ_KERNEL __launch_bounds__(kThreads, kFewThreads / kThreads)
     lsq_attention_query_gradient(const AttentionGradient op, Out<float> sums, Out<Float> dq) {
+    wait_for_launches();
     extern __shared__ __align__(16) unsigned char shared[];
     Tiles& tiles = *reinterpret_cast<Tiles*>(shared);
     __shared__ Biases biases;
@@ -184,6 +185,7 @@ LSQ_EXPORT(lsq_attention_query_gradient)
 LSQ_KERNEL __launch_bounds__(kThreads, (kLarge ? kFewThreads : kManyThreads) / kThreads)
     lsq_attention_key_gradient(const AttentionGradient op, In<float> sums, Out<Float> dq,
                                Out<Float> dkv, Out<float> of_biases) {
+    wait_for_launches();
     extern __shared__ __align__(16) unsigned char shared[];
     Tiles& tiles = *reinterpret_cast<Tiles*>(shared);
     __shared__ Biases biases;

@@ -7,6 +7,7 @@
 LSQ_KERNEL __launch_bounds__(kThreads, kSumming)
     lsq_attention_gradient_rows(const AttentionGradient op, In<Float> gradient,
                                 Out<float> partial) {
+    wait_for_launches();
 #if KEYS
     const int64_t rows = op.heads.key_rows;
     const StraightThrough mask{op.heads.k.rows.coded};

@@ -116,6 +116,7 @@ private:
 }  // namespace
 
 LSQ_KERNEL lsq_round_bits(const RoundBits op) {
+    wait_for_launches();
     const int lane = threadIdx.x % kWarp;
     const int64_t line = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / kWarp;
     const int64_t along = static_cast<int64_t>(blockIdx.y) * kWarp + lane;
@@ -127,6 +128,7 @@ LSQ_KERNEL lsq_round_bits(const RoundBits op) {
 LSQ_EXPORT(lsq_round_bits)
 
 LSQ_KERNEL lsq_unpack_bits(const UnpackBits op) {
+    wait_for_launches();
     const int64_t line = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / kWarp;
     const int lane = threadIdx.x % kWarp, bits = static_cast<int>(op.matrix.bits);
     const int64_t word = blockIdx.y, along = word * kWarp + lane;
@@ -144,6 +146,7 @@ LSQ_KERNEL lsq_unpack_bits(const UnpackBits op) {
 LSQ_EXPORT(lsq_unpack_bits)
 
 LSQ_KERNEL __launch_bounds__(kWarps* kWarp) lsq_bit_product(const BitProduct op) {
+    wait_for_launches();
     __shared__ int32_t sums[kPatch][kPatch + 1];
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
     const int64_t first = static_cast<int64_t>(blockIdx.x) * kPatch,

@@ -224,6 +224,7 @@ struct Reader {
 // all [rows * heads, gridDim.y]: states of parts of lists. grid: rows * heads, parts of a list.
 LSQ_KERNEL __launch_bounds__(kThreads)
     lsq_cached_attention(const CachedAttention op, Out<uint32_t> ticket, Out<State> all) {
+    wait_for_launches();
     __shared__ State states[kWarps];
     const CodeSink codes{op.context};
     Magnitude largest = 0;

@@ -153,6 +153,7 @@ LSQ_INLINE void fill_empty(float* clip, int64_t rows, float smallest) {
 
 LSQ_KERNEL __launch_bounds__(kThreads, kLeastBlocks)
     lsq_least_error_clip(const LeastErrorClip op, Out<uint32_t> ticket, Out<float> scratch) {
+    wait_for_launches();
     extern __shared__ float words[];
     __shared__ double totals[kTogether];
     const int64_t row = blockIdx.x, columns = op.columns, step = op.by_columns ? op.rows : 1;

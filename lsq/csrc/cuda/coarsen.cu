@@ -9,6 +9,7 @@ constexpr int kThreads = 256;
 }  // namespace
 
 LSQ_KERNEL __launch_bounds__(kThreads) lsq_coarsen_rows(const CoarsenRows op) {
+    wait_for_launches();
     const int8_t *codes = op.codes, *units = op.unit;
     const int64_t begin = thread_of_grid<kThreads>() * kVector;
     if (begin >= op.rows * op.columns) return;

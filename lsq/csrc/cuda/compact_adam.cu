@@ -184,6 +184,7 @@ struct Row {
 // Floats [N, K] of the new weight, unless it has floats itself.
 LSQ_KERNEL __launch_bounds__(kThreads)
     lsq_compact_adam(const CompactAdam op, Out<float> floats) {
+    wait_for_launches();
     const int64_t number = blockIdx.x;
     float *own = op.weight.floats, *scratch = floats;
     const Row row(op, (own ? own : scratch) + number * op.columns, number);

@@ -32,6 +32,15 @@ using Float = bfloat16;
 #error "FLOAT is 0 (float32) or 1 (bfloat16)"
 #endif
 
+// Waits until all launches before have ended and what they wrote can be read, and lets the next one
+// start its blocks. The first statement of every kernel: Driver::launch (runtime/driver.h) does not
+// wait.
+LSQ_INLINE void wait_for_launches() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 // An address on the device.
 template <class T>
 struct Pointer {

@@ -22,6 +22,7 @@ constexpr int64_t kUnit = sizeof(Unit) / sizeof(Copied);
 }  // namespace
 
 LSQ_KERNEL __launch_bounds__(kThreads) lsq_add(const Add op) {
+    wait_for_launches();
     const Float *left = op.a, *right = op.b;
     Float* sum = op.out;
     const int64_t begin = thread_of_grid<kThreads>() * kVector;
@@ -38,6 +39,7 @@ LSQ_KERNEL __launch_bounds__(kThreads) lsq_add(const Add op) {
 LSQ_EXPORT(lsq_add)
 
 LSQ_KERNEL __launch_bounds__(kThreads) lsq_append(const Append op) {
+    wait_for_launches();
 #if CODES
     const Copied *before = op.before, *now = op.now;
     Copied* out = op.out;

@@ -135,6 +135,7 @@ LSQ_INLINE uint32_t key_of(const Occurrences& table, int64_t row) {
 #if !KEPT
 
 LSQ_KERNEL __launch_bounds__(kThreads) lsq_embed(const Embed op) {
+    wait_for_launches();
     const int64_t *tokens = op.tokens, *positions = op.positions;
     const float *weight = op.weight, *table = op.table;
     Float* x = op.x;
@@ -165,6 +166,7 @@ LSQ_EXPORT(lsq_embed)
 // before int32 [gridDim.y, M]: for each occurrence, the number of earlier ones in a part of all.
 LSQ_KERNEL __launch_bounds__(kThreads)
     lsq_rank_occurrences(const Scatter op, Out<uint32_t> before, int64_t of_positions) {
+    wait_for_launches();
     __shared__ uint4 tile[kThreads / 4];
     uint32_t* keys = reinterpret_cast<uint32_t*>(tile);
     const Occurrences table(op, of_positions);
@@ -195,6 +197,7 @@ LSQ_EXPORT(lsq_rank_occurrences)
 LSQ_KERNEL __launch_bounds__(kThreads)
     lsq_sort_occurrences(const Scatter op, In<uint32_t> before, Out<uint32_t> sorted,
                          int64_t splits, int64_t of_positions) {
+    wait_for_launches();
     const int64_t count = op.rows, m = thread_of_grid<kThreads>();
     if (m >= count) return;
     const uint32_t* counted = before;
@@ -212,6 +215,7 @@ LSQ_EXPORT(lsq_sort_occurrences)
 LSQ_KERNEL __launch_bounds__(kThreads)
     lsq_sum_occurrences(const Scatter op, In<uint32_t> sorted, Out<float> partial,
                         int64_t of_positions) {
+    wait_for_launches();
     const Occurrences table(op, of_positions);
     const int64_t count = op.rows,
                   window = kRows * static_cast<int64_t>(blockIdx.x) + row_in_block();
@@ -260,6 +264,7 @@ LSQ_EXPORT(lsq_sum_occurrences)
 LSQ_KERNEL __launch_bounds__(kThreads)
     lsq_join_occurrences(const Scatter op, In<uint32_t> sorted, In<float> partial,
                          int64_t of_positions) {
+    wait_for_launches();
     const int64_t count = op.rows,
                   window = kRows * static_cast<int64_t>(blockIdx.x) + row_in_block();
     const int64_t begin = window * kWindow, end = begin + kWindow;  // where the next window begins

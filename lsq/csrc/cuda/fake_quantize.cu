@@ -162,6 +162,7 @@ LSQ_INLINE void count_largest(uint32_t* numbers, int64_t index, uint32_t number)
 // row of blocks or of all. Either may be null, and is zeroed before.
 LSQ_KERNEL __launch_bounds__(kThreads)
     lsq_largest_magnitudes(const FakeQuantize op, Out<uint32_t> largest, Out<uint32_t> tops) {
+    wait_for_launches();
     const Float* from = op.x;
     uint32_t *of_blocks = largest, *of_all = tops;
     const Blocks blocks{op, nullptr, nullptr};
@@ -202,6 +203,7 @@ LSQ_EXPORT(lsq_largest_magnitudes)
 // largest, tops: from lsq_largest_magnitudes.
 LSQ_KERNEL __launch_bounds__(kThreads)
     lsq_fake_quantize(const FakeQuantize op, In<uint32_t> largest, In<uint32_t> tops) {
+    wait_for_launches();
     const int64_t first = thread_of_grid<kThreads>() * kVector, left = op.rows * op.columns - first;
     if (left <= 0) return;
     const Float* from = op.x;
@@ -233,6 +235,7 @@ LSQ_EXPORT(lsq_fake_quantize)
 
 // A warp takes a row, and runs through it twice.
 LSQ_KERNEL __launch_bounds__(kThreads) lsq_round_values_at_random(const RoundAtRandom op) {
+    wait_for_launches();
     constexpr int kStep = kVector * kWarp, kRows = kThreads / kWarp;
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
     const int64_t columns = op.columns;

@@ -6,6 +6,7 @@
 // partial: the block's sums for the bias, and its part of the gradient of the clip.
 LSQ_KERNEL __launch_bounds__(kThreads, kSumming)
     lsq_fake_quantize_gradient(const FakeQuantizeGradient op, Out<float> partial) {
+    wait_for_launches();
     const Float *gradient = op.gradient, *values = op.out, *added = op.added;
     const uint8_t* clipped = op.clipped;
     Float* dx = op.dx;

@@ -20,6 +20,7 @@ LSQ_INLINE void gate8(const GateOperand& gate, const GateOperand& up, const Drop
 
 // Floats or codes under a clip: every thread makes kAtOnce vectors, a block apart.
 LSQ_KERNEL __launch_bounds__(kThreads, 2) lsq_gated(const Gated op, Out<uint32_t> ticket) {
+    wait_for_launches();
     const GateOperand gate{op.gate}, up{op.up};
     const DropoutMask dropout{op.dropout};
     const CodeSink codes{op.rounded};
@@ -51,6 +52,7 @@ LSQ_EXPORT(lsq_gated)
 // A scale for each row: a block keeps a row in shared memory [F] until its largest magnitude is
 // known. Every thread reads its own values.
 LSQ_KERNEL __launch_bounds__(kThreads) lsq_gated_rows(const Gated op) {
+    wait_for_launches();
     extern __shared__ float4 waiting[];
     const GateOperand gate{op.gate}, up{op.up};
     const DropoutMask dropout{op.dropout};

@@ -19,6 +19,7 @@ struct Operands {
 // partial: the block's sums of columns, then its part of the clip's gradient.
 LSQ_KERNEL __launch_bounds__(kThreads, kSumming)
     lsq_gated_gradient(const GatedGradient op, Out<float> partial) {
+    wait_for_launches();
     const GateOperand gate{op.gate};
     const DropoutMask dropout{op.dropout};
     const Float* gradient = op.gradient;

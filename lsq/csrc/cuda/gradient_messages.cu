@@ -203,6 +203,7 @@ LSQ_INLINE void encode(const Shard& shard, int64_t number, const int64_t (&colum
 
 // Grid: blocks of a shard, S.
 LSQ_KERNEL __launch_bounds__(kThreads, kLeastBlocks) lsq_pack_gradients(const PackGradients op) {
+    wait_for_launches();
     const Shard shard{op.messages.length};
     const Block block;
     int64_t column[kVectors];
@@ -219,6 +220,7 @@ LSQ_EXPORT(lsq_pack_gradients)
 
 // Grid: blocks of the shard.
 LSQ_KERNEL __launch_bounds__(kThreads, kLeastBlocksOfSum) lsq_sum_messages(const SumMessages op) {
+    wait_for_launches();
     const Shard shard{op.messages.length};
     const Block block;
     int64_t column[kVectors];
@@ -240,6 +242,7 @@ LSQ_EXPORT(lsq_sum_messages)
 
 // Grid: vectors of a shard, S.
 LSQ_KERNEL __launch_bounds__(kThreads) lsq_unpack_gradients(const UnpackGradients op) {
+    wait_for_launches();
     const Shard shard{op.messages.length};
     const int64_t column[1] = {kVector *
                                (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x)};

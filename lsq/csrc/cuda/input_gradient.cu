@@ -23,6 +23,7 @@ constexpr bool kScaled = PRODUCT == 0 || PRODUCT == 3;  // by the scales of rows
 LSQ_KERNEL __launch_bounds__(kThreads, kSumming)
     lsq_project_input_gradient(const ProjectInputGradient op, In<Value> product,
                                Out<float> partial) {
+    wait_for_launches();
     const Value* values = product;
     const float* row_scale = op.gradient.scale;
     const InputGradientEnd end{op};

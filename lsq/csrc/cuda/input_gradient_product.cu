@@ -10,6 +10,7 @@
 LSQ_KERNEL __launch_bounds__(kProductThreads, kProductBlocks)
     lsq_input_gradient_product(const ProjectInputGradient op, In<int8_t> weight, int64_t inner,
                                Out<float> partial, int64_t width) {
+    wait_for_launches();
     extern __shared__ __align__(kPattern) unsigned char stages[];
     Sums sums = {};
     accumulate({op.gradient.codes, block_row(), op.rows, inner},

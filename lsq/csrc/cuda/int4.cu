@@ -32,6 +32,7 @@ LSQ_INLINE float best_multiplier(float x) {
 // A warp takes a row, so that its scale knows of a NaN; under a single clip the last block poisons
 // all scales.
 LSQ_KERNEL __launch_bounds__(kThreads) lsq_round_int4(const RoundWeight op, Out<uint32_t> ticket) {
+    wait_for_launches();
     static_assert(kInt4Group == kWarp, "a lane takes a value");
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
     const float *values = op.weight.values, *clip = op.weight.clip, q = op.weight.largest;
@@ -76,6 +77,7 @@ LSQ_EXPORT(lsq_round_int4)
 
 // Stored groups -> codes [P, K], K a multiple of 16. A thread for each group.
 LSQ_KERNEL __launch_bounds__(kThreads) lsq_unpack_int4(const UnpackWeight op) {
+    wait_for_launches();
     const int64_t groups = (op.columns + kInt4Group - 1) / kInt4Group;
     const int64_t at = thread_of_grid<kThreads>(), row = at / groups, group = at % groups;
     if (row >= op.rows) return;

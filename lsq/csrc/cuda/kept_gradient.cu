@@ -4,6 +4,7 @@
 
 // A target outside the vocabulary makes its row NaN.
 LSQ_KERNEL __launch_bounds__(kThreads) lsq_kept_input_gradient(const KeptInputGradient op) {
+    wait_for_launches();
     const Prediction& given = op.prediction;
     const int64_t* targets = given.target;
     const int8_t* codes = given.weight.codes;

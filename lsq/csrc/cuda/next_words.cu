@@ -123,6 +123,7 @@ LSQ_KERNEL __launch_bounds__(kThreads, 3)
     lsq_next_words(const NextWords op, int64_t inner, In<float> groups, int64_t groups_stride,
                    In<float> parts, int64_t parts_count, Out<int32_t> chosen, int64_t chosen_count,
                    Out<float> logits) {
+    wait_for_launches();
     const int64_t row = blockIdx.x, vocabulary = op.vocabulary;
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
     const int8_t* x = op.x.codes + row * inner;

@@ -8,6 +8,7 @@
 // of exp(logit - largest). op.every, if wanted: logits.
 LSQ_KERNEL __launch_bounds__(kProductThreads, kProductBlocks)
     lsq_next_words_product(const NextWords op, int64_t inner, Out<float> groups, Out<float> parts) {
+    wait_for_launches();
     extern __shared__ __align__(kPattern) unsigned char stages[];
     const int64_t rows = op.rows, vocabulary = op.vocabulary;
     Sums sums = {};

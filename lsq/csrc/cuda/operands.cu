@@ -15,6 +15,7 @@ using Loaded = Select<FROM == 2, int32_t, float>;
 LSQ_KERNEL __launch_bounds__(kPatchThreads)
     lsq_float_operand(In<Given> values, In<float> scale, Out<Float> out, int64_t scales,
                       int64_t rows, int64_t columns) {
+    wait_for_launches();
     const int64_t row = patch_row(), column = patch_column();
     if (column >= columns) return;
     const Given* from = values;
@@ -38,6 +39,7 @@ LSQ_EXPORT(lsq_float_operand)
 
 // out Float [numel] = 0: the product of nothing, or what a scatter begins with.
 LSQ_KERNEL __launch_bounds__(256) lsq_zero(Out<Float> out, int64_t numel) {
+    wait_for_launches();
     const float zeros[kVector] = {};
     const int64_t element = kVector * thread_of_grid<256>();
     if (element + kVector <= numel) {
@@ -50,6 +52,7 @@ LSQ_EXPORT(lsq_zero)
 
 // total [numel] = sums, or with -DADDS=1 total + sums, for inner dimensions that overflow int32.
 LSQ_KERNEL __launch_bounds__(256) lsq_add_sums(In<int32_t> sums, Out<float> total, int64_t numel) {
+    wait_for_launches();
     const int32_t* from = sums;
     float* to = total;
     const int64_t element = kVector * thread_of_grid<256>();

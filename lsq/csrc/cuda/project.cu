@@ -13,6 +13,7 @@ using Given = Select<SUMS == 0, Float, ProductSum>;
 
 LSQ_KERNEL __launch_bounds__(kPatchThreads, 2)
     lsq_end(const Project op, In<ProductSum> sums, Out<uint32_t> ticket) {
+    wait_for_launches();
     const int64_t row = patch_row(), column = patch_column(), columns = op.columns;
     const ProjectEnd end{op};
 #if SUMS

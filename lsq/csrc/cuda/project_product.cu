@@ -15,6 +15,7 @@ using Columns = TileCopy<kProductThreads, TILE_N>;
 
 LSQ_KERNEL __launch_bounds__(kProductThreads, kProductBlocks)
     lsq_project_product(const Project op, int64_t inner, Out<uint32_t> ticket) {
+    wait_for_launches();
     extern __shared__ __align__(kPattern) unsigned char stages[];
     Sums sums = {};
     const Columns columns(op.weight.codes, block_column(), op.columns, inner);

@@ -174,6 +174,7 @@ LSQ_INLINE void keep(const NormalisedRows& to, int64_t row, bool inside, const V
 
 LSQ_KERNEL __launch_bounds__(kThreads, kMedium)
     lsq_residual_norm(const ResidualNorm op, Out<uint32_t> ticket) {
+    wait_for_launches();
     const float *weight = op.weight, *bias = op.bias;
     Float* out = op.out;
     const ResidualSource sum{op.sum};
@@ -219,6 +220,7 @@ LSQ_EXPORT(lsq_residual_norm)
 // partial: the block's sums for dweight and dbias (-DNORM_SUMS) and for dupdate_sum (-DPRODUCT).
 LSQ_KERNEL __launch_bounds__(kThreads, kSumming)
     lsq_residual_norm_gradient(const ResidualNormGradient op, Out<float> partial) {
+    wait_for_launches();
     const Float* upstream = op.dout;
     const float *rstd = op.rstd, *weight = op.weight;
 #if NORMALISED

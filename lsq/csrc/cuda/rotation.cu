@@ -78,6 +78,7 @@ LSQ_INLINE void unpack(const PackedRow<Float>& packed, bool inside, Values& x) {
 }  // namespace
 
 LSQ_KERNEL __launch_bounds__(kThreads, kHeld) lsq_rotate(const Rotate op, Out<uint32_t> ticket) {
+    wait_for_launches();
     const Float* from = op.x;
     Float* out = op.out;
     const CodeSink codes{op.rounded};
@@ -127,6 +128,7 @@ LSQ_EXPORT(lsq_rotate)
 // partial: the block's sums for the bias; of_norms: the same of columns for the weights of norms.
 LSQ_KERNEL __launch_bounds__(kThreads, kSumming)
     lsq_rotate_gradient(const RotateGradient op, Out<float> partial, Out<float> of_norms) {
+    wait_for_launches();
     const Float* from = op.gradient;
     GradientSink sink{op.dx.floats, op.dx.rounded};
 #if NORMED

@@ -9,6 +9,7 @@ constexpr int kThreads = 256, kAtOnce = 4;
 }  // namespace
 
 LSQ_KERNEL __launch_bounds__(kThreads, 2) lsq_round(const Round op, Out<uint32_t> ticket) {
+    wait_for_launches();
     const Float* x = op.x;
     const CodeSink codes{op.rounded};
     const int64_t begin =

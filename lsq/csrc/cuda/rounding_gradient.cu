@@ -9,6 +9,7 @@
 // partial: the block's sums; null if there are none.
 LSQ_KERNEL __launch_bounds__(kThreads, kSumming)
     lsq_round_gradient(const RoundGradient op, Out<float> partial) {
+    wait_for_launches();
     const Float* gradient = op.gradient;
     GradientSink sink{nullptr, op.rounded};
     for_rows(op.rows, row_loader(gradient),

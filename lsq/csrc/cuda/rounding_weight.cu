@@ -11,6 +11,7 @@ constexpr int kThreads = 256, kAtOnce = 2;  // vectors of a thread that are on t
 
 LSQ_KERNEL __launch_bounds__(kThreads, 3)
     lsq_round_weight(const RoundWeight op, Out<uint32_t> ticket) {
+    wait_for_launches();
     constexpr int kStep = kVector * kWarp;
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
     const float *values = op.weight.values, *clip = op.weight.clip;

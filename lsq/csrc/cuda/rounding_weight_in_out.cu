@@ -10,6 +10,7 @@
 // clip [N] or [1] -> scale [P], 1 from N on. A thread for each, which makes a new clip first if
 // wanted.
 LSQ_KERNEL __launch_bounds__(kTileThreads) lsq_begin_weight_in_out(const RoundWeight op) {
+    wait_for_launches();
     const int64_t output = thread_of_grid<kTileThreads>();
     if (output >= op.rows) return;
     float *scale = op.weight.scale, *new_clip = op.new_clip;
@@ -29,6 +30,7 @@ LSQ_EXPORT(lsq_begin_weight_in_out)
 
 // values [K, N] -> codes [P, K], and [K, P] if wanted.
 LSQ_KERNEL __launch_bounds__(kTileThreads) lsq_round_weight_in_out(const RoundWeight op) {
+    wait_for_launches();
     const TilePosition tile{blockIdx.x, blockIdx.y};
     const int64_t input = tile.row(), output = tile.column(), inputs = op.columns,
                   outputs = op.valid;

@@ -18,6 +18,7 @@ constexpr int kStride = kOutputs + 4;
 
 LSQ_KERNEL __launch_bounds__(kSparseThreads)
     lsq_sparse_project(const SparseProject op, int64_t inner, Out<uint32_t> ticket) {
+    wait_for_launches();
     alignas(16) __shared__ int32_t parts[kSparseWarps * kRows * kStride];
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, group = lane / 4,
               part = lane % 4;

@@ -61,6 +61,7 @@ LSQ_INLINE void finish(const PartialSums& one) {
 // Sums of many operations, by blockIdx.y.
 LSQ_KERNEL __launch_bounds__(kColumns* kSlices, kLeastBlocks)
     lsq_finish_sums(const __grid_constant__ FinishSums op) {
+    wait_for_launches();
     finish(op.sums[blockIdx.y]);
 }
 LSQ_EXPORT(lsq_finish_sums)
@@ -70,6 +71,7 @@ LSQ_KERNEL __launch_bounds__(kColumns* kSlices, kLeastBlocks)
     lsq_finish_own_sums(In<float> parts, Out<float> first, Out<float> second, Out<float> third,
                         Out<float> clip, int64_t sums, int64_t columns, int64_t blocks,
                         int64_t width, int64_t clip_parts, float factor) {
+    wait_for_launches();
     finish({parts, first, second, third, clip, sums, columns, factor, clip_parts, blocks, width});
 }
 LSQ_EXPORT(lsq_finish_own_sums)

@@ -136,6 +136,7 @@ LSQ_INLINE void column_scales(int64_t tile, const float* partial, int64_t parts,
 LSQ_KERNEL __launch_bounds__(kTileThreads)
     lsq_transpose_codes(In<int8_t> codes, Out<int8_t> out, int64_t rows, int64_t columns,
                         int64_t padded) {
+    wait_for_launches();
     transpose_tile({blockIdx.x, blockIdx.y}, codes, out, rows, columns, padded);
 }
 LSQ_EXPORT(lsq_transpose_codes)
@@ -146,6 +147,7 @@ LSQ_EXPORT(lsq_transpose_codes)
 LSQ_KERNEL __launch_bounds__(kTileThreads, 2)
     lsq_begin_weight_gradient(const ProjectWeightGradient op, Out<int8_t> transposed,
                               Out<float> partial, int64_t parts, int64_t outputs, int64_t padded) {
+    wait_for_launches();
     const int64_t strips = (op.columns + kTile - 1) / kTile, tiles = (padded + kTile - 1) / kTile;
     const int64_t block = blockIdx.x, after = block - parts * strips;
     if (after >= 0) {
@@ -164,6 +166,7 @@ LSQ_EXPORT(lsq_begin_weight_gradient)
 LSQ_KERNEL __launch_bounds__(kTileThreads)
     lsq_round_transposed(const ProjectWeightGradient op, In<float> partial, Out<float> scale,
                          Out<int8_t> out, int64_t parts, int64_t padded) {
+    wait_for_launches();
     const TilePosition tile{blockIdx.x, blockIdx.y};
     const int64_t row = tile.row(), column = tile.column(), rows = op.rows, columns = op.columns;
     const int8_t* codes = op.x.coded.codes;

@@ -30,6 +30,7 @@ LSQ_INLINE float block_reduce(float value) {
 LSQ_KERNEL __launch_bounds__(ROW_THREADS, 1024 / ROW_THREADS)
     lsq_vocabulary_loss(const VocabularyLoss op, In<float> logits, int64_t stride, int64_t first,
                         Out<float> losses, Out<float> nlls) {
+    wait_for_launches();
     const Prediction& given = op.prediction;
     const int vocabulary = static_cast<int>(given.vocabulary);
     const int64_t m = first + blockIdx.x, word = given.target[m];
@@ -65,6 +66,7 @@ LSQ_EXPORT(lsq_vocabulary_loss)
 LSQ_KERNEL __launch_bounds__(ROW_THREADS, 1024 / ROW_THREADS)
     lsq_vocabulary_loss_gradient(const VocabularyLossGradient op, In<float> logits, int64_t stride,
                                  int64_t first) {
+    wait_for_launches();
     const Prediction& given = op.prediction;
     const int columns = static_cast<int>(given.columns),
               vocabulary = static_cast<int>(given.vocabulary);

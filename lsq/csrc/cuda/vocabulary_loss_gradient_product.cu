@@ -39,6 +39,7 @@ static_assert(kRowsBytes + TILE_M * sizeof(GradientRow) <= STAGES * kStageBytes,
 
 LSQ_KERNEL __launch_bounds__(kProductThreads, kProductBlocks)
     lsq_vocabulary_loss_gradient_product(const VocabularyLossGradient op, int64_t inner) {
+    wait_for_launches();
     extern __shared__ __align__(kPattern) unsigned char stages[];
     const Prediction& given = op.prediction;
     Sums sums = {};

@@ -26,6 +26,7 @@ LSQ_INLINE TwoLargest of_all_groups(TwoLargest largest) {
 LSQ_KERNEL __launch_bounds__(kProductThreads, kProductBlocks)
     lsq_vocabulary_loss_product(const VocabularyLoss op, int64_t inner, Out<float> parts,
                                 Out<float> chosen) {
+    wait_for_launches();
     extern __shared__ __align__(kPattern) unsigned char stages[];
     const Prediction& given = op.prediction;
     const int64_t rows = given.rows;

@@ -13,6 +13,7 @@ constexpr int kThreads = 256, kSlices = kThreads / kWarp;  // threads of a row t
 LSQ_KERNEL __launch_bounds__(kThreads)
     lsq_vocabulary_losses(const VocabularyLoss op, In<float> parts, int64_t tiles, In<float> chosen,
                           Out<float> losses, Out<float> nlls) {
+    wait_for_launches();
     const Prediction& given = op.prediction;
     const int64_t rows = given.rows,
                   m = static_cast<int64_t>(blockIdx.x) * kWarp + threadIdx.x % kWarp;
@@ -70,6 +71,7 @@ LSQ_EXPORT(lsq_vocabulary_losses)
 // The loss by the first block, the nll by the second; in double precision.
 LSQ_KERNEL __launch_bounds__(kThreads)
     lsq_sum_losses(const VocabularyLoss op, In<float> losses, In<float> nlls) {
+    wait_for_launches();
     const float* of_rows = blockIdx.x ? nlls : losses;
     double sum = 0.0;
 #pragma unroll 4

@@ -16,6 +16,7 @@ using Value = Select<SUMS == 1, int32_t, float>;
 LSQ_KERNEL __launch_bounds__(kThreads)
     lsq_project_weight_gradient(const ProjectWeightGradient op, In<Value> product,
                                 In<float> column_scale, Out<float> clip_sums) {
+    wait_for_launches();
     const Value* values = product;
     const WeightGradientEnd end{op};
 #if SUMS

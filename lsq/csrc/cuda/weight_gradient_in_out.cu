@@ -38,6 +38,7 @@ LSQ_INLINE void load_codes(const ProjectWeightGradient& op, int64_t row, int64_t
 LSQ_KERNEL __launch_bounds__(kThreads)
     lsq_weight_gradient_in_out(const ProjectWeightGradient op, In<Value> product,
                                In<float> input_scale, Out<float> parts) {
+    wait_for_launches();
     const Value* values = product;
     const float *weights = op.weight.values, *limits = op.weight.clip, *scales = op.weight.scale;
     const float factor = op.clip_factor;

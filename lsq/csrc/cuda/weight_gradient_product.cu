@@ -53,6 +53,7 @@ LSQ_KERNEL __launch_bounds__(kProductThreads, kProductBlocks)
     lsq_weight_gradient_product(const ProjectWeightGradient op, In<int8_t> gradient, In<int8_t> x,
                                 In<float> column_scale, int64_t inner, Out<float> clip_sums,
                                 Out<int32_t> parts, Out<uint32_t> tickets) {
+    wait_for_launches();
     extern __shared__ __align__(kPattern) unsigned char stages[];
     Sums sums = {};
     accumulate({gradient, block_row(), op.weight_rows, inner},

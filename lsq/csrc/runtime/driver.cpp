@@ -7,6 +7,26 @@ namespace lsq {
 namespace {
 
 constexpr unsigned kWithoutTiming = 2;  // CU_EVENT_DISABLE_TIMING
+constexpr int kMajor = 75;              // CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
+constexpr int kFirstThatOverlaps = 9;
+
+// CUlaunchAttribute.
+struct LaunchAttribute {
+    int id = 6;  // CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    int padding = 0;
+    int value[16] = {1};
+};
+
+// CUlaunchConfig.
+struct LaunchConfiguration {
+    Size grid, block;
+    unsigned shared_bytes;
+    void* stream;
+    const LaunchAttribute* attributes;
+    unsigned count;
+};
+
+static_assert(sizeof(LaunchAttribute) == 72 && sizeof(LaunchConfiguration) == 56, "as in cuda.h");
 
 template <class Function>
 void find(void* library, const char* path, const char* name, Function& function) {
@@ -25,6 +45,7 @@ Driver::Driver(const char* path, int ordinal) : ordinal_(ordinal) {
     find(library, path, "cuInit", init);
     find(library, path, "cuDriverGetVersion", version);
     find(library, path, "cuDeviceGet", device_get);
+    find(library, path, "cuDeviceGetAttribute", device_attribute);
     find(library, path, "cuDevicePrimaryCtxRetain", retain_context);
     find(library, path, "cuCtxGetCurrent", current_context);
     find(library, path, "cuCtxPushCurrent_v2", push_context);
@@ -39,11 +60,14 @@ Driver::Driver(const char* path, int ordinal) : ordinal_(ordinal) {
     find(library, path, "cuModuleGetFunction", module_function);
     find(library, path, "cuFuncGetAttribute", get_attribute);
     find(library, path, "cuFuncSetAttribute", set_attribute);
-    find(library, path, "cuLaunchKernel", launch);
+    find(library, path, "cuLaunchKernelEx", launch_kernel);
     find(library, path, "cuGetErrorName", error_name);
     find(library, path, "cuGetErrorString", error_string);
     if (const int status = init(0))
         throw std::runtime_error("the NVIDIA driver does not start: " + explain(status));
+    int device = 0, major = 0;
+    overlaps_ = !device_get(&device, ordinal) && !device_attribute(&major, kMajor, device) &&
+                major >= kFirstThatOverlaps;
 }
 
 int Driver::context(void** context) const {
@@ -62,6 +86,13 @@ std::string Driver::explain(int status) const {
     const std::string found =
         std::string(name ? name : "CUDA error") + " (" + std::to_string(status) + ")";
     return text ? found + ": " + text : found;
+}
+
+int Driver::launch(void* function, const Size& grid, const Size& block, unsigned shared_bytes,
+                   void* stream, void** parameters) const {
+    const LaunchAttribute overlap;
+    const LaunchConfiguration given{grid, block, shared_bytes, stream, &overlap, overlaps_};
+    return launch_kernel(&given, function, parameters, nullptr);
 }
 
 int Driver::follow(void* before, void* after) const {

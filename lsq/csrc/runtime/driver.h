@@ -1,6 +1,7 @@
 // Functions of libcuda.so for launching, opened at run time without CUDA headers.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <mutex>
@@ -8,6 +9,8 @@
 #include <string>
 
 namespace lsq {
+
+using Size = std::array<unsigned, 3>;
 
 // A device and its primary context, which PyTorch uses, too. Never released: a process may be
 // exiting. Functions return a CUresult, 0 for success.
@@ -30,10 +33,11 @@ public:
     int (*module_function)(void** function, void* module, const char* name);
     int (*get_attribute)(int* value, int attribute, void* function);
     int (*set_attribute)(void* function, int attribute, int value);
-    int (*launch)(void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z,
-                  unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared_bytes,
-                  void* stream, void** parameters, void** extra);
 
+    // Launches a kernel. From compute capability 9.0 on, its blocks start when the last ones of the
+    // launch before have: every kernel begins with wait_for_launches (csrc/cuda/device.cuh).
+    int launch(void* function, const Size& grid, const Size& block, unsigned shared_bytes,
+               void* stream, void** parameters) const;
     // Stream `after` waits for everything launched on `before` so far.
     int follow(void* before, void* after) const;
     int (*is_capturing)(void* stream, int* capturing);
@@ -45,6 +49,9 @@ public:
 
 private:
     int (*device_get)(int* device, int ordinal);
+    int (*device_attribute)(int* value, int attribute, int device);
+    int (*launch_kernel)(const void* configuration, void* function, void** parameters,
+                         void** extra);
     int (*retain_context)(void** context, int device);
     int (*event_create)(void** event, unsigned flags);
     int (*event_record)(void* event, void* stream);
@@ -54,6 +61,7 @@ private:
     int (*error_string)(int status, const char** text);
 
     int ordinal_;
+    bool overlaps_ = false;
     mutable std::mutex mutex_;
     mutable void* context_ = nullptr;
 };

@@ -1,7 +1,6 @@
 // C interface of launch lists for lsq/native/runtime.py. Numbers are int64; a call that can fail
 // returns 0 or a status and writes a message of at most `capacity` bytes.
 #include <algorithm>
-#include <array>
 #include <cstring>
 #include <string>
 #include <vector>
@@ -17,7 +16,7 @@ namespace {
 
 struct Launch {
     void* function;
-    std::array<unsigned, 3> grid, block;
+    Size grid, block;
     unsigned shared_bytes;
     std::vector<void*> parameters;  // where each one's bytes stand
 };
@@ -88,8 +87,7 @@ int LaunchList::start(const Entry& entry, void* stream, const Workspace& workspa
                                  stream);
     }
     Launch& l = launches_[entry.index];
-    return driver_.launch(l.function, l.grid[0], l.grid[1], l.grid[2], l.block[0], l.block[1],
-                          l.block[2], l.shared_bytes, stream, l.parameters.data(), nullptr);
+    return driver_.launch(l.function, l.grid, l.block, l.shared_bytes, stream, l.parameters.data());
 }
 
 int LaunchList::run(void* stream, const Workspace& workspace, std::string& message) {
@@ -115,7 +113,7 @@ std::string LaunchList::explain(size_t entry, int status) const {
     text += ", " + failed.what;
     if (failed.is_product) return text + ": " + products_[failed.index].product->explain(status);
     const Launch& l = launches_[failed.index];
-    const auto sizes = [](const std::array<unsigned, 3>& size) {
+    const auto sizes = [](const Size& size) {
         return "(" + std::to_string(size[0]) + ", " + std::to_string(size[1]) + ", " +
                std::to_string(size[2]) + ")";
     };
