@@ -229,6 +229,11 @@ class CodedWeight(ReadOnly):
     def decode(self) -> torch.Tensor:
         return self.codes.decode(self.first, self.last).to(self.dtype)
 
+    def check_copy(self, device: torch.device | None = None, **_) -> None:
+        """Raise RuntimeError if a copy by these options would be on another device."""
+        if torch.device(device or self.device) != self.device:
+            raise RuntimeError(f"it cannot go to {device}: {self.advice}")
+
     def read_as(self, dtype: torch.dtype) -> CodedWeight:
         """Return a tensor of the same codes that reads as `dtype`."""
         return type(self)(self.codes, self.first, self.last, dtype)
@@ -248,8 +253,7 @@ class CodedWeight(ReadOnly):
         if function not in _SHARED:
             return super().__torch_dispatch__(function, types, arguments, options)
         (own,), options = arguments, options or {}
-        if torch.device(options.get("device") or own.device) != own.device:
-            raise RuntimeError(f"it cannot go to {options['device']}: {ADVICE}")
+        own.check_copy(**options)
         with torch.inference_mode(False):
             return CodedWeight(own.codes, own.first, own.last, options.get("dtype") or own.dtype)
 

@@ -9,6 +9,7 @@ from torch.nn.utils import parametrize
 
 from lsq.config import QuantConfig, check_dimension
 from lsq.layers.builder import Epilogue, Mode, cached
+from lsq.layers.coded_weight import CodedWeight
 from lsq.layers.in_place import InPlace, class_in_place
 from lsq.layers.module import beside_the_graph, held, rows_of
 from lsq.program.program import Program
@@ -92,6 +93,15 @@ class Projection(InPlace):
             in_out=self.in_out,
             dtypes=dtypes,
         )
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        if isinstance(self._parameters.get(name), CodedWeight) and is_shard(param):
+            raise ValueError(
+                f"parallelize_module would split the {name} of this {type(self).__name__}, which is"
+                " kept as codes alone: leave this layer out of the plan, or call lsq.revert(model),"
+                " convert it again, and split float weights"
+            )
+        super().register_parameter(name, param)
 
     @beside_the_graph
     def forward(self, x: torch.Tensor) -> torch.Tensor:

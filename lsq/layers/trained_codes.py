@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,6 +27,23 @@ ADVICE = (
 )
 
 
+@dataclass(frozen=True)
+class FloatStorage:
+    """The storage of codes with the size of their floats: libraries that write files compare both
+    with others', and safetensors refuses a storage that is smaller than its tensor."""
+
+    codes: torch.UntypedStorage
+    floats: int
+
+    def nbytes(self) -> int:
+        return self.floats
+
+    size = nbytes
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.codes, name)
+
+
 class TrainedCodes(CodedWeight):
     """A parameter that is rows of Codes and trains. Reading gives floats, of codes and remainders;
     `copy_` rounds to the nearest codes, and lsq.optim.Adam steps on the codes themselves.
@@ -34,10 +53,25 @@ class TrainedCodes(CodedWeight):
     """
 
     advice = ADVICE
+    _cast: tuple[weakref.ref, int] | None = None
+    """The last copy of another dtype, and the version of the codes that it is of."""
 
     @staticmethod
     def parameter(codes: Codes, first: int, last: int, dtype: torch.dtype) -> nn.Parameter:
         return nn.Parameter(TrainedCodes(codes, first, last, dtype))
+
+    @CodedWeight.data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if self._cast is not None:
+            made, version = self._cast
+            if made() is value and (value._version, self.codes.stored._version) == (0, version):
+                value = self.read_as(value.dtype)  # nn.Module.to casts so; the codes stay
+        CodedWeight.data.fset(self, value)
+
+    def untyped_storage(self) -> FloatStorage:
+        return FloatStorage(super().untyped_storage(), self.numel() * self.element_size())
+
+    share_memory_ = ReadOnly.storage
 
     @property
     def origin(self) -> int:
@@ -74,7 +108,11 @@ class TrainedCodes(CodedWeight):
 
     def is_contiguous(self, *_, **__) -> bool:
         # nobody may read floats at data_ptr; FSDP2 does not, but takes no other parameters
-        return sys._getframe(1).f_globals.get("__name__", "").startswith("torch.distributed.fsdp")
+        caller = sys._getframe(1)
+        by_fsdp = caller.f_globals.get("__name__", "").startswith("torch.distributed.fsdp")
+        if by_fsdp:
+            _check_reshard(caller.f_locals)
+        return by_fsdp
 
     def part(self, first: int, last: int) -> TrainedCodes:
         """Return some of its rows, which share the codes."""
@@ -136,7 +174,11 @@ class TrainedCodes(CodedWeight):
             parts = [one if one is None else one.index_select(0, rows) for one in own.own]
             return join_weight(*parts).to(own.dtype).view(*words.shape, -1)
         if function in _COPIES:
-            return function(own.decode(), *others, **(options or {}))
+            own.check_copy(**(options or {}))
+            made = function(own.decode(), *others, **(options or {}))
+            if made.dtype != own.dtype:
+                own._cast = weakref.ref(made), own.codes.stored._version
+            return made
         return super().__torch_dispatch__(function, types, arguments, options)
 
     def __deepcopy__(self, memo):
@@ -174,6 +216,14 @@ class CodesShard(TrainedCodes):
     def whole(self) -> TrainedCodes:
         return self._whole
 
+    def check_copy(self, device=None, dtype: torch.dtype | None = None, **_) -> None:
+        super().check_copy(device)
+        if dtype not in (None, self.dtype):
+            raise RuntimeError(
+                f"a shard of codes cannot become {dtype}: for activations give fully_shard"
+                f" mp_policy=MixedPrecisionPolicy(param_dtype={dtype})"
+            )
+
     def part(self, first: int, last: int) -> CodesShard:
         return CodesShard(self.codes, self.first + first, self.first + last, self.whole)
 
@@ -202,6 +252,20 @@ class CodesShard(TrainedCodes):
         stored[codes.rows :], scale[codes.rows :] = 0, 1
         message.untyped_storage().resize_(0)  # until the next gather
         return TrainedCodes(codes, whole.first, whole.last, dtype), memory
+
+
+def _check_reshard(local: Mapping[str, Any]) -> None:
+    """Raise ValueError if FSDP2, with these local variables, would keep codes of the forward pass
+    in a smaller group of processes."""
+    whole, after = (
+        local.get("mesh_info"),
+        getattr(local.get("self"), "post_forward_mesh_info", None),
+    )
+    if whole is not None and after is not None and after.mesh != whole.mesh:
+        raise ValueError(
+            f"fully_shard was given reshard_after_forward={after.shard_mesh_size}, but weights of"
+            " lsq.train_codes are gathered from all processes or not at all; give True or False"
+        )
 
 
 class Flat(ReadOnly):

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import lsq
@@ -184,6 +185,22 @@ def test_replicas_of_shards_and_bfloat16_activations_train_alike():
         for found, codes in every:
             assert found == pytest.approx(alone, abs=2e-3)
             assert all(map(torch.equal, codes, every[0][1]))
+
+
+def refused(rank: int) -> list[str]:
+    distributed.destroy_process_group()
+    distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    with pytest.raises(ValueError) as group:
+        net(reshard_after_forward=2)
+    with pytest.raises(RuntimeError) as cast:
+        net().bfloat16()
+    return [str(group.value), str(cast.value)]
+
+
+def test_smaller_groups_and_casts_of_shards_are_refused():
+    ((group, cast),) = run(refused, 1)
+    assert "reshard_after_forward=2" in group and "give True or False" in group
+    assert "MixedPrecisionPolicy(param_dtype=torch.bfloat16)" in cast
 
 
 # Steps in the backward pass

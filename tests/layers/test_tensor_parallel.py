@@ -140,6 +140,22 @@ def test_what_cannot_be_split_is_refused():
         assert "lsq.convert(model, fused=False)" in said[3]
 
 
+def of_codes(rank: int, keep) -> str:
+    net = model()
+    net.requires_grad_(keep is lsq.train_codes)
+    keep(net)
+    with pytest.raises(ValueError) as refused:
+        parallelize_module(net, init_device_mesh("cpu", (2,)), PLAN)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("keep", [lsq.train_codes, lsq.freeze])
+def test_weights_that_are_codes_are_not_split(keep):
+    for said in run(of_codes, 2, keep):
+        assert "split the weight of this QuantizedLinear, which is kept as codes alone" in said
+        assert "leave this layer out of the plan" in said
+
+
 def dying(rank: int, folder: str) -> None:
     """Rank 1 is killed after 3 steps."""
     roll_call.PATIENCE_S = 1.0

@@ -5,7 +5,7 @@ import io
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, load_model, save_file, save_model
 from torch import nn
 
 import lsq
@@ -91,6 +91,41 @@ def test_other_writes_are_refused(write):
     assert torch.equal(weight.clone(), before)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_casts_of_a_model_keep_the_codes(dtype):
+    made, words = net().eval(), torch.randint(30, (7,))
+    wanted = made(words)
+    weights = [made[number].weight for number in (0, 1, 3)]
+    before = [part.clone() for weight in weights for part in weight.own]
+    made.to(dtype)
+    found = made(words)
+    assert found.dtype == dtype and {one.dtype for one in weights} == {dtype}
+    assert (found - wanted).abs().max() < 0.02 * wanted.abs().max()
+    made.float()
+    assert [made[number].weight for number in (0, 1, 3)] == weights
+    assert all(map(torch.equal, before, [part for weight in weights for part in weight.own]))
+
+
+@pytest.mark.parametrize(
+    "change", [lambda cast, weight: cast.mul_(2), lambda cast, weight: weight.copy_(cast * 2)]
+)
+def test_what_has_changed_since_is_no_cast(change):
+    weight = net()[1].weight
+    with torch.no_grad():
+        cast = weight.bfloat16()
+        change(cast, weight)
+        with pytest.raises(RuntimeError, match=r"\.data cannot be set"):
+            weight.data = cast
+    assert weight.dtype == torch.float32
+
+
+def test_other_devices_and_shared_memory_are_refused():
+    with pytest.raises(RuntimeError, match=r"cannot go to meta: lsq\.train_codes"):
+        net().to("meta")
+    with pytest.raises(RuntimeError, match=r"no address of floats: lsq\.train_codes"):
+        net().share_memory()
+
+
 def test_views_of_rows_share_the_codes_and_others_are_decoded():
     weight = net()[1].weight
     values = weight.detach().clone()
@@ -172,6 +207,16 @@ def test_safetensors_saves_floats_or_nothing(tmp_path):
     save_file(state, tmp_path / "right")
     weight = load_file(tmp_path / "right")["1.weight"]
     assert torch.equal(weight, made[1].weight.detach().clone())
+
+
+def test_safetensors_saves_and_loads_whole_models(tmp_path):
+    made, other = net(), net()
+    with torch.no_grad():
+        other[1].weight.copy_(torch.randn(96, 64))
+    save_model(made, str(tmp_path / "model"))
+    load_model(other, tmp_path / "model")
+    for one, two in zip(made[1].weight.own, other[1].weight.own, strict=True):
+        assert torch.equal(one, two)
 
 
 def test_a_pickled_model_trains_as_floats(tmp_path):

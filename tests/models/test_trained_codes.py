@@ -104,6 +104,20 @@ def test_save_pretrained_writes_floats(tmp_path):
         assert torch.equal(again.state_dict()[name], one), name
 
 
+def test_accelerate_goes_on_from_its_states(tmp_path):
+    accelerate = pytest.importorskip("accelerate")
+    accelerator, model = accelerate.Accelerator(cpu=True), llama(tied=True)
+    lsq.convert(model, tied=True)
+    lsq.train_codes(model)
+    optimizer = Adam(model.parameters(), lr=1e-3, moment_bits=8)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    losses(model, optimizer, 2)
+    accelerator.save_state(tmp_path)
+    wanted = losses(model, optimizer, 2)
+    accelerator.load_state(tmp_path)
+    assert losses(model, optimizer, 2) == wanted
+
+
 def test_a_file_in_bfloat16_is_decoded_shard_by_shard(tmp_path):
     model = llama()
     lsq.convert(model)
