@@ -13,12 +13,14 @@ command goes on after an interruption, from the last checkpoint in OUTPUT.traini
 
 import argparse
 import resource
+from functools import partial
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from lsq import files
 from lsq.models import (
     LsqConfig,
     checkpoint_layers,
@@ -52,14 +54,21 @@ def main(words: list[str] | None = None) -> list[float]:
     parser.add_argument("--offload", type=Path, metavar="FOLDER", help="for files with moments")
     parser.add_argument("--no-remainder", action="store_true", help="1 byte a weight, not 2")
     given = parser.parse_args(words)
-    for path in (given.model, given.text, given.offload):
-        if path is not None and not path.exists():
-            parser.error(f"{path} is not there; check the path")
+    for path, there, kind in (
+        (given.model, Path.is_dir, "folder"),
+        (given.text, Path.is_file, "file"),
+        (given.offload, Path.is_dir, "folder"),
+    ):
+        if path is not None and not there(path):
+            parser.error(f"{path} is no {kind}; check the path")
+    if min(given.updates, given.batch, given.length, given.every) < 1:
+        parser.error("--updates, --batch, --length and --every must be 1 or more")
     if given.output.exists():
         parser.error(f"{given.output} exists; name another folder")
     tokens = tokens_of(given.model, given.text.read_text(encoding="utf-8"))
     if len(tokens) <= given.length:
         parser.error(f"the text has {len(tokens)} tokens; --length {given.length} needs more")
+    given.output.parent.mkdir(parents=True, exist_ok=True)  # fails now, not after the training
 
     config = LsqConfig(remainder=not given.no_remainder)
     model = AutoModelForCausalLM.from_pretrained(given.model, quantization_config=config)
@@ -96,7 +105,8 @@ def main(words: list[str] | None = None) -> list[float]:
 
     del optimizer
     state = float_state_dict(model, torch.bfloat16)  # decoded shard by shard
-    model.save_pretrained(given.output, state_dict=state, max_shard_size="200MB")
+    write = partial(model.save_pretrained, state_dict=state, max_shard_size="200MB")
+    files.write_folder(given.output, write)  # whole or not at all
     return losses
 
 

@@ -113,7 +113,9 @@ def test_finetune_large(options, monkeypatch, capsys, tmp_path):
     LlamaForCausalLM.from_pretrained(output)
     for wrong, said in (
         (words, "exists; name another folder"),
-        ([words[0], "no-text", "new"], "no-text is not there; check the path"),
+        ([words[0], "no-text", "new"], "no-text is no file; check the path"),
+        ([*words[:2], "new", "--offload", str(text)], "text is no folder; check the path"),
+        ([*words[:2], "new", "--every", "0"], "must be 1 or more"),
     ):
         with pytest.raises(SystemExit):
             finetune.main(wrong)
