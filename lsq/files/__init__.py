@@ -1,5 +1,6 @@
 """Files and folders that are written whole or not at all."""
 
+import errno
 import os
 import re
 import shutil
@@ -65,11 +66,14 @@ def write_text(path: Path, text: str) -> None:
 
 def write_folder(path: Path, make: Callable[[Path], object]) -> None:
     """Let `make` write an empty folder beside `path`, then put it in the place of `path`. Raises
-    OSError: it cannot be written.
+    OSError: it cannot be written, or `path` is a file.
 
     Between the two renames there is no `path` for an instant. If the process is killed then, the
     next writer puts the old folder back. A link is replaced, and the folder that it names stays.
     """
+    if path.is_file():
+        text = "this is a file, and a folder would take its place; name another"
+        raise NotADirectoryError(errno.ENOTDIR, text, str(path))
     new, old = (path.with_name(f".{path.name}.{name}{PARTIAL}") for name in ("new", "old"))
     _put_back(old, path)  # that a killed process left
     _remove(new, old)

@@ -88,6 +88,13 @@ def test_a_folder_is_written_whole_or_not_at_all(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
+def test_a_folder_does_not_take_the_place_of_a_file(tmp_path):
+    (tmp_path / "model").write_text("mine")
+    with pytest.raises(NotADirectoryError, match="this is a file.*name another: .*model"):
+        files.write_folder(tmp_path / "model", lambda folder: None)
+    assert contents(tmp_path) == {"model": "mine"}
+
+
 @pytest.mark.parametrize("there", [False, True])
 def test_what_a_killed_writer_of_a_folder_left(tmp_path, there):
     """It was killed between the two renames, or behind them."""
