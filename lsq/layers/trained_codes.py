@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -108,11 +108,7 @@ class TrainedCodes(CodedWeight):
 
     def is_contiguous(self, *_, **__) -> bool:
         # nobody may read floats at data_ptr; FSDP2 does not, but takes no other parameters
-        caller = sys._getframe(1)
-        by_fsdp = caller.f_globals.get("__name__", "").startswith("torch.distributed.fsdp")
-        if by_fsdp:
-            _check_reshard(caller.f_locals)
-        return by_fsdp
+        return sys._getframe(1).f_globals.get("__name__", "").startswith("torch.distributed.fsdp")
 
     def part(self, first: int, last: int) -> TrainedCodes:
         """Return some of its rows, which share the codes."""
@@ -252,20 +248,6 @@ class CodesShard(TrainedCodes):
         stored[codes.rows :], scale[codes.rows :] = 0, 1
         message.untyped_storage().resize_(0)  # until the next gather
         return TrainedCodes(codes, whole.first, whole.last, dtype), memory
-
-
-def _check_reshard(local: Mapping[str, Any]) -> None:
-    """Raise ValueError if FSDP2, with these local variables, would keep codes of the forward pass
-    in a smaller group of processes."""
-    whole, after = (
-        local.get("mesh_info"),
-        getattr(local.get("self"), "post_forward_mesh_info", None),
-    )
-    if whole is not None and after is not None and after.mesh != whole.mesh:
-        raise ValueError(
-            f"fully_shard was given reshard_after_forward={after.shard_mesh_size}, but weights of"
-            " lsq.train_codes are gathered from all processes or not at all; give True or False"
-        )
 
 
 class Flat(ReadOnly):
