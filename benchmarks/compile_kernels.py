@@ -3,14 +3,21 @@ what they take.
 
 Needs NVRTC (`pip install '.[cuda13]'`), but no GPU and no driver. Prints a table, which
 --markdown keeps. The exit status is 1 if a kernel spills registers to memory. Compiled kernels
-are kept as always: where XDG_CACHE_HOME says.
+are kept as always: where XDG_CACHE_HOME says. --nvrtc compares other versions of NVRTC: PyTorch's
+builds for CUDA 12.8 bring 12.8 along, and drivers are newer than 13.0.
 """
 
 import argparse
+import ctypes
 import itertools
+import os
 import sys
+import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
@@ -367,6 +374,41 @@ def markdown(found: dict[tuple[str, str], Resources], version: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+def by_library(library: Path | None, targets: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Compile kernels that gpu_round.sh trains by a libnvrtc.so, None: by the installed one, in a
+    process that has loaded none.
+
+    Returns:
+        Rows of a table, and the kernels that spill, in words.
+    """
+    if library is not None:
+        ctypes.CDLL(str(library))  # cuda.bindings takes the one that is there
+    wanted, rows, spilling = needed(DTYPES[:1], layers=measured_configuration), [], []
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["XDG_CACHE_HOME"] = folder
+        for target in targets:
+            begun = time.perf_counter()
+            found = report(wanted, [target])
+            seconds = time.perf_counter() - begun
+            registers = max(taken.registers for taken in found.values())
+            rows.append(
+                f"| {compiler.version()} | {target} | {len(found)} | {len(spills(found))} |"
+                f" {registers} | {seconds:.0f} |"
+            )
+            spilling += [f"{line} by NVRTC {compiler.version()}" for line in spills(found)]
+    return rows, spilling
+
+
+def compare(libraries: Sequence[Path], targets: Sequence[str]) -> tuple[str, list[str]]:
+    """Compile by the installed NVRTC and by others: a table, and the kernels that spill."""
+    spawn = get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=spawn, max_tasks_per_child=1) as pool:
+        done = list(pool.map(by_library, [None, *libraries], itertools.repeat(targets)))
+    head = "| NVRTC | target | kernels | that spill | most registers | seconds |"
+    lines = [head, "|---" * 6 + "|", *(row for rows, _ in done for row in rows)]
+    return "\n".join(lines) + "\n", [line for _, spilling in done for line in spilling]
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--target", choices=TARGETS, help="compile for that GPU alone")
@@ -376,20 +418,31 @@ def main(arguments: list[str] | None = None) -> int:
         help="what gpu_round.sh runs on --target, to be carried there",
     )
     parser.add_argument(
+        "--nvrtc",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="compile kernels of training and decoding by these libnvrtc.so, too, and compare",
+    )
+    parser.add_argument(
         "--markdown", type=Path, metavar="FILE", help="write the report to FILE as a table"
     )
     options = parser.parse_args(arguments)
     if options.round and options.target is None:
         parser.error("--round needs --target: a round runs on one GPU")
-    wanted = of_round(int(options.target.strip("sm_a"))) if options.round else needed()
-    found = report(wanted, [options.target] if options.target else TARGETS)
-    version = compiler.version()
-    print(markdown(found, version), end="")
+    targets = [options.target] if options.target else TARGETS
+    if options.nvrtc:
+        text, spilling = compare(options.nvrtc, targets)
+    else:
+        wanted = of_round(int(options.target.strip("sm_a"))) if options.round else needed()
+        found = report(wanted, targets)
+        text, spilling = markdown(found, compiler.version()), spills(found)
+    print(text, end="")
     if options.markdown:
-        options.markdown.write_text(markdown(found, version))
-    for line in spills(found):
+        options.markdown.write_text(text)
+    for line in spilling:
         print(line, file=sys.stderr)
-    return 1 if spills(found) else 0
+    return 1 if spilling else 0
 
 
 if __name__ == "__main__":
