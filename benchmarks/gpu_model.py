@@ -1,11 +1,12 @@
 """Modelled times of what a GPU does. Nothing here is measured.
 
 A kernel takes as long as the slowest of what it needs: memory, the L2 cache, the L1 cache and
-shared memory, instructions of each kind; and a gap before the next one. A product takes as long as
-its multiplications in tiles of the best size, or its operands in memory; one that a kernel ends, as
-its multiplications by mma.sync or wgmma in its own tiles and then the instructions of its end, as
-if they never overlapped. What an earlier kernel has left in the L2 cache is not read from memory
-again.
+shared memory, instructions of each kind; and a gap before the next one. Blocks that do not fit
+beside the others come after them. A product takes as long as its multiplications in tiles of the
+best size, or its operands in memory or in the L2 cache, from which tiles read them again; one that
+a kernel ends, as its multiplications by mma.sync or wgmma in its own tiles and then the
+instructions of its end, as if they never overlapped. What an earlier kernel has left in the L2
+cache is not read from memory again. `SOURCES` says of each number where it is from.
 """
 
 import math
@@ -21,6 +22,8 @@ from lsq.gemm.configuration import TileConfiguration
 from lsq.native.launch import Launch
 
 SECTOR = 32
+PARTS = "memory", "L2 cache", "L1 cache", "instructions"
+"""What a kernel may wait for."""
 SPARSE = 0.5
 """Of a tensor that does not grow with the batch; where less of it is touched, more is touched in a
 larger batch."""
@@ -100,7 +103,7 @@ def scaled_bytes(traffic: Traffic, counted: int, real: int, work: float) -> floa
 
 
 TERA, GIGA, MICRO = 1e12, 1e9, 1e-6
-TILES = ((256, 128, 1.0), (128, 128, 0.93), (128, 64, 0.8), (64, 64, 0.55))
+TILES = ((256, 128, 1.0), (128, 128, 0.93), (128, 64, 0.88), (64, 64, 0.55))
 """Rows and columns of a product that a block makes, and its rate beside the largest tile's, turned
 or not."""
 RAMP = 128
@@ -152,8 +155,14 @@ class Gpu:
     lanes: Mapping[str, int]
     """By kind of unit: threads that a multiprocessor serves in a cycle."""
     mma: float = 1.0
-    """Part of the int8 rate that mma.sync can reach; of the rest, where it is less, a library makes
-    use."""
+    """Part of a library's int8 rate that mma.sync can reach; of the rest, where it is less, a
+    library makes use."""
+    wgmma: float = 1.0
+    """Part of it that lsq's loop by wgmma reaches: its warps copy, too, and a block is alone on a
+    multiprocessor."""
+    multicast: float = 1.0
+    """Part of the reads of tiles that a library's kernels leave to the L2 cache: blocks share some.
+    """
     reached: float = 0.6
     """Part of the instructions' rate that kernels reach."""
     integers: float = 0.45
@@ -163,8 +172,10 @@ class Gpu:
     NVRTC's PTX of kernels without loops has 0.2 to 0.95 times as many, and machine code fewer than
     PTX.
     """
-    gap: float = 1.5 * MICRO
+    gap: float = 2.5 * MICRO
     """Seconds from the end of a kernel to full work on the next."""
+    past_l1: float = 0.85
+    """Part of the sectors that warps ask for that the L1 cache does not hold."""
     kept: float = 0.6
     """Part of the L2 cache that still holds what was touched last."""
 
@@ -198,7 +209,7 @@ A100 = Gpu(
     memory=2.04 * TERA,
     copying=0.87,
     l2_bytes=40e6,
-    l2=4.5 * TERA,
+    l2=5.4 * TERA,
     bfloat16=312 * TERA,
     int8=624 * TERA,
     bfloat16_reached=0.84,
@@ -218,7 +229,7 @@ RTX_4090 = Gpu(
     bfloat16=165 * TERA,
     int8=660 * TERA,
     bfloat16_reached=0.95,
-    int8_reached=0.65,
+    int8_reached=0.72,
     limits=Limits(warps=48, blocks=24, shared=100 * 1024),
     lanes=_lanes(128, 8),
 )
@@ -230,7 +241,7 @@ H100 = Gpu(
     memory=3.35 * TERA,
     copying=0.90,
     l2_bytes=50e6,
-    l2=5.5 * TERA,
+    l2=7.5 * TERA,
     bfloat16=989 * TERA,
     int8=1979 * TERA,
     bfloat16_reached=0.81,
@@ -238,6 +249,8 @@ H100 = Gpu(
     limits=Limits(warps=64, blocks=32, shared=228 * 1024),
     lanes=_lanes(128, 32),
     mma=0.62,
+    wgmma=0.7,
+    multicast=2 / 3,
 )
 GPUS = (A100, RTX_4090, H100)
 
@@ -247,10 +260,12 @@ def variant(gpu: Gpu, luck: float) -> Gpu:
     return replace(
         gpu,
         int8_reached=gpu.int8_reached + 0.12 * luck,
+        wgmma=gpu.wgmma + 0.1 * luck if gpu.wgmma < 1 else gpu.wgmma,
         reached=gpu.reached + 0.2 * luck,
         gap=gpu.gap * 2.0**-luck,
         l2=gpu.l2 * 1.25**luck,
         kept=gpu.kept + 0.3 * luck,
+        past_l1=gpu.past_l1 - 0.15 * luck,
         integers=gpu.integers * 1.5**-luck,
     )
 
@@ -329,17 +344,23 @@ class Clock:
         )
 
     def product(self, product: Multiplied) -> Time:
-        """A product by a library."""
+        """A product by a library, in the tiles that are best for it."""
         gpu = self.gpu
         peak = gpu.int8 * gpu.int8_reached if product.int8 else gpu.bfloat16 * gpu.bfloat16_reached
         traffic, touched = self._traffic(product)
+        results = touched - sum(product.reads.values())
         work = 2.0 * product.m * product.n * product.k
-        parts = {
-            "products": work / peak / tile_rate(product, gpu.multiprocessors),
-            "memory": traffic / gpu.copy,
-            "L2 cache": touched / gpu.l2,
-        }
-        return self._slowest(parts, traffic)
+
+        def parts(tile: tuple[int, int, float]) -> dict[str, float]:
+            read = gpu.multicast * tile_bytes(product, *tile[:2])
+            return {
+                "products": work / peak / tile_rate(product, tile, gpu.multiprocessors),
+                "memory": traffic / gpu.copy,
+                "L2 cache": (results + read) / gpu.l2,
+            }
+
+        best = min(map(parts, TILES), key=lambda found: max(found.values()))
+        return self._slowest(best, traffic)
 
     def ended_product(self, product: Multiplied, end: Work, tile: TileConfiguration) -> Time:
         """A product of codes and its end in one kernel.
@@ -357,11 +378,13 @@ class Clock:
         }
         traffic, touched = self._traffic(Moved(reads=reads, writes=end.writes))
         work = 2.0 * product.m * product.n * product.k
-        peak = gpu.int8 * gpu.int8_reached * (gpu.mma if tile.instruction == "mma" else 1.0)
-        multiplied = work / peak / one_tile_rate(product, tile, gpu.multiprocessors)
+        peak = gpu.int8 * gpu.int8_reached * getattr(gpu, tile.instruction)
+        shape = next(one for one in TILES if {*one[:2]} == {tile.rows, tile.columns})
+        shape = tile.rows, tile.columns, shape[2]
+        multiplied = work / peak / tile_rate(product, shape, gpu.multiprocessors, tile.split)
         cycles = gpu.multiprocessors * gpu.gigahertz * GIGA
         ended = instruction_cycles(end.instructions, gpu) / cycles / gpu.reached
-        of_tiles = work / 2 * (1 / tile.rows + 1 / tile.columns)
+        of_tiles = tile_bytes(product, tile.rows, tile.columns)
         parts = {
             "products": multiplied + ended,
             "memory": traffic / gpu.copy,
@@ -374,17 +397,26 @@ class Clock:
         gpu = self.gpu
         traffic, _ = self._traffic(Moved(reads=work.reads, writes=work.writes))
         fitting = max(1, fitting_blocks(WARP * work.warps_of_block, registers, shared, gpu.limits))
-        resident = min(work.warps, gpu.multiprocessors * fitting * work.warps_of_block)
-        busy = min(1.0, work.warps / work.warps_of_block / gpu.multiprocessors)
-        cycles = gpu.multiprocessors * busy * gpu.gigahertz * GIGA
-        memory = traffic / min(gpu.copy, resident * IN_FLIGHT / LATENCY)
-        parts = {
-            "memory": memory,
-            "L2 cache": work.sectors * SECTOR / gpu.l2,
-            "L1 cache": (work.shared_passes + work.sectors / 4) / cycles,
-            "instructions": instruction_cycles(work.instructions, gpu) / cycles / gpu.reached,
-        }
-        return self._slowest(parts, traffic)
+        beyond_l1 = work.sectors * gpu.past_l1
+        executed = instruction_cycles(work.instructions, gpu) / gpu.reached
+
+        def parts(blocks: float) -> dict[str, float]:
+            """What all of it takes while so many blocks run."""
+            under_way = blocks * work.warps_of_block * IN_FLIGHT
+            cycles = min(blocks, gpu.multiprocessors) * gpu.gigahertz * GIGA
+            return {
+                "memory": traffic / min(gpu.copy, under_way / LATENCY),
+                "L2 cache": beyond_l1 * SECTOR / gpu.l2,
+                "L1 cache": (work.shared_passes + work.sectors / 4) / cycles,
+                "instructions": executed / cycles,
+            }
+
+        blocks, room = work.warps / work.warps_of_block, gpu.multiprocessors * fitting
+        last = blocks % room or room
+        waves = [(room, blocks - last), (last, last)]
+        shares = [(parts(running), done / blocks) for running, done in waves if done]
+        whole = {part: sum(share * one[part] for one, share in shares) for part in PARTS}
+        return self._slowest(whole, traffic)
 
     def _traffic(self, moved: Moved) -> tuple[float, float]:
         """Bytes to and from memory, and to and from the cache."""
@@ -409,27 +441,19 @@ def instruction_cycles(instructions: Mapping[str, float], gpu: Gpu) -> float:
     return max(WARP * count / gpu.lanes[unit] for unit, count in units.items())
 
 
-def tile_rate(product: Multiplied, multiprocessors: int) -> float:
-    """Part of a large product's rate that this shape reaches with the best tile."""
+def tile_rate(
+    product: Multiplied, tile: tuple[int, int, float], multiprocessors: int, split: int = 1
+) -> float:
+    """Part of a large product's rate that this shape reaches with a tile as in `TILES`."""
+    rows, columns, beside = tile
+    inner = product.k / split
+    return beside * filled(product, rows, columns, split, multiprocessors) * inner / (inner + RAMP)
 
-    rates = (
-        beside * filled(product, rows, columns, 1, multiprocessors)
-        for rows, columns, beside in TILES
-    )
-    return max(rates) * product.k / (product.k + RAMP)
 
-
-def one_tile_rate(product: Multiplied, tile: TileConfiguration, multiprocessors: int) -> float:
-    """As `tile_rate`, with a tile of lsq's own kernels."""
-    inner = product.k / tile.split
-    sides = tuple(sorted((tile.rows, tile.columns), reverse=True))
-    beside = next(beside for *each, beside in TILES if tuple(each) == sides)
-    return (
-        beside
-        * filled(product, tile.rows, tile.columns, tile.split, multiprocessors)
-        * inner
-        / (inner + RAMP)
-    )
+def tile_bytes(product: Multiplied, rows: int, columns: int) -> float:
+    """Bytes of operands that all tiles of this size read."""
+    values = product.m * product.n * product.k * (1 / rows + 1 / columns)
+    return values if product.int8 else 2 * values
 
 
 def filled(product: Multiplied, rows: int, columns: int, times: int, multiprocessors: int) -> float:

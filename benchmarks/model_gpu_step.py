@@ -15,8 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import common
+import gpu_assumptions
 import gpu_lists
 import operations
+from gpu_assumptions import A100_BF16, ONE_H100, SIZES_4090
 from gpu_lists import key_of
 from gpu_model import (
     GPUS,
@@ -319,19 +321,28 @@ COUNTS = ROOT / "benchmarks/results/gpu_kernel_counts.json"
 ACCESSES = ("reads", "writes", "atomics")
 FIGURES = tuple(field.name for field in dataclasses.fields(Traffic))
 TOKENS = 8192
-ONE_H100 = "seen on one H100 80GB HBM3, PyTorch 2.11"
-FOUR_SIZES = "zzc0721/torch-performance-test-data, issue 78"
+WIDE = operations.Size(
+    name="wide", hidden=2048, feed_forward=8192, heads=32, sentences=TOKENS // operations.LENGTH
+)
+MODELS = [*sizes(TOKENS), WIDE]
 KNOWN = (
     ("H100 SXM", None, 3.0, ONE_H100),
-    ("H100 SXM", 8192, 798.0, ONE_H100 + ", random data"),
-    ("RTX 4090", 8192, 160.2, FOUR_SIZES),
-    ("RTX 4090", 4096, 151.5, FOUR_SIZES),
-    ("RTX 4090", 2048, 164.8, FOUR_SIZES),
-    ("RTX 4090", 1024, 126.8, FOUR_SIZES),
-    ("A100 80 GB", 8192, 267.0, "triton-lang/triton, issue 4876, the largest"),
+    ("H100 SXM", 8192, 798.0, f"{ONE_H100}, random data"),
+    ("RTX 4090", 8192, 160.2, SIZES_4090),
+    ("RTX 4090", 4096, 151.5, SIZES_4090),
+    ("RTX 4090", 2048, 164.8, SIZES_4090),
+    ("RTX 4090", 1024, 126.8, SIZES_4090),
+    ("A100 80 GB", 8192, 267.0, f"{A100_BF16}, the largest"),
 )
 """GPU, size of a square product in bfloat16 (None: a copy), the TFLOP/s (TB/s) that somebody
 measured, where."""
+TITLES = {
+    "compiled": "compiled bfloat16",
+    "int8": "torchao int8, compiled",
+    LSQ: "lsq",
+}
+"""Side -> its name on the page."""
+SHORT = {"A100 80 GB": "A100", "RTX 4090": "RTX 4090", "H100 SXM": "H100"}
 COLOURS = ("C0", "C1", "C2", "C3", "C4", "C5", "C7", "0.8")
 
 
@@ -417,6 +428,28 @@ def table_rows(results: list[dict]) -> list[dict]:
     ]
 
 
+def page_table(results: list[dict]) -> str:
+    """The table of docs/gpu.md: milliseconds, in brackets with the best and worst assumptions."""
+    lines = [
+        f"| modelled | {' | '.join(TITLES.values())} | bfloat16 / lsq |",
+        "|---" * (len(TITLES) + 2) + "|",
+    ]
+    for result in results:
+        sides = {side["side"]: side for side in result["sides"]}
+        cells = (
+            f"{rounded(side['modelled_milliseconds'])} ({rounded(side['with_luck'])} to"
+            f" {rounded(side['without'])})"
+            for side in map(sides.get, TITLES)
+        )
+        name = f"{result['model']}, {SHORT[result['gpu']]}"
+        lines.append(f"| {name} | {' | '.join(cells)} | {sides[LSQ]['ratio']:.2f} |")
+    return "\n".join(lines) + "\n"
+
+
+def rounded(milliseconds: float) -> str:
+    return f"{milliseconds:.0f}" if milliseconds >= 10 else f"{milliseconds:.1f}"
+
+
 def draw(results: list[dict], path: Path) -> None:
     """Stacked bars, a panel for each GPU and model."""
     names = list(dict.fromkeys(result["gpu"] for result in results))
@@ -461,9 +494,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="write everything as a JSON object"
     )
+    parser.add_argument(
+        "--assumptions",
+        action="store_true",
+        help="print where each number is from, as a table in Markdown, and end",
+    )
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw stacked bars")
     options = parser.parse_args(arguments)
-    chosen = [QUICK] if options.quick else sizes(TOKENS)
+    if options.assumptions:
+        print(gpu_assumptions.markdown(), end="")
+        return 0
+    chosen = [QUICK] if options.quick else MODELS
     if options.quick or options.count:
         counts = gpu_lists.count_kernels(chosen, QUANT)
         if not options.quick:
@@ -487,6 +528,7 @@ def main(arguments: list[str] | None = None) -> int:
     rows, beside = table_rows(results), checks()
     for title, lines in (("modelled steps", rows), ("checks", beside)):
         print(f"{title}\n\n{common.table(lines)}\n")
+    print(f"for docs/gpu.md\n\n{page_table(results)}")
     line = {
         "benchmark": "gpu_step_modelled",
         "conditions": conditions,

@@ -4,7 +4,18 @@ import dataclasses
 
 import gpu_model
 import pytest
-from gpu_model import GPUS, H100, SECTOR, Clock, Moved, Multiplied, Work, tile_rate, variant
+from gpu_model import (
+    GPUS,
+    H100,
+    SECTOR,
+    TILES,
+    Clock,
+    Moved,
+    Multiplied,
+    Work,
+    tile_rate,
+    variant,
+)
 
 from lsq.gemm.configuration import TileConfiguration
 
@@ -39,10 +50,12 @@ def test_a_kernel_takes_as_long_as_the_slowest_of_what_it_needs():
 
     assert bound(reads={0: GIGABYTE}, sectors=GIGABYTE / SECTOR)[0] == "memory"
     again, seconds = bound(reads={0: 1e6}, sectors=GIGABYTE / SECTOR)
-    assert again == "L2 cache" and seconds == pytest.approx(GIGABYTE / GPU.l2)
+    assert again == "L2 cache" and seconds == pytest.approx(0.85 * GIGABYTE / GPU.l2)
     assert bound(shared_passes=1e9, sectors=1.0)[0] == "L1 cache"
     busy, seconds = bound(instructions={"float": 1e9})
-    assert busy == "instructions" and seconds == pytest.approx(1e9 / 4 / (132 * 1.7e9) / 0.6)
+    assert busy == "instructions" and seconds == pytest.approx(
+        1e9 / 4 / (132 * 1.7e9) / 0.6, rel=1e-3
+    )
 
 
 def test_few_blocks_leave_multiprocessors_idle_and_few_warps_memory():
@@ -50,7 +63,7 @@ def test_few_blocks_leave_multiprocessors_idle_and_few_warps_memory():
         return Clock(GPU).kernel(work(**given), registers, 0).seconds
 
     busy = {"instructions": {"float": 1e6}}
-    assert seconds(**busy, warps=66 * 8) == pytest.approx(2 * seconds(**busy))
+    assert seconds(**busy, warps=66 * 8) == pytest.approx(2 * seconds(**busy), rel=1e-3)
     reading = {"reads": {0: GIGABYTE}, "warps_of_block": 4}
     assert seconds(255, **reading) > 1.2 * seconds(**reading)
 
@@ -71,7 +84,8 @@ def test_every_kind_of_instruction_has_a_cost():
 
 def test_products_that_fill_no_wave_are_slower():
     def rate(m, n, k=1 << 20):
-        return tile_rate(Multiplied(m=m, n=n, k=k, reads={}, writes={}), 132)
+        product = Multiplied(m=m, n=n, k=k, reads={}, writes={})
+        return max(tile_rate(product, tile, 132) for tile in TILES)
 
     assert rate(256 * 12, 128 * 11) == pytest.approx(1.0, abs=1e-3)
     assert 0.5 < rate(256 * 12, 128 * 12) < 0.9
@@ -104,10 +118,33 @@ def test_a_product_that_its_kernel_ends_takes_both_one_after_the_other_and_keeps
     assert more == pytest.approx(1e9 / 4 / (132 * 1.7e9) / 0.6)
 
 
-def test_wgmma_reaches_what_a_library_does():
+def test_wgmma_reaches_a_part_of_a_library():
     gpu = dataclasses.replace(GPU, l2=1e15)
     wide = dataclasses.replace(TILE, columns=256, instruction="wgmma")
-    assert ended(gpu).seconds / ended(gpu, tile=wide).seconds == pytest.approx(1 / 0.62 / 0.93)
+    assert ended(gpu).seconds / ended(gpu, tile=wide).seconds == pytest.approx(0.7 / 0.62 / 0.93)
+
+
+def test_a_library_reads_tiles_from_the_l2_cache_again():
+    def seconds(**changed):
+        product = Multiplied(m=8448, n=8192, k=8192, int8=True, reads={"a": 1e6}, writes={})
+        return Clock(dataclasses.replace(GPU, int8_reached=10.0, **changed)).product(product)
+
+    read = 8448 * 8192 * 8192 * (1 / 256 + 1 / 128)
+    assert seconds().bound == "L2 cache"
+    assert seconds(multicast=1.0).seconds == pytest.approx(read / GPU.l2)
+    assert seconds().seconds == pytest.approx(2 / 3 * read / GPU.l2)
+
+
+@pytest.mark.parametrize(("blocks", "waves"), [(264, 1.0), (528, 2.0), (330, 1.5), (297, 1.5)])
+def test_blocks_that_do_not_fit_come_after_the_others(blocks, waves):
+    """Two fit; in the last wave each of the few has a multiprocessor for itself."""
+    registers, per_block = 128, 1e4
+
+    def seconds(blocks):
+        busy = {"float": per_block * blocks}
+        return Clock(GPU).kernel(work(instructions=busy, warps=8 * blocks), registers, 0).seconds
+
+    assert seconds(blocks) / seconds(264) == pytest.approx(waves)
 
 
 def test_small_tiles_read_more_of_the_l2_cache_and_parts_fill_a_gpu():
@@ -129,5 +166,6 @@ def test_luck_changes_what_is_uncertain_alone(gpu):
     assert lucky.memory == unlucky.memory == gpu.memory
     for better, worse in ((lucky, gpu), (gpu, unlucky)):
         assert better.int8_reached > worse.int8_reached and better.gap < worse.gap
-        assert better.integers < worse.integers
+        assert better.integers < worse.integers and better.past_l1 < worse.past_l1
+        assert better.wgmma >= worse.wgmma and better.wgmma <= 1
         assert 0 < worse.reached < better.reached < 1 and 0 < worse.kept < better.kept < 1

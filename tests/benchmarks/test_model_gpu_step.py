@@ -6,8 +6,7 @@ import shutil
 import gpu_lists
 import model_gpu_step
 import pytest
-from model_gpu_step import QUANT
-from operations import sizes
+from model_gpu_step import MODELS, QUANT
 
 from lsq.native import compiler
 from lsq.native.launch import Launch
@@ -37,7 +36,7 @@ def counts():
     return model_gpu_step.load(model_gpu_step.COUNTS)
 
 
-@pytest.mark.parametrize("size", sizes(model_gpu_step.TOKENS), ids=lambda size: size.name)
+@pytest.mark.parametrize("size", MODELS, ids=lambda size: size.name)
 def test_every_kernel_of_a_step_was_counted(counts, size):
     entries = [entry for part in gpu_lists.step(size, QUANT) for entry in part.entries]
     keys = {gpu_lists.key_of(entry) for entry in entries if isinstance(entry, Launch)}
@@ -53,6 +52,11 @@ def test_the_command_of_the_page_runs(capsys):
         pytest.skip(str(error))
     assert model_gpu_step.main([]) == 0
     assert "H100 SXM" in capsys.readouterr().out
+
+
+def test_assumptions_are_printed(capsys):
+    assert model_gpu_step.main(["--assumptions"]) == 0
+    assert "| int8_reached | 0.65" in capsys.readouterr().out
 
 
 def test_counts_are_kept_and_found_again(counts, tmp_path):
