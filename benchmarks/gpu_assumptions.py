@@ -51,7 +51,8 @@ FIELDS = {
     "multicast": (f"{ASSUMED}: clusters of two blocks with tiles of 128 x 256, as in fast.cu", 1),
     "reached": (ASSUMED, 1),
     "integers": (f"{ASSUMED}; PTX of some kernels has 0.2 to 0.95 of g++'s", 1),
-    "gap": (f"{ASSUMED}, microseconds: no CUDA graph and no programmatic dependent launch", MICRO),
+    "gap": (f"{ASSUMED}, microseconds, without a CUDA graph", MICRO),
+    "overlapped": (f"{ASSUMED}: programmatic dependent launch hides the start, not the end", 1),
     "past_l1": (ASSUMED, 1),
     "kept": (f"{ASSUMED}; {L2}: 0.7 (A100, H100 PCIe) to 0.95 (L40) of one array", 1),
 }

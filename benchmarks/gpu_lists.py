@@ -159,7 +159,7 @@ def key_of(entry: Launch) -> str:
     """Equal for launches that do the same for each of their values.
 
     What an operation does not have is not named, so that a field that operations gain changes no
-    key of others.
+    key of others. Last come the bytes of a value of each tensor.
     """
     found = [str(entry.kernel)]
     for argument in entry.arguments:
@@ -175,7 +175,8 @@ def key_of(entry: Launch) -> str:
             found.append(f"{argument.name} of {', '.join(there)}; {attributes}")
         elif argument is None:
             found.append("-")
-    return " | ".join(found)
+    widths = (str(tensor.element_size()) for tensor in profile.operands_of(entry))
+    return " | ".join([*found, "".join(widths)])
 
 
 def alike(entries: Iterable[Launch | Product]) -> dict[int, int]:

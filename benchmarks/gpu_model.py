@@ -174,6 +174,9 @@ class Gpu:
     """
     gap: float = 2.5 * MICRO
     """Seconds from the end of a kernel to full work on the next."""
+    overlapped: float = 1.0
+    """Part of it that is left before lsq's kernels: from compute capability 9.0 on, their blocks
+    start while the launch before ends."""
     past_l1: float = 0.85
     """Part of the sectors that warps ask for that the L1 cache does not hold."""
     kept: float = 0.6
@@ -251,6 +254,7 @@ H100 = Gpu(
     mma=0.62,
     wgmma=0.7,
     multicast=2 / 3,
+    overlapped=0.6,
 )
 GPUS = (A100, RTX_4090, H100)
 
@@ -390,7 +394,7 @@ class Clock:
             "memory": traffic / gpu.copy,
             "L2 cache": (touched - sum(product.reads.values()) + of_tiles) / gpu.l2,
         }
-        return self._slowest(parts, traffic)
+        return self._slowest(parts, traffic, gpu.overlapped)
 
     def kernel(self, work: Work, registers: int, shared: int) -> Time:
         """A kernel that was counted; registers of a thread, bytes of shared memory of a block."""
@@ -416,7 +420,7 @@ class Clock:
         waves = [(room, blocks - last), (last, last)]
         shares = [(parts(running), done / blocks) for running, done in waves if done]
         whole = {part: sum(share * one[part] for one, share in shares) for part in PARTS}
-        return self._slowest(whole, traffic)
+        return self._slowest(whole, traffic, gpu.overlapped)
 
     def _traffic(self, moved: Moved) -> tuple[float, float]:
         """Bytes to and from memory, and to and from the cache."""
@@ -424,9 +428,9 @@ class Clock:
         writes = sum(self._cache.write(place, size) for place, size in moved.writes.items())
         return reads + writes, sum(moved.reads.values()) + sum(moved.writes.values())
 
-    def _slowest(self, parts: Mapping[str, float], traffic: float) -> Time:
-        bound = max(parts, key=parts.get)
-        return Time(seconds=parts[bound], bound=bound, gap=self.gpu.gap, bytes=traffic)
+    def _slowest(self, parts: Mapping[str, float], traffic: float, gaps: float = 1.0) -> Time:
+        bound, gap = max(parts, key=parts.get), gaps * self.gpu.gap
+        return Time(seconds=parts[bound], bound=bound, gap=gap, bytes=traffic)
 
 
 def instruction_cycles(instructions: Mapping[str, float], gpu: Gpu) -> float:

@@ -13,6 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import common
 import gpu_assumptions
@@ -46,7 +47,7 @@ from lsq.gemm.configuration import default_tile
 from lsq.gemm.operations import TILED, TILED_ALONE
 from lsq.gemm.product_key import ProductKey
 from lsq.gemm.product_key import key_of as key_of_product
-from lsq.native import compiler
+from lsq.native import compiler, geometry
 from lsq.native.launch import Launch, Product
 
 QUANT = QuantConfig(backward="int8")
@@ -284,6 +285,12 @@ def seconds(times: Iterator[tuple[str, int, Time]]) -> float:
     return sum(count * total([time]) for _, count, time in times)
 
 
+def step_on(gpu: Gpu, size: operations.Size, counts: dict[str, Profile]) -> Step:
+    """The step with as many blocks as a GPU gets. Raises ValueError as `Step`."""
+    with mock.patch.object(geometry, "MULTIPROCESSORS", gpu.multiprocessors):
+        return Step(size, counts)
+
+
 def model(step: Step, gpu: Gpu) -> dict:
     """A step of every side on a GPU."""
     found = {side: rows(side, times) for side, times in sides(step, gpu).items()}
@@ -512,10 +519,9 @@ def main(arguments: list[str] | None = None) -> int:
     else:
         counts = load(options.counts)
     try:
-        steps = [Step(size, counts) for size in chosen]
+        results = [model(step_on(gpu, size, counts), gpu) for size in chosen for gpu in GPUS]
     except ValueError as error:
         parser.error(str(error))
-    results = [model(step, gpu) for step in steps for gpu in GPUS]
     conditions = {
         "device": "none: every time is modelled",
         "nvrtc": compiler.version(),

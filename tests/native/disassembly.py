@@ -14,6 +14,8 @@ import pytest
 
 DISASSEMBLER = "nvidia-cuda-nvdisasm"
 """The package of it."""
+OF_GLOBAL_MEMORY = {"LD", "LDG", "LDGSTS", "ST", "STG", "ATOM", "ATOMG", "RED", "REDG"}
+"""Instructions, by their first part."""
 TO_GROUP = "gsb0"
 """Operand of a wgmma that ends a group."""
 
@@ -118,6 +120,15 @@ def narrow_accesses(instructions: Sequence[Instruction]) -> Iterator[str]:
             counts["wide"] += bool({"64", "128"} & set(one.parts))
     if counts["masks"] > counts["wide"]:
         yield f"{counts['masks']} accesses of bytes beside {counts['wide']} of 8 or 16 bytes"
+
+
+def early_accesses(instructions: Sequence[Instruction]) -> Iterator[str]:
+    """Accesses of global memory before ACQBULK, which waits for the launches before."""
+    for one in instructions:
+        if one.code == "ACQBULK":
+            return
+        if one.parts[0] in OF_GLOBAL_MEMORY:
+            yield f"{one.code} before ACQBULK"
 
 
 def groups_of_wgmma(instructions: Sequence[Instruction]) -> list[int]:

@@ -85,6 +85,8 @@ OTHERS = (
 )
 PACKED = {"FIELD_BITS", "INT4"}
 """Defines of products with a weight that is not stored as int8; its copies are not counted."""
+WITHOUT_OVERLAP = {"sm_80", "sm_89"}
+"""Targets whose launches begin when the one before has ended."""
 STEP = {False: 64, True: 128}
 """Whether a product has packed fields -> values along K in a stage, and bytes of a row of a."""
 
@@ -125,12 +127,14 @@ def one_of(name: str, target: str) -> Kernel:
 def assert_lean(kernel: Kernel, target: str) -> None:
     """Nothing is wrong with a kernel's machine code."""
     image = compiler.compile_kernels(kernel.source, kernel.defines, target).image
-    assert not list(faults(kernel, image)), (kernel, target)
+    assert not list(faults(kernel, image, target)), (kernel, target)
 
 
-def faults(kernel: Kernel, image: bytes) -> Iterator[str]:
+def faults(kernel: Kernel, image: bytes, target: str) -> Iterator[str]:
     """What is wrong with a kernel of a cubin, in words."""
     instructions, name = disassembly.disassembled(image)[kernel.name], kernel.name
+    if target not in WITHOUT_OVERLAP:
+        yield from disassembly.early_accesses(instructions)
     yield from disassembly.local_memory(instructions)
     yield from disassembly.float_atomics(instructions)
     if name not in OF_DOUBLES:
@@ -232,13 +236,22 @@ def test_faults_are_found(fault, target, tmp_path):
     for other in {check for check, _ in PLANTED.values()} - {check}:
         assert not list(other(instructions))
     kernel = Kernel(source="planted.cu", name="planted")
-    assert {*check(instructions), "no access of 16 bytes"} == set(faults(kernel, image))
+    found = set(faults(kernel, image, "sm_80"))  # it does not wait for launches before
+    assert found == {*check(instructions), "no access of 16 bytes"}
+
+
+@pytest.mark.parametrize(("first", "codes"), [("", ["STG", "STG"]), ("wait_for_launches();", [])])
+def test_accesses_before_the_launches_before_have_ended_are_found(first, codes, tmp_path):
+    text = '#include "device.cuh"\nLSQ_KERNEL planted(Out<float> x) {'
+    image = planted(tmp_path, f"{text} {first} x[threadIdx.x] = 1; x[512] = 2; }}", "sm_90a")
+    found = disassembly.early_accesses(disassembly.disassembled(image)["planted"])
+    assert [fault.partition(".")[0] for fault in found] == codes
 
 
 def test_attention_without_tensor_cores_is_found(tmp_path):
     text = 'extern "C" __global__ void lsq_attention(float* x) { x[threadIdx.x] = 1; }'
     image = planted(tmp_path, text, "sm_80")
-    found = set(faults(Kernel(source="planted.cu", name="lsq_attention"), image))
+    found = set(faults(Kernel(source="planted.cu", name="lsq_attention"), image, "sm_80"))
     assert found >= {"no tensor cores", "tiles begin at no multiple of 16: None"}
 
 
@@ -250,7 +263,7 @@ def test_stages_that_are_not_aligned_are_found(tmp_path):
     source = tmp_path / kernel.source
     source.write_text(text.replace("__align__(kPattern)", "__align__(16)"))
     image = compiler.compile_kernels(str(source), kernel.defines, "sm_90a").image
-    assert ["stages begin at" in fault for fault in faults(kernel, image)] == [True]
+    assert ["stages begin at" in fault for fault in faults(kernel, image, "sm_90a")] == [True]
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
@@ -259,7 +272,7 @@ def test_another_tile_is_found(target, changed):
     kernel = one_of("lsq_project_product", target)
     image = compiler.compile_kernels(kernel.source, kernel.defines, target).image
     other = replace(kernel, defines=tuple({**dict(kernel.defines), **changed}.items()))
-    assert any(fault.startswith("has ") for fault in faults(other, image))
+    assert any(fault.startswith("has ") for fault in faults(other, image, target))
 
 
 def wgmma(*codes: str) -> list[Instruction]:
