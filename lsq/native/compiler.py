@@ -97,25 +97,29 @@ def compile_kernels(source: str, defines: tuple[tuple[str, int], ...], target: s
         RuntimeError: NVRTC is not installed or refuses the source; the message has NVRTC's errors.
     """
     nvrtc = _nvrtc()
-    options = [
+    given = [*options(target, defines), "--ptxas-options=-v"]
+    text = (KERNELS / source).read_text(encoding="utf-8")
+    made_of = text, device_headers(), sources.operations_header(), target, repr(defines), version()
+    name = cache.digest(*made_of, "".join(given[:3]))
+    path = cache.folder("kernels") / f"{Path(source).stem}-{target}-{name}.cubin"
+    found = _parse(cache.load(path))
+    if found is None:
+        found = _compile(nvrtc, source, text, given)
+        report = json.dumps({kernel: asdict(taken) for kernel, taken in found.resources.items()})
+        cache.store(path, report.encode() + b"\n" + found.image)
+    return found
+
+
+def options(target: str, defines: tuple[tuple[str, int], ...]) -> list[str]:
+    """Return NVRTC's options for a target, such as "sm_90a"."""
+    return [
         f"--gpu-architecture={target}",
         "--std=c++17",
         "--fmad=false",
-        "--ptxas-options=-v",
         f"--include-path={KERNELS}",
         f"--include-path={SHARED}",
         *(f"--define-macro={name}={value}" for name, value in defines),
     ]
-    text = (KERNELS / source).read_text(encoding="utf-8")
-    made_of = text, device_headers(), sources.operations_header(), target, repr(defines), version()
-    name = cache.digest(*made_of, "".join(options[:4]))
-    path = cache.folder("kernels") / f"{Path(source).stem}-{target}-{name}.cubin"
-    found = _parse(cache.load(path))
-    if found is None:
-        found = _compile(nvrtc, source, text, options)
-        report = json.dumps({kernel: asdict(taken) for kernel, taken in found.resources.items()})
-        cache.store(path, report.encode() + b"\n" + found.image)
-    return found
 
 
 @functools.cache

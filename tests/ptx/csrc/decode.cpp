@@ -1,0 +1,1098 @@
+// Makes instructions of statements. What it does not know is an error that names it.
+#include <algorithm>
+
+#include "arithmetic.h"
+#include "together.h"
+
+namespace ptx {
+namespace {
+
+struct Type {
+    char kind;  // u, s, f, b: bits, h: bfloat16, p: predicate
+    int bits;
+};
+
+// Calls work with a value of the C++ type.
+template <class Work>
+Run with_integer(Type type, const Work& work) {
+    if (type.kind == 's') {
+        if (type.bits == 8) return work(int8_t{});
+        if (type.bits == 16) return work(int16_t{});
+        return type.bits == 32 ? work(int32_t{}) : work(int64_t{});
+    }
+    if (type.bits == 8) return work(uint8_t{});
+    if (type.bits == 16) return work(uint16_t{});
+    return type.bits == 32 ? work(uint32_t{}) : work(uint64_t{});
+}
+template <class Work>
+Run with_float(Type type, const Work& work) {
+    return type.bits == 32 ? work(float{}) : work(double{});
+}
+template <class Work>
+Run with_number(Type type, const Work& work) {
+    return type.kind == 'f' ? with_float(type, work) : with_integer(type, work);
+}
+
+template <class F, class T>
+void unary(Thread& t, const Instruction& i) {
+    const Rounding mode(i.rounding);
+    set(t, i.d, F::of(get<T>(t, i.a)));
+}
+template <class F, class T>
+void binary(Thread& t, const Instruction& i) {
+    const Rounding mode(i.rounding);
+    try {
+        set(t, i.d, F::of(get<T>(t, i.a), get<T>(t, i.b)));
+    } catch (const Error& error) {
+        fault(t, i, error.what());
+    }
+}
+template <class F, class T>
+void ternary(Thread& t, const Instruction& i) {
+    const Rounding mode(i.rounding);
+    set(t, i.d, F::of(get<T>(t, i.a), get<T>(t, i.b), get<T>(t, i.c)));
+}
+template <class F, class T>
+void shift(Thread& t, const Instruction& i) {
+    set(t, i.d, F::of(get<T>(t, i.a), get<uint32_t>(t, i.b)));
+}
+template <class T, class Wide>
+void multiply_wide(Thread& t, const Instruction& i) {
+    const Wide product = static_cast<Wide>(get<T>(t, i.a)) * static_cast<Wide>(get<T>(t, i.b));
+    set(t, i.d, i.c < 0 ? product : Add::of(product, get<Wide>(t, i.c)));
+}
+template <class F, class T>
+void compare(Thread& t, const Instruction& i) {
+    bool found = F::of(get<T>(t, i.a), get<T>(t, i.b));
+    if (i.c >= 0) {
+        const bool other = (t.r[i.c] & 1) != i.flag;
+        found = i.modifier == Modifier::AND  ? found && other
+                : i.modifier == Modifier::OR ? found || other
+                                             : found != other;
+    }
+    set<uint32_t>(t, i.d, found);
+}
+
+void move(Thread& t, const Instruction& i) { t.r[i.d] = t.r[i.a]; }
+void pack(Thread& t, const Instruction& i) {
+    uint64_t word = 0;
+    for (size_t part = 0; part < i.as.size(); ++part) word |= t.r[i.as[part]] << part * i.bits;
+    t.r[i.d] = word;
+}
+void unpack(Thread& t, const Instruction& i) {
+    for (size_t part = 0; part < i.ds.size(); ++part)
+        if (i.ds[part] >= 0) t.r[i.ds[part]] = t.r[i.a] >> part * i.bits & ((1ull << i.bits) - 1);
+}
+void select(Thread& t, const Instruction& i) { t.r[i.d] = t.r[(t.r[i.c] & 1) ? i.a : i.b]; }
+void negate_predicate(Thread& t, const Instruction& i) { t.r[i.d] = !(t.r[i.a] & 1); }
+
+void logic(Thread& t, const Instruction& i) {
+    const auto a = get<uint32_t>(t, i.a), b = get<uint32_t>(t, i.b), c = get<uint32_t>(t, i.c);
+    uint32_t found = 0;
+    for (int row = 0; row < 8; ++row)
+        if (i.number >> row & 1)
+            found |= (row & 4 ? a : ~a) & (row & 2 ? b : ~b) & (row & 1 ? c : ~c);
+    set(t, i.d, found);
+}
+void permute(Thread& t, const Instruction& i) {
+    const uint64_t bytes = t.r[i.b] << 32 | get<uint32_t>(t, i.a);
+    const auto order = get<uint32_t>(t, i.c);
+    uint32_t found = 0;
+    for (int at = 0; at < 4; ++at) {
+        const uint32_t one = order >> 4 * at & 15, byte = bytes >> 8 * (one & 7) & 255;
+        found |= (one & 8 ? (byte & 128 ? 255 : 0) : byte) << 8 * at;
+    }
+    set(t, i.d, found);
+}
+template <class T>
+void insert_bits(Thread& t, const Instruction& i) {
+    const uint32_t first = get<uint32_t>(t, i.c) & 255, count = get<uint32_t>(t, i.e) & 255;
+    const T ones = count < 8 * sizeof(T) ? static_cast<T>((T{1} << count) - 1) : static_cast<T>(-1);
+    const T mask = ShiftLeft::of(ones, first);
+    set(t, i.d,
+        static_cast<T>((get<T>(t, i.b) & ~mask) | (ShiftLeft::of(get<T>(t, i.a), first) & mask)));
+}
+template <class T>
+void extract_bits(Thread& t, const Instruction& i) {
+    const T a = get<T>(t, i.a);
+    const int first = t.r[i.b] & 255, count = t.r[i.c] & 255, last = 8 * sizeof(T) - 1;
+    T found = 0;
+    const T sign = std::is_signed_v<T> && count ? a >> std::min(first + count - 1, last) & 1 : 0;
+    for (int bit = 0; bit <= last; ++bit)
+        found |= static_cast<T>(bit < count && first + bit <= last ? a >> (first + bit) & 1 : sign)
+                 << bit;
+    set(t, i.d, found);
+}
+// shf: 64 bits, b above a, shifted; `flag`: by at most 32, else modulo 32.
+template <bool LEFT>
+void shift_funnel(Thread& t, const Instruction& i) {
+    const uint64_t both = t.r[i.b] << 32 | get<uint32_t>(t, i.a);
+    uint32_t by = get<uint32_t>(t, i.c);
+    by = i.flag ? std::min(by, 32u) : by & 31;
+    set(t, i.d, static_cast<uint32_t>(LEFT ? both << by >> 32 : both >> by));
+}
+void dot(Thread& t, const Instruction& i) {
+    auto sum = get<uint32_t>(t, i.c);
+    for (int byte = 0; byte < 4; ++byte)
+        sum += static_cast<uint32_t>(static_cast<int8_t>(t.r[i.a] >> 8 * byte) *
+                                     static_cast<int8_t>(t.r[i.b] >> 8 * byte));
+    set(t, i.d, sum);
+}
+
+template <class To, class From>
+void convert(Thread& t, const Instruction& i) {
+    const From x = get<From>(t, i.a);
+    To found;
+    if constexpr (std::is_floating_point_v<From> && !std::is_floating_point_v<To>) {
+        found = integer_of<To>(x, i.rounding);
+    } else if constexpr (std::is_same_v<From, To> && std::is_floating_point_v<From>) {
+        found = i.flag ? canonical(whole(x, i.rounding)) : x;
+    } else {
+        const Rounding mode(i.rounding);
+        found = static_cast<To>(x);
+        if constexpr (std::is_floating_point_v<To>) found = canonical(found);
+    }
+    if constexpr (std::is_integral_v<To>) {  // up to the width of the register
+        const auto wide = static_cast<uint64_t>(static_cast<int64_t>(found));
+        t.r[i.d] = std::is_signed_v<To> ? (i.bits == 64 ? wide : wide & ((1ull << i.bits) - 1))
+                                        : static_cast<uint64_t>(found);
+    } else {
+        set(t, i.d, found);
+    }
+}
+void convert_to_bfloat16(Thread& t, const Instruction& i) {
+    set(t, i.d, bits_of_bfloat16(get<float>(t, i.a), i.rounding));
+}
+void convert_to_two_bfloat16(Thread& t, const Instruction& i) {
+    const uint32_t high = bits_of_bfloat16(get<float>(t, i.a), i.rounding);
+    set(t, i.d, high << 16 | bits_of_bfloat16(get<float>(t, i.b), i.rounding));
+}
+void convert_of_bfloat16(Thread& t, const Instruction& i) {
+    set(t, i.d, get<uint32_t>(t, i.a) << 16);
+}
+
+void to_generic(Thread& t, const Instruction& i) { t.r[i.d] = t.r[i.a] + i.number; }
+void from_generic(Thread& t, const Instruction& i) {
+    const uint64_t window = t.r[i.a] >> 48 << 48;
+    const bool other = window == kSharedWindow || window == kLocalWindow;
+    if (i.number ? window != i.number : other) fault(t, i, "the address is of another space");
+    t.r[i.d] = t.r[i.a] - i.number;
+}
+
+template <class T>
+void load(Thread& t, const Instruction& i) {
+    const int count = static_cast<int>(i.ds.size());
+    const uint8_t* from =
+        reach(t, i, i.space, t.r[i.a] + i.number, count * sizeof(T), Access::READ);
+    for (int at = 0; at < count; ++at) {
+        T x;
+        std::memcpy(&x, from + at * sizeof x, sizeof x);
+        if (i.ds[at] < 0) continue;
+        auto wide = static_cast<uint64_t>(static_cast<int64_t>(x));
+        if (i.bits < 64) wide &= (1ull << i.bits) - 1;
+        t.r[i.ds[at]] = std::is_signed_v<T> ? wide : static_cast<uint64_t>(x);
+    }
+}
+template <class T>
+void store(Thread& t, const Instruction& i) {
+    const int count = static_cast<int>(i.as.size());
+    uint8_t* to = reach(t, i, i.space, t.r[i.a] + i.number, count * sizeof(T), Access::WRITE);
+    for (int at = 0; at < count; ++at) std::memcpy(to + at * sizeof(T), &t.r[i.as[at]], sizeof(T));
+}
+template <class T>
+void update(Thread& t, const Instruction& i) {
+    uint8_t* at = reach(t, i, i.space, t.r[i.a] + i.number, sizeof(T), Access::UPDATE);
+    T old;
+    std::memcpy(&old, at, sizeof old);
+    T x = get<T>(t, i.b);
+    switch (i.modifier) {
+        case Modifier::ADD: x = Add::of(old, x); break;
+        case Modifier::MIN: x = Minimum::of(old, x); break;
+        case Modifier::MAX: x = Maximum::of(old, x); break;
+        case Modifier::EXCHANGE: break;
+        case Modifier::COMPARE_AND_SWAP: x = old == x ? get<T>(t, i.c) : old; break;
+        default:
+            if constexpr (std::is_integral_v<T>)
+                x = i.modifier == Modifier::AND  ? old & x
+                    : i.modifier == Modifier::OR ? old | x
+                                                 : old ^ x;
+    }
+    std::memcpy(at, &x, sizeof x);
+    set(t, i.d, old);
+}
+
+void branch(Thread& t, const Instruction& i) { t.at = i.number; }
+void end(Thread& t, const Instruction&) {
+    t.state = State::EXITED;
+    leave(t);
+}
+void nothing(Thread&, const Instruction&) {}
+void trap(Thread& t, const Instruction& i) { fault(t, i, "a trap"); }
+
+void copy_async(Thread& t, const Instruction& i) {
+    const auto bytes = static_cast<uint32_t>(i.bytes);
+    const uint32_t wanted = i.b < 0 ? bytes : get<uint32_t>(t, i.b);
+    const uint64_t to = t.r[i.d] + i.number - kSharedFirst, from = t.r[i.a];
+    if (wanted > bytes) fault(t, i, "more bytes wanted than copied");
+    if (to + bytes > t.block->shared.bytes.size()) fault(t, i, "outside the block's shared memory");
+    if (to % bytes || from % bytes) fault(t, i, "no multiple of the bytes that are copied");
+    if (wanted && !t.block->launch.allocations->hold(from, wanted))
+        fault(t, i, "the source lies outside every tensor of the launch");
+    begin(t, i, {static_cast<uint32_t>(to), reinterpret_cast<const uint8_t*>(from), bytes, wanted});
+}
+void commit_copies(Thread& t, const Instruction&) {
+    t.groups.push_back(std::move(t.copies));
+    t.copies.clear();
+}
+void wait_copies(Thread& t, const Instruction& i) {
+    while (t.groups.size() > i.number) {
+        complete(t, i, t.groups.front());
+        t.groups.erase(t.groups.begin());
+    }
+}
+void wait_all_copies(Thread& t, const Instruction& i) {
+    commit_copies(t, i);
+    wait_copies(t, i);
+}
+
+class Decoder {
+public:
+    Decoder(const KernelText& text, const std::map<std::string, uint64_t>& globals,
+            const Tables& tables)
+        : text_(text), globals_(globals), kernel_(std::make_unique<Kernel>()) {
+        kernel_->name = text.name, kernel_->text = &text, kernel_->tables = &tables;
+        for (const Variable& parameter : text.parameters) {
+            const uint64_t offset = placed(kernel_->parameter_bytes, parameter);
+            kernel_->parameter_offsets.push_back(offset);
+            addresses_[parameter.name] = {offset, Space::PARAM};
+        }
+    }
+
+    std::unique_ptr<Kernel> kernel(const std::vector<Variable>& of_module) {
+        for (const auto* variables : {&of_module, &text_.variables}) {
+            for (const Variable& one : *variables) {
+                if (one.space == Space::GLOBAL) continue;
+                if (one.dynamic) {
+                    kernel_->dynamic_align = std::max(kernel_->dynamic_align, one.align);
+                    kernel_->dynamic_constant = constant_slot_of_dynamic(one.name);
+                } else if (one.space == Space::SHARED) {
+                    const uint64_t offset = placed(kernel_->shared_bytes, one);
+                    addresses_[one.name] = {kSharedFirst + offset, Space::SHARED};
+                } else {
+                    addresses_[one.name] = {placed(kernel_->local_bytes, one), Space::LOCAL};
+                }
+            }
+        }
+        for (const Statement& statement : text_.statements) {
+            try {
+                kernel_->code.push_back(instruction(statement));
+            } catch (const Error& error) {
+                throw Error(text_.name + ", line " + std::to_string(statement.line) + " (" +
+                            statement.text.substr(0, 200) + "): " + error.what());
+            }
+        }
+        static const Statement last{0, -1, false, "ret", {}, "the end"};
+        kernel_->code.push_back({});
+        kernel_->code.back().run = end;
+        kernel_->code.back().statement = &last;
+        kernel_->slots = static_cast<int>(text_.registers.size() + kernel_->constants.size());
+        return std::move(kernel_);
+    }
+
+private:
+    const KernelText& text_;
+    const std::map<std::string, uint64_t>& globals_;
+    std::unique_ptr<Kernel> kernel_;
+    std::map<std::string, std::pair<uint64_t, Space>> addresses_;
+    std::map<std::string, int> dynamic_;
+    std::map<uint64_t, int> constants_;
+    // Of the statement that is made:
+    const Statement* statement_ = nullptr;
+    std::vector<std::string> parts_;  // of its opcode, without those that were taken
+    Instruction made_;
+
+    static uint64_t placed(uint64_t& bytes, const Variable& variable) {
+        const uint64_t offset = (bytes + variable.align - 1) / variable.align * variable.align;
+        bytes = offset + variable.bytes;
+        return offset;
+    }
+
+    int new_constant(uint64_t value) {
+        kernel_->constants.push_back(value);
+        return static_cast<int>(text_.registers.size() + kernel_->constants.size() - 1);
+    }
+    int constant(uint64_t value) {
+        const auto known = constants_.find(value);
+        return known != constants_.end() ? known->second : constants_[value] = new_constant(value);
+    }
+    int constant_slot_of_dynamic(const std::string& name) {
+        if (kernel_->dynamic_constant < 0) kernel_->dynamic_constant = new_constant(0);
+        return dynamic_[name] = kernel_->dynamic_constant;
+    }
+
+    // Takes a part of the opcode, if it is there.
+    bool take(const std::string& part) {
+        const auto place = std::find(parts_.begin(), parts_.end(), part);
+        if (place == parts_.end()) return false;
+        parts_.erase(place);
+        return true;
+    }
+    void need(const std::string& part) {
+        if (!take(part)) throw Error("expected ." + part);
+    }
+    template <class T>
+    bool take_one(const std::map<std::string, T>& names, T& found) {
+        for (const auto& [name, value] : names)
+            if (take(name)) return found = value, true;
+        return false;
+    }
+    std::string take_first() {
+        if (parts_.empty()) throw Error("a part of the opcode is missing");
+        const std::string part = parts_.front();
+        parts_.erase(parts_.begin());
+        return part;
+    }
+    Type take_type() {
+        const std::string part = take_first();
+        if (part == "pred") return {'p', 1};
+        if (part == "bf16") return {'h', 16};
+        if (part == "bf16x2") return {'h', 32};
+        if (part.size() < 2 || part.size() > 3 || !std::strchr("usfb", part[0]))
+            throw Error("unknown modifier ." + part);
+        const int bits = std::stoi(part.substr(1));
+        const bool known =
+            bits == 32 || bits == 64 || (part[0] != 'f' && (bits == 8 || bits == 16));
+        if (!known) throw Error("unknown type ." + part);
+        return {part[0], bits};
+    }
+    void take_rounding() {
+        const std::map<std::string, int> modes = {
+            {"rn", FE_TONEAREST}, {"rz", FE_TOWARDZERO}, {"rm", FE_DOWNWARD}, {"rp", FE_UPWARD}};
+        take_one(modes, made_.rounding);
+    }
+    Space take_space() {
+        Space space = Space::GENERIC;
+        take_one<Space>({{"global", Space::GLOBAL},
+                         {"shared", Space::SHARED},
+                         {"local", Space::LOCAL},
+                         {"param", Space::PARAM},
+                         {"shared::cta", Space::SHARED}},
+                        space);
+        return space;
+    }
+
+    const Operand& operand(size_t number) const {
+        if (number >= statement_->operands.size()) throw Error("an operand is missing");
+        return statement_->operands[number];
+    }
+    size_t operands() const { return statement_->operands.size(); }
+    void need_operands(size_t least, size_t most) const {
+        if (operands() < least || operands() > most) throw Error("another number of operands");
+    }
+
+    // A register of exactly that many bits; `wider`: or more.
+    int slot(const Operand& given, int bits, bool wider = false) const {
+        const Register& found = text_.registers[given.slot];
+        if (found.bits != bits && !(wider && found.bits > bits && bits > 1))
+            throw Error(found.name + " has " + std::to_string(found.bits) + " bits, not " +
+                        std::to_string(bits));
+        return given.slot;
+    }
+    int in(const Operand& given, int bits, bool wider = false) {
+        if (given.kind == Operand::REGISTER) {
+            made_.reads.push_back(slot(given, bits, wider));
+            return given.slot;
+        }
+        if (given.kind == Operand::NUMBER)
+            return constant(bits >= 64 ? given.number : given.number & ((1ull << bits) - 1));
+        if (given.kind == Operand::SYMBOL) return symbol(given.symbol).first;
+        throw Error("expected a register or a number");
+    }
+    int in(size_t number, int bits, bool wider = false) {
+        const Operand& given = operand(number);
+        if (given.negated) throw Error("a negated operand");
+        return in(given, bits, wider);
+    }
+    // A predicate; whether it is negated.
+    int predicate(size_t number, bool& negated) {
+        negated = operand(number).negated;
+        return in(operand(number), 1);
+    }
+    int out(const Operand& given, int bits, bool wider = false) {
+        if (given.kind == Operand::SINK) return -1;
+        if (given.kind != Operand::REGISTER || given.slot < SPECIALS)
+            throw Error("expected a register");
+        made_.writes.push_back(slot(given, bits, wider));
+        return given.slot;
+    }
+    void result(int bits, bool wider = false) { made_.d = out(operand(0), bits, wider); }
+
+    // (slot of a constant with the address, space)
+    std::pair<int, Space> symbol(const std::string& name) {
+        if (const auto found = dynamic_.find(name); found != dynamic_.end())
+            return {found->second, Space::SHARED};
+        if (const auto found = addresses_.find(name); found != addresses_.end())
+            return {constant(found->second.first), found->second.second};
+        if (const auto found = globals_.find(name); found != globals_.end())
+            return {constant(found->second), Space::GLOBAL};
+        throw Error("unknown symbol " + name);
+    }
+    // Slot of an address; its offset becomes `number`.
+    int address(size_t number) {
+        const Operand& given = operand(number);
+        if (given.kind != Operand::ADDRESS) throw Error("expected an address");
+        made_.number = given.number;
+        if (!given.symbol.empty()) return symbol(given.symbol).first;
+        if (given.slot < 0) throw Error("an address without a base");
+        const int bits = text_.registers[given.slot].bits;
+        if (bits != 64 && !(bits == 32 && made_.space == Space::SHARED))
+            throw Error("an address of " + std::to_string(bits) + " bits");
+        made_.reads.push_back(given.slot);
+        return given.slot;
+    }
+    std::vector<const Operand*> vector(const Operand& given) const {
+        std::vector<const Operand*> parts;
+        if (given.kind != Operand::VECTOR) return {&given};
+        for (const Operand& part : given.parts) parts.push_back(&part);
+        return parts;
+    }
+    std::vector<int> vector_in(size_t number, int bits, bool wider = false) {
+        std::vector<int> slots;
+        for (const Operand* part : vector(operand(number))) slots.push_back(in(*part, bits, wider));
+        return slots;
+    }
+    std::vector<int> vector_out(size_t number, int bits, bool wider = false) {
+        std::vector<int> slots;
+        for (const Operand* part : vector(operand(number)))
+            slots.push_back(out(*part, bits, wider));
+        return slots;
+    }
+
+    using Make = void (Decoder::*)();
+    static const std::map<std::string, Make>& makers();
+
+    Instruction instruction(const Statement& statement) {
+        statement_ = &statement;
+        made_ = {};
+        made_.statement = &statement, made_.guard = statement.guard,
+        made_.negated = statement.negated;
+        made_.rounding = FE_TONEAREST;
+        parts_ = split(statement.opcode, '.');
+        const std::string name = take_first();
+        const auto maker = makers().find(name);
+        if (maker == makers().end()) throw Error("unknown instruction " + name);
+        (this->*maker->second)();
+        if (!parts_.empty()) throw Error("unknown modifier ." + parts_.front() + " of " + name);
+        return made_;
+    }
+
+    // Arithmetic of one type: modifiers, then the type, then the result and `count` operands.
+    template <class F>
+    void of_one(Type type) {
+        need_operands(2, 2), result(type.bits);
+        made_.a = in(1, type.bits);
+        made_.run = with_number(type, [](auto x) -> Run { return unary<F, decltype(x)>; });
+    }
+    template <class F>
+    void of_two(Type type) {
+        need_operands(3, 3), result(type.bits);
+        made_.a = in(1, type.bits), made_.b = in(2, type.bits);
+        made_.run = with_number(type, [](auto x) -> Run { return binary<F, decltype(x)>; });
+    }
+    template <class F>
+    void of_two_integers() {
+        const Type type = take_type();
+        const Type same = {type.kind == 's' ? 's' : 'u', type.bits};
+        if (type.kind == 'f' || type.bits == 8) throw Error("an unknown type");
+        need_operands(3, 3), result(type.bits);
+        made_.a = in(1, type.bits), made_.b = in(2, type.bits);
+        made_.run = type.kind == 'p'
+                        ? static_cast<Run>(binary<F, uint32_t>)
+                        : with_integer(same, [](auto x) -> Run { return binary<F, decltype(x)>; });
+    }
+    template <class F>
+    void add_or_subtract() {
+        take_rounding();
+        of_two<F>(take_type());
+    }
+    template <class F, class High>
+    void multiply(bool add) {
+        take_rounding();
+        const bool low = take("lo"), high = take("hi"), wide = take("wide");
+        const Type type = take_type();
+        if ((type.kind == 'f') == (low || high || wide))
+            throw Error("expected .lo, .hi or .wide of integers");
+        const int bits = wide ? 2 * type.bits : type.bits;
+        need_operands(3 + add, 3 + add), result(bits);
+        made_.a = in(1, type.bits), made_.b = in(2, type.bits);
+        if (add) made_.c = in(3, bits);
+        if (wide) {
+            const bool with_sign = type.kind == 's';
+            made_.run = type.bits == 16 ? with_sign ? multiply_wide<int16_t, int32_t>
+                                                    : multiply_wide<uint16_t, uint32_t>
+                        : with_sign ? multiply_wide<int32_t, int64_t>
+                                        : multiply_wide<uint32_t, uint64_t>;
+        } else if (type.kind == 'f') {
+            if (add) throw Error("mad of floats");
+            made_.run =
+                with_float(type, [](auto x) -> Run { return binary<Multiply, decltype(x)>; });
+        } else {
+            made_.run = with_integer(type, [&](auto x) -> Run {
+                using T = decltype(x);
+                if (add) return high ? ternary<MultiplyHighAdd, T> : ternary<MultiplyAdd, T>;
+                return high ? binary<MultiplyHigh, T> : binary<Multiply, T>;
+            });
+        }
+    }
+    void mul() { multiply<Multiply, MultiplyHigh>(false); }
+    void mad() { multiply<MultiplyAdd, MultiplyHighAdd>(true); }
+    void fma() {
+        take_rounding();
+        const Type type = take_type();
+        need_operands(4, 4), result(type.bits);
+        made_.a = in(1, type.bits), made_.b = in(2, type.bits), made_.c = in(3, type.bits);
+        if (type.kind != 'f') throw Error("fma of integers");
+        made_.run =
+            with_float(type, [](auto x) -> Run { return ternary<FusedMultiplyAdd, decltype(x)>; });
+    }
+    void div() {
+        take_rounding();
+        of_two<Divide>(take_type());
+    }
+    void rem() { of_two_integers<Remainder>(); }
+    template <class F>
+    void extreme() {
+        const bool nan = take("NaN");
+        const Type type = take_type();
+        if (!nan) return of_two<F>(type);
+        of_two<F>(type);
+        if (type.kind != 'f') throw Error(".NaN of integers");
+        made_.run = with_float(type, [](auto x) -> Run { return binary<OrNaN<F>, decltype(x)>; });
+    }
+    template <class F>
+    void of_one_number() {
+        of_one<F>(take_type());
+    }
+    template <class F>
+    void rounded_root() {
+        if (!take("approx")) take_rounding();
+        const Type type = take_type();
+        if (type.kind != 'f') throw Error("of integers");
+        need_operands(2, 2), result(type.bits), made_.a = in(1, type.bits);
+        made_.run = with_float(type, [](auto x) -> Run { return unary<F, decltype(x)>; });
+    }
+    template <class F>
+    void approximation() {
+        need("approx");
+        const Type type = take_type();
+        if (type.kind != 'f' || type.bits != 32) throw Error("expected .f32");
+        need_operands(2, 2), result(32), made_.a = in(1, 32), made_.run = unary<F, float>;
+    }
+    void inverse() {
+        const Type type = take_type();
+        need_operands(2, 2), result(type.bits), made_.a = in(1, type.bits);
+        made_.run =
+            type.kind == 'p' ? negate_predicate : with_integer({'u', type.bits}, [](auto x) -> Run {
+                return unary<Not, decltype(x)>;
+            });
+    }
+    template <class F>
+    void count_bits() {
+        const Type type = take_type();
+        need_operands(2, 2), result(32), made_.a = in(1, type.bits);
+        made_.run = type.bits == 32 ? unary<F, uint32_t> : unary<F, uint64_t>;
+    }
+    void reverse() {
+        const Type type = take_type();
+        need_operands(2, 2), result(type.bits), made_.a = in(1, type.bits);
+        made_.run = type.bits == 32 ? unary<Reversed, uint32_t> : unary<Reversed, uint64_t>;
+    }
+    template <class F>
+    void shift_by() {
+        const Type type = take_type();
+        need_operands(3, 3), result(type.bits);
+        made_.a = in(1, type.bits), made_.b = in(2, 32);
+        made_.run = with_integer(type, [](auto x) -> Run { return shift<F, decltype(x)>; });
+    }
+    void funnel() {
+        const bool left = take("l");
+        if (!left) need("r");
+        made_.flag = take("clamp");
+        if (!made_.flag) need("wrap");
+        need("b32"), need_operands(4, 4), result(32);
+        made_.a = in(1, 32), made_.b = in(2, 32), made_.c = in(3, 32);
+        made_.run = left ? shift_funnel<true> : shift_funnel<false>;
+    }
+    void lop3() {
+        need("b32"), need_operands(5, 5), result(32);
+        made_.a = in(1, 32), made_.b = in(2, 32), made_.c = in(3, 32);
+        made_.number = operand(4).number, made_.run = logic;
+    }
+    void prmt() {
+        need("b32"), need_operands(4, 4), result(32);
+        made_.a = in(1, 32), made_.b = in(2, 32), made_.c = in(3, 32), made_.run = permute;
+    }
+    void bfi() {
+        const Type type = take_type();
+        need_operands(5, 5), result(type.bits);
+        made_.a = in(1, type.bits), made_.b = in(2, type.bits), made_.c = in(3, 32),
+        made_.e = in(4, 32);
+        made_.run = type.bits == 32 ? insert_bits<uint32_t> : insert_bits<uint64_t>;
+    }
+    void bfe() {
+        const Type type = take_type();
+        need_operands(4, 4), result(type.bits);
+        made_.a = in(1, type.bits), made_.b = in(2, 32), made_.c = in(3, 32);
+        made_.run = with_integer(type, [](auto x) -> Run { return extract_bits<decltype(x)>; });
+    }
+    void dp4a() {
+        need("s32"), need("s32"), need_operands(4, 4), result(32);
+        made_.a = in(1, 32), made_.b = in(2, 32), made_.c = in(3, 32), made_.run = dot;
+    }
+
+    void setp() {
+        const std::string how = take_first();
+        take_one<Modifier>({{"and", Modifier::AND}, {"or", Modifier::OR}, {"xor", Modifier::XOR}},
+                           made_.modifier);
+        const bool joined = made_.modifier != Modifier::NONE;
+        const Type type = take_type();
+        need_operands(3 + joined, 3 + joined), result(1);
+        if (operand(0).predicate >= 0) throw Error("a second result");
+        made_.a = in(1, type.bits), made_.b = in(2, type.bits);
+        if (joined) made_.c = predicate(3, made_.flag);
+        made_.run = comparison(how, type);
+    }
+    Run comparison(const std::string& how, Type type) {
+        if (how == "lo" || how == "ls" || how == "hi" || how == "hs") {
+            if (type.kind != 'u') throw Error("." + how + " of other types than .u");
+            return comparison(how == "lo"   ? "lt"
+                              : how == "ls" ? "le"
+                              : how == "hi" ? "gt"
+                                            : "ge",
+                              type);
+        }
+#define PTX_COMPARE(word, name) \
+    if (how == word)            \
+        return with_number(     \
+            type, [](auto x) -> Run { return compare<Compared<Compare::name>, decltype(x)>; });
+        PTX_COMPARE("eq", EQ)
+        PTX_COMPARE("ne", NE) PTX_COMPARE("lt", LT) PTX_COMPARE("le", LE) PTX_COMPARE("gt", GT)
+            PTX_COMPARE("ge", GE) if (type.kind != 'f') throw Error("unknown comparison ." + how);
+        PTX_COMPARE("equ", EQU)
+        PTX_COMPARE("neu", NEU) PTX_COMPARE("ltu", LTU) PTX_COMPARE("leu", LEU)
+            PTX_COMPARE("gtu", GTU) PTX_COMPARE("geu", GEU) PTX_COMPARE("num", NUM)
+                PTX_COMPARE("nan", NAN_)
+#undef PTX_COMPARE
+                    throw Error("unknown comparison ." + how);
+    }
+    void selp() {
+        const Type type = take_type();
+        need_operands(4, 4), result(type.bits);
+        made_.a = in(1, type.bits), made_.b = in(2, type.bits);
+        bool negated;
+        made_.c = predicate(3, negated);
+        if (negated) throw Error("a negated operand");
+        made_.run = select;
+    }
+
+    void mov() {
+        const Type type = take_type();
+        need_operands(2, 2);
+        const Operand &to = operand(0), &from = operand(1);
+        if (from.kind == Operand::VECTOR) {
+            result(type.bits);
+            made_.bits = type.bits / static_cast<int>(from.parts.size());
+            made_.as = vector_in(1, made_.bits), made_.run = pack;
+        } else if (to.kind == Operand::VECTOR) {
+            made_.bits = type.bits / static_cast<int>(to.parts.size());
+            made_.ds = vector_out(0, made_.bits), made_.a = in(1, type.bits), made_.run = unpack;
+        } else {
+            result(type.bits), made_.a = in(1, type.bits), made_.run = move;
+            made_.copies = from.kind == Operand::REGISTER;
+        }
+    }
+    void cvt() {
+        const std::map<std::string, int> to_whole = {{"rni", FE_TONEAREST},
+                                                     {"rzi", FE_TOWARDZERO},
+                                                     {"rmi", FE_DOWNWARD},
+                                                     {"rpi", FE_UPWARD}};
+        const bool rounds = take_one(to_whole, made_.rounding);
+        made_.flag = rounds;
+        if (!rounds) take_rounding();
+        const Type to = take_type(), from = take_type();
+        if (to.kind == 'h') return cvt_to_bfloat16(to, from);
+        need_operands(2, 2);
+        result(to.bits, to.kind != 'f'), made_.a = in(1, from.bits, from.kind != 'f');
+        made_.bits = text_.registers[operand(0).slot].bits;
+        if (from.kind == 'h') {
+            if (to.kind != 'f' || to.bits != 32 || from.bits != 16)
+                throw Error("an unknown conversion");
+            made_.run = convert_of_bfloat16;
+            return;
+        }
+        if (from.kind == 'f' && to.kind != 'f' && !rounds)
+            throw Error("a conversion that rounds nowhere");
+        made_.run = with_number(to, [&](auto wanted) -> Run {
+            return with_number(from, [&](auto given) -> Run {
+                return convert<decltype(wanted), decltype(given)>;
+            });
+        });
+    }
+    void cvt_to_bfloat16(Type to, Type from) {
+        const bool two = to.bits == 32;
+        if (from.kind != 'f' || from.bits != 32 ||
+            (made_.rounding != FE_TONEAREST && made_.rounding != FE_TOWARDZERO))
+            throw Error("an unknown conversion");
+        need_operands(2 + two, 2 + two), result(to.bits), made_.a = in(1, 32);
+        if (two) made_.b = in(2, 32);
+        made_.run = two ? convert_to_two_bfloat16 : convert_to_bfloat16;
+    }
+    void cvta() {
+        const bool to = take("to");
+        const Space space = take_space();
+        need("u64"), need_operands(2, 2), result(64), made_.a = in(1, 64);
+        made_.number = space == Space::SHARED  ? kSharedWindow
+                       : space == Space::LOCAL ? kLocalWindow
+                                               : 0;
+        made_.run = to ? from_generic : to_generic;
+    }
+
+    // [.volatile] [.space] [.nc] [.vN] .type
+    Type memory_type(size_t& count) {
+        take("volatile"), take("relaxed"), take("gpu"), take("weak");
+        made_.space = take_space();
+        take("nc");
+        count = take("v4") ? 4 : take("v2") ? 2 : 1;
+        Type type = take_type();
+        if (type.kind == 'f' || type.kind == 'b') type.kind = 'u';
+        if (type.kind != 'u' && type.kind != 's') throw Error("an unknown type");
+        return type;
+    }
+    void ld() {
+        size_t count;
+        const Type type = memory_type(count);
+        need_operands(2, 2);
+        made_.ds = vector_out(0, type.bits, true), made_.a = address(1);
+        for (const Operand* part : vector(operand(0)))
+            if (part->slot >= 0) made_.bits = text_.registers[part->slot].bits;
+        if (made_.ds.size() != count) throw Error("another number of registers");
+        made_.run = with_integer(type, [](auto x) -> Run { return load<decltype(x)>; });
+    }
+    void st() {
+        size_t count;
+        const Type type = memory_type(count);
+        need_operands(2, 2);
+        made_.a = address(0), made_.as = vector_in(1, type.bits, true);
+        if (made_.as.size() != count) throw Error("another number of registers");
+        made_.run = with_integer(type, [](auto x) -> Run { return store<decltype(x)>; });
+    }
+    void update_memory(bool returns) {
+        take("relaxed"), take("gpu"), take("acq_rel"), take("cta");
+        made_.space = take_space();
+        take_one<Modifier>({{"add", Modifier::ADD},
+                            {"min", Modifier::MIN},
+                            {"max", Modifier::MAX},
+                            {"and", Modifier::AND},
+                            {"or", Modifier::OR},
+                            {"xor", Modifier::XOR},
+                            {"exch", Modifier::EXCHANGE},
+                            {"cas", Modifier::COMPARE_AND_SWAP}},
+                           made_.modifier);
+        if (made_.modifier == Modifier::NONE) throw Error("an unknown update");
+        const Type type = take_type();
+        const bool swap = made_.modifier == Modifier::COMPARE_AND_SWAP;
+        need_operands(2 + returns + swap, 2 + returns + swap);
+        if (returns) result(type.bits);
+        made_.a = address(returns), made_.b = in(returns + 1, type.bits);
+        if (swap) made_.c = in(returns + 2, type.bits);
+        made_.run = with_number(type, [](auto x) -> Run { return update<decltype(x)>; });
+    }
+    void atom() { update_memory(true); }
+    void red() { update_memory(false); }
+
+    void bra() {
+        take("uni"), need_operands(1, 1);
+        const auto label = text_.labels.find(operand(0).symbol);
+        if (label == text_.labels.end()) throw Error("unknown label");
+        made_.number = label->second, made_.run = branch;
+    }
+    void ret() { need_operands(0, 0), made_.run = end; }
+    void stop() { made_.run = trap; }
+    // Blocks run one after another, and a thread's accesses are in order.
+    void membar() {
+        if (!take("gl") && !take("cta")) need("sys");
+        made_.run = nothing;
+    }
+    void fence() {
+        if (take("proxy")) {
+            need("async");
+            if (take_space() != Space::SHARED) throw Error("expected .shared::cta");
+            kernel_->fences = true;
+            made_.run = fence_proxy;
+            return;
+        }
+        if (!take("acq_rel")) need("sc");
+        if (!take("gpu") && !take("cta")) need("sys");
+        made_.run = nothing;
+    }
+
+    void collective(Perform perform, bool aligned) {
+        made_.run = with_warp, made_.perform = perform, made_.aligned = aligned;
+    }
+    void shfl() {
+        need("sync"), need("b32"), need_operands(5, 5), result(32);
+        if (!take_one<Modifier>({{"up", Modifier::UP},
+                                 {"down", Modifier::DOWN},
+                                 {"bfly", Modifier::BUTTERFLY},
+                                 {"idx", Modifier::INDEX}},
+                                made_.modifier))
+            throw Error("an unknown shuffle");
+        if (operand(0).predicate >= 0) {
+            made_.predicate = operand(0).predicate;
+            made_.writes.push_back(made_.predicate);
+        }
+        made_.a = in(1, 32), made_.b = in(2, 32), made_.c = in(3, 32), made_.e = in(4, 32);
+        collective(perform_shuffle, false);
+    }
+    void vote() {
+        need("sync"), need_operands(3, 3);
+        if (!take_one<Modifier>({{"any", Modifier::ANY},
+                                 {"all", Modifier::ALL},
+                                 {"ballot", Modifier::BALLOT},
+                                 {"uni", Modifier::UNIFORM}},
+                                made_.modifier))
+            throw Error("an unknown vote");
+        const bool ballot = made_.modifier == Modifier::BALLOT;
+        need(ballot ? "b32" : "pred"), result(ballot ? 32 : 1);
+        made_.a = predicate(1, made_.flag), made_.e = in(2, 32);
+        collective(perform_vote, false);
+    }
+    void redux() {
+        need("sync"), need_operands(3, 3);
+        if (!take_one<Modifier>({{"add", Modifier::ADD},
+                                 {"min", Modifier::MIN},
+                                 {"max", Modifier::MAX},
+                                 {"and", Modifier::AND},
+                                 {"or", Modifier::OR},
+                                 {"xor", Modifier::XOR}},
+                                made_.modifier))
+            throw Error("an unknown reduction");
+        const Type type = take_type();
+        made_.flag = type.kind == 's';
+        result(32), made_.a = in(1, 32), made_.e = in(2, 32);
+        collective(perform_reduction, false);
+    }
+    void elect() {
+        need("sync"), need_operands(2, 2), result(32);
+        made_.predicate = operand(0).predicate;
+        if (made_.predicate >= 0) made_.writes.push_back(made_.predicate);
+        made_.e = in(1, 32);
+        collective(perform_election, false);
+    }
+
+    // bar.sync, bar.arrive, bar.warp.sync
+    void bar() {
+        if (take("warp")) {
+            need("sync"), need_operands(1, 1), made_.e = in(0, 32);
+            return collective(perform_warp_barrier, false);
+        }
+        barrier(true);
+    }
+    void barrier_of_block() { barrier(take("aligned")); }
+    void barrier(bool aligned) {
+        take("cta");
+        made_.flag = take("arrive");
+        if (!made_.flag) need("sync");
+        need_operands(1 + made_.flag, 2), made_.a = in(0, 32);
+        if (operands() == 2) made_.b = in(1, 32);
+        made_.aligned = aligned, made_.run = with_block;
+    }
+
+    const std::vector<int>& table(const std::string& name) const {
+        const auto found = kernel_->tables->find(name);
+        if (found == kernel_->tables->end()) throw Error("no layout " + name);
+        return found->second;
+    }
+    void sizes(const std::string& shape) {
+        if (std::sscanf(shape.c_str(), "m%dn%dk%d", &made_.m, &made_.n, &made_.k) != 3)
+            throw Error("an unknown shape ." + shape);
+    }
+    void ldmatrix() {
+        need("sync"), need("aligned"), need("m8n8"), need("b16"), need_operands(2, 2);
+        std::string name = "ldmatrix";
+        const int count = take("x4") ? 4 : take("x2") ? 2 : (need("x1"), 1);
+        name += ".x" + std::to_string(count) + (take("trans") ? ".trans" : "");
+        made_.space = take_space();
+        if (made_.space != Space::SHARED) throw Error("expected .shared");
+        made_.ds = vector_out(0, 32), made_.a = address(1);
+        if (static_cast<int>(made_.ds.size()) != count) throw Error("another number of registers");
+        made_.layouts[0] = &table(name);
+        collective(perform_matrix_load, true);
+    }
+    void fragments(const std::string& name, int bits, int result_bits) {
+        made_.bits = bits;
+        made_.ds = vector_out(0, result_bits), made_.as = vector_in(1, 32),
+        made_.bs = vector_in(2, 32);
+        made_.cs = vector_in(3, result_bits);
+        made_.layouts[0] = &table(name + " A"), made_.layouts[1] = &table(name + " B");
+        made_.layouts[2] = &table(name + " C");
+        const auto fits = [this](const std::vector<int>& slots, int layout, int each) {
+            return slots.size() * 32 == made_.layouts[layout]->size() / kWarp * each;
+        };
+        if (!fits(made_.as, 0, bits) || !fits(made_.bs, 1, bits) || !fits(made_.cs, 2, 32) ||
+            !fits(made_.ds, 2, 32))
+            throw Error("another number of registers than the fragments have");
+    }
+    void mma() {
+        const bool sparse = take("sp::ordered_metadata");
+        need("sync"), need("aligned");
+        const std::string shape = take_first();
+        sizes(shape);
+        need("row"), need("col");
+        const std::string sum = take_first(), a = take_first(), b = take_first(), c = take_first();
+        if (a != b || sum != c) throw Error("operands of different types");
+        const std::string types = sum + "." + a;
+        need_operands(4 + 2 * sparse, 4 + 2 * sparse);
+        if (sparse) {
+            if (types != "s32.s8" || operand(5).number) throw Error("an unknown sparse product");
+            fragments("mma.sp." + shape + ".s8", 8, 32);
+            made_.e = in(4, 32);
+            made_.layouts[0] = &table("mma.sp." + shape + ".s8 A");
+            return collective(perform_sparse_product, true);
+        }
+        if (types == "s32.s8") {
+            fragments("mma." + shape + ".s8", 8, 32);
+            return collective(perform_integer_product, true);
+        }
+        if (types == "s32.b1") {
+            need("and"), need("popc");
+            fragments("mma." + shape + ".b1", 1, 32);
+            return collective(perform_integer_product, true);
+        }
+        if (types == "f32.bf16") {
+            fragments("mma." + shape + ".bf16", 16, 32);
+            return collective(perform_float_product, true);
+        }
+        throw Error("unknown types of a product: " + types);
+    }
+    void wgmma() {
+        const std::string what = take_first();
+        need("sync"), need("aligned");
+        if (what == "fence") return need_operands(0, 0), collective(perform_warpgroup_fence, true);
+        if (what == "commit_group")
+            return need_operands(0, 0), collective(perform_warpgroup_commit, true);
+        if (what == "wait_group") {
+            need_operands(1, 1), made_.number = operand(0).number;
+            return collective(perform_warpgroup_wait, true);
+        }
+        if (what != "mma_async") throw Error("unknown modifier ." + what);
+        const std::string shape = take_first();
+        sizes(shape);
+        need("s32"), need("s8"), need("s8"), need_operands(4, 4);
+        made_.ds = vector_out(0, 32), made_.writes.clear();  // they are in flight
+        made_.a = in(1, 64), made_.b = in(2, 64);
+        bool negated;
+        made_.c = predicate(3, negated);
+        if (negated) throw Error("a negated operand");
+        made_.layouts[2] = &table("wgmma." + shape + ".s8 C");
+        if (made_.ds.size() != made_.layouts[2]->size() / kWarpgroup)
+            throw Error("another number of registers");
+        collective(perform_warpgroup_product, true);
+    }
+    void cp() {
+        need("async");
+        if (take("commit_group")) return need_operands(0, 0), made_.run = commit_copies, void();
+        if (take("wait_all")) return need_operands(0, 0), made_.run = wait_all_copies, void();
+        if (take("wait_group")) {
+            need_operands(1, 1), made_.number = operand(0).number, made_.run = wait_copies;
+            return;
+        }
+        const bool past_l1 = take("cg");
+        if (!past_l1) need("ca");
+        need("shared"), need("global"), need_operands(3, 4);
+        made_.bytes = static_cast<int>(operand(2).number);
+        const bool known =
+            made_.bytes == 16 || (!past_l1 && (made_.bytes == 4 || made_.bytes == 8));
+        if (!known) throw Error("an unknown number of bytes");
+        if (operand(1).number) throw Error("an offset of the source");
+        made_.space = Space::GLOBAL, made_.a = address(1);
+        made_.space = Space::SHARED, made_.d = address(0);
+        if (operands() == 4) made_.b = in(3, 32);
+        made_.run = copy_async;
+    }
+};
+
+const std::map<std::string, Decoder::Make>& Decoder::makers() {
+    static const std::map<std::string, Make> found = {
+        {"abs", &Decoder::of_one_number<Absolute>},
+        {"add", &Decoder::add_or_subtract<Add>},
+        {"and", &Decoder::of_two_integers<And>},
+        {"atom", &Decoder::atom},
+        {"bar", &Decoder::bar},
+        {"barrier", &Decoder::barrier_of_block},
+        {"bfe", &Decoder::bfe},
+        {"bfi", &Decoder::bfi},
+        {"bra", &Decoder::bra},
+        {"brev", &Decoder::reverse},
+        {"clz", &Decoder::count_bits<LeadingZeros>},
+        {"cos", &Decoder::approximation<Cosine>},
+        {"cp", &Decoder::cp},
+        {"cvt", &Decoder::cvt},
+        {"cvta", &Decoder::cvta},
+        {"div", &Decoder::div},
+        {"dp4a", &Decoder::dp4a},
+        {"elect", &Decoder::elect},
+        {"ex2", &Decoder::approximation<Exponential>},
+        {"exit", &Decoder::ret},
+        {"fence", &Decoder::fence},
+        {"fma", &Decoder::fma},
+        {"ld", &Decoder::ld},
+        {"ldmatrix", &Decoder::ldmatrix},
+        {"lg2", &Decoder::approximation<Logarithm>},
+        {"lop3", &Decoder::lop3},
+        {"mad", &Decoder::mad},
+        {"max", &Decoder::extreme<Maximum>},
+        {"membar", &Decoder::membar},
+        {"min", &Decoder::extreme<Minimum>},
+        {"mma", &Decoder::mma},
+        {"mov", &Decoder::mov},
+        {"mul", &Decoder::mul},
+        {"neg", &Decoder::of_one_number<Negate>},
+        {"not", &Decoder::inverse},
+        {"or", &Decoder::of_two_integers<Or>},
+        {"popc", &Decoder::count_bits<PopulationCount>},
+        {"prmt", &Decoder::prmt},
+        {"rcp", &Decoder::rounded_root<Reciprocal>},
+        {"red", &Decoder::red},
+        {"redux", &Decoder::redux},
+        {"rem", &Decoder::rem},
+        {"ret", &Decoder::ret},
+        {"rsqrt", &Decoder::approximation<ReciprocalRoot>},
+        {"selp", &Decoder::selp},
+        {"setp", &Decoder::setp},
+        {"shf", &Decoder::funnel},
+        {"shfl", &Decoder::shfl},
+        {"shl", &Decoder::shift_by<ShiftLeft>},
+        {"shr", &Decoder::shift_by<ShiftRight>},
+        {"sin", &Decoder::approximation<Sine>},
+        {"sqrt", &Decoder::rounded_root<SquareRoot>},
+        {"st", &Decoder::st},
+        {"sub", &Decoder::add_or_subtract<Subtract>},
+        {"tanh", &Decoder::approximation<HyperbolicTangent>},
+        {"trap", &Decoder::stop},
+        {"vote", &Decoder::vote},
+        {"wgmma", &Decoder::wgmma},
+        {"xor", &Decoder::of_two_integers<Xor>},
+    };
+    return found;
+}
+
+}  // namespace
+
+std::unique_ptr<Kernel> decode(const KernelText& text, const std::vector<Variable>& of_module,
+                               const std::map<std::string, uint64_t>& globals,
+                               const Tables& tables) {
+    return Decoder(text, globals, tables).kernel(of_module);
+}
+
+}  // namespace ptx
