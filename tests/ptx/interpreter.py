@@ -23,7 +23,7 @@ from tests.ptx.layouts import tables
 
 FOLDER = Path(__file__).parent / "csrc"
 # No fused or reordered arithmetic: rounding is set at run time.
-FLAGS = ["-O2", "-std=c++17", "-Wall", "-Wextra", "-fPIC", "-shared", "-fvisibility=hidden"]
+FLAGS = ["-O1", "-std=c++17", "-Wall", "-Wextra", "-fPIC", "-shared", "-fvisibility=hidden"]
 FLAGS += ["-ffp-contract=off", "-frounding-math", "-fno-strict-aliasing"]
 MESSAGE_BYTES = 4096
 
@@ -34,7 +34,9 @@ class _Launch(ctypes.Structure):
         ("grid", ctypes.c_uint32 * 3),
         ("block", ctypes.c_uint32 * 3),
         ("shared", ctypes.c_uint64),
-        ("parameters", ctypes.POINTER(ctypes.c_void_p)),
+        ("parameters", ctypes.POINTER(ctypes.c_char_p)),
+        ("parameter_bytes", ctypes.POINTER(ctypes.c_uint64)),
+        ("parameter_count", ctypes.c_uint64),
         ("allocations", ctypes.POINTER(ctypes.c_uint64)),
         ("allocation_count", ctypes.c_uint64),
         ("order", ctypes.c_int),
@@ -103,7 +105,7 @@ class Module:
     """PTX that has been read. Raises RuntimeError: it holds what the interpreter does not know."""
 
     def __init__(self, text: str):
-        given = tables()
+        given, self._free = tables(), library().ptx_free
         message = ctypes.create_string_buffer(MESSAGE_BYTES)
         flat = [numpy.ravel(table) for table in given.values()]
         pointers = [table.ctypes.data_as(ctypes.c_void_p) for table in flat]
@@ -121,14 +123,12 @@ class Module:
 
     def __del__(self) -> None:
         if getattr(self, "_module", None):
-            library().ptx_free(ctypes.c_void_p(self._module))
+            self._free(ctypes.c_void_p(self._module))
 
     def launch(
         self,
         name: str,
-        *,
-        parameters: Sequence[bytes],
-        allocations: Sequence[tuple[int, int]] = (),
+        *arguments,
         grid: tuple[int, int, int] = (1, 1, 1),
         block: tuple[int, int, int] = (32, 1, 1),
         shared: int = 0,
@@ -138,26 +138,31 @@ class Module:
 
         Args:
             name: of the kernel.
-            parameters: the bytes of each.
-            allocations: (address, bytes) of memory that it may touch.
+            arguments: as of a Launch, without TICKET; the kernel may touch their tensors alone.
             grid, block, shared: as of any launch.
             order: of threads: 0 forward, 1 backward, else a seed.
 
         Raises:
             RuntimeError: the kernel does what a GPU leaves undefined; the message says where.
         """
-        kept = [ctypes.create_string_buffer(value, len(value) + 8) for value in parameters]
-        places = [ctypes.cast(one, ctypes.c_void_p) for one in kept]
-        flat = [number for pair in allocations for number in pair]
+        allocations: list[int] = []
+
+        def address(tensor: torch.Tensor) -> int:
+            allocations.extend((tensor.data_ptr(), tensor.nbytes))
+            return tensor.data_ptr()
+
+        values = [_bytes(value, address) for value in arguments]
         message = ctypes.create_string_buffer(MESSAGE_BYTES)
         launch = _Launch(
             kernel=name.encode(),
             grid=grid,
             block=block,
             shared=shared,
-            parameters=(ctypes.c_void_p * len(places))(*places),
-            allocations=(ctypes.c_uint64 * len(flat))(*flat),
-            allocation_count=len(flat) // 2,
+            parameters=(ctypes.c_char_p * len(values))(*values),
+            parameter_bytes=(ctypes.c_uint64 * len(values))(*map(len, values)),
+            parameter_count=len(values),
+            allocations=(ctypes.c_uint64 * len(allocations))(*allocations),
+            allocation_count=len(allocations) // 2,
             order=order,
         )
         if library().ptx_launch(
@@ -179,7 +184,7 @@ class Interpreter:
     torch_device = torch.device("cpu")
 
     def __init__(self, target: str = "compute_80"):
-        self._target = target
+        self.target = target
         self._modules: dict[tuple[Kernel, str], Module] = {}
         self._ticket = torch.zeros(TICKETS, dtype=torch.int32)
         self.order = 0
@@ -203,21 +208,13 @@ class Interpreter:
                 raise RuntimeError(f"{title}: {entry.kernel}: {error}") from None
 
     def _launch(self, entry: Launch) -> None:
-        target = "compute_90a" if "WGMMA" in dict(entry.kernel.defines) else self._target
+        target = "compute_90a" if "WGMMA" in dict(entry.kernel.defines) else self.target
         key = entry.kernel, target
         if key not in self._modules:
             self._modules[key] = Module(ptx_of(*key))
-        allocations = []
-
-        def address(tensor: torch.Tensor) -> int:
-            allocations.append((tensor.data_ptr(), tensor.numel() * tensor.element_size()))
-            return tensor.data_ptr()
-
-        parameters = [_parameter(value, address, self._ticket) for value in entry.arguments]
         self._modules[key].launch(
             entry.kernel.name,
-            parameters=parameters,
-            allocations=allocations,
+            *(self._ticket if value is TICKET else value for value in entry.arguments),
             grid=entry.grid,
             block=entry.block,
             shared=entry.shared,
@@ -232,9 +229,8 @@ class _List:
         self.run = run
 
 
-def _parameter(value, address: Callable[[torch.Tensor], int], ticket: torch.Tensor) -> bytes:
-    if value is TICKET:
-        value = ticket
+def _bytes(value, address: Callable[[torch.Tensor], int]) -> bytes:
+    """A kernel's parameter in memory."""
     if isinstance(value, torch.Tensor):
         return address(value).to_bytes(8, "little")
     if hasattr(value, "pack"):

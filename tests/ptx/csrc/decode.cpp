@@ -956,7 +956,7 @@ private:
         if (sparse) {
             if (types != "s32.s8" || operand(5).number) throw Error("an unknown sparse product");
             fragments("mma.sp." + shape + ".s8", 8, 32);
-            made_.e = in(4, 32);
+            made_.metadata = in(4, 32);
             made_.layouts[0] = &table("mma.sp." + shape + ".s8 A");
             return collective(perform_sparse_product, true);
         }

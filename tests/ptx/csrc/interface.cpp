@@ -25,6 +25,8 @@ struct PtxLaunch {
     uint32_t grid[3], block[3];
     uint64_t shared;
     const void* const* parameters;  // the place of each
+    const uint64_t* parameter_bytes;
+    uint64_t parameter_count;
     const uint64_t* allocations;    // first address and bytes of each
     uint64_t allocation_count;
     int order;  // of threads: see Block::run
@@ -80,10 +82,16 @@ __attribute__((visibility("default"))) int ptx_launch(void* loaded, const PtxLau
     for (const auto& [name, content] : module.globals)
         allocations.add(reinterpret_cast<uint64_t>(content.data()), 8 * content.size());
     allocations.sort();
+    if (given->parameter_count != kernel.parameter_offsets.size())
+        throw ptx::Error(kernel.name + ": another number of parameters");
     std::vector<uint8_t> parameters(kernel.parameter_bytes);
-    for (size_t i = 0; i < kernel.parameter_offsets.size(); ++i)
-        std::memcpy(&parameters[kernel.parameter_offsets[i]], given->parameters[i],
-                    kernel.text->parameters[i].bytes);
+    for (size_t i = 0; i < kernel.parameter_offsets.size(); ++i) {
+        const uint64_t bytes = kernel.text->parameters[i].bytes;
+        if (given->parameter_bytes[i] != bytes)
+            throw ptx::Error(kernel.name + ": parameter " + std::to_string(i) + " has " +
+                             std::to_string(bytes) + " bytes");
+        std::memcpy(&parameters[kernel.parameter_offsets[i]], given->parameters[i], bytes);
+    }
     ptx::Launch launch = {&kernel,           {},           {},          given->shared,
                           parameters.data(), &allocations, given->order};
     std::memcpy(launch.grid, given->grid, sizeof launch.grid);

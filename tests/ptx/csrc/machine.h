@@ -51,6 +51,7 @@ struct Instruction {
     int guard = -1;
     bool negated = false;
     int d = -1, a = -1, b = -1, c = -1, e = -1;  // slots: result and operands
+    int metadata = -1;                           // of a sparse product
     int predicate = -1;                          // second result
     std::vector<int> ds, as, bs, cs;             // slots of vectors: of the result, of operands
     Space space = Space::GENERIC;

@@ -232,8 +232,8 @@ void perform_float_product(Warp& warp, uint32_t, const Instruction& i) {
     });
 }
 
-// a is stored without half of its values, in layouts[0]. The metadata in slot `e` say which two of
-// four columns they are: layout "metadata" is (lane, group of four) -> row + m * group.
+// a is stored without half of its values, in layouts[0]. The metadata say which two of four
+// columns they are: layout "metadata" is (lane, group of four) -> row + m * group.
 void perform_sparse_product(Warp& warp, uint32_t, const Instruction& i) {
     const auto stored =
         gather<int32_t>(warp, &Instruction::as, i, *i.layouts[0], i.m, i.k / 2, 8, signed_byte);
@@ -245,7 +245,7 @@ void perform_sparse_product(Warp& warp, uint32_t, const Instruction& i) {
     for (int lane = 0; lane < kWarp; ++lane)
         for (int at = 0; at < groups; ++at) {
             const int index = places[lane * groups + at], row = index % i.m, group = index / i.m;
-            const uint32_t two = get<uint32_t>(*warp.lanes[lane], i.e) >> 4 * at & 15;
+            const uint32_t two = get<uint32_t>(*warp.lanes[lane], i.metadata) >> 4 * at & 15;
             if ((two & 3) >= two >> 2) fault(*warp.lanes[lane], i, "unordered metadata");
             a[row * i.k + 4 * group + (two & 3)] = stored[row * i.k / 2 + 2 * group];
             a[row * i.k + 4 * group + (two >> 2)] = stored[row * i.k / 2 + 2 * group + 1];
