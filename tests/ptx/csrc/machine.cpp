@@ -124,8 +124,14 @@ void Block::run() {
             if (thread.state == State::RUNNING) ptx::run(thread), ran = true;
             left |= thread.state != State::EXITED;
         }
-        if (!left) return;
+        if (!left) break;
         if (!ran) deadlock();
+    }
+    for (const Warp& warp : warps) {
+        if (warp.products == warps[warp.number / 4 * 4].products) continue;
+        const Thread& thread = *warp.lanes[0];
+        fault(thread, kernel.code.back(),
+              "the warps of its warpgroup have not begun the same products by wgmma");
     }
 }
 
