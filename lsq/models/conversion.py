@@ -210,6 +210,6 @@ def check_bare(model: nn.Module, task: str) -> None:
             )
         if any(map(shards.is_shard, module.parameters(recurse=False))):
             raise ValueError(
-                f"parameters of {name!r} are shards of FSDP2 or of parallelize_module; {task} the"
-                " model before that"
+                f"parameters of {name!r} are shards; {task} the model before fully_shard or"
+                " parallelize_module"
             )
