@@ -38,6 +38,12 @@ def _tile(op: ProjectWeightGradient) -> TileConfiguration | None:
     return gemm.cuda_tile(GEMM, inner, op.columns, padded(rows) if rows else 0)
 
 
+def _transposes(tile: TileConfiguration | None) -> bool:
+    """Return whether the gradient's codes are transposed in memory: mma.sync takes them as they
+    are."""
+    return tile is None or tile.instruction != "mma"
+
+
 def _sums(op: ProjectWeightGradient) -> KernelSums | None:
     """Return the parts of clip gradients; None: the kernel on rows writes the gradients itself.
 
@@ -76,7 +82,8 @@ def scratch_of_project_weight_gradient(op: ProjectWeightGradient):
     product = (columns, inner) if op.weight.in_out else (inner, columns)
     if op.gradient is not None:
         parts = max(1, min(PARTS, -(-rows // TILE)))
-        operands = [((width, padded(rows)), torch.int8) for width in (inner, columns)]
+        transposed = (inner, columns) if _transposes(tile) else (columns,)
+        operands = [((width, padded(rows)), torch.int8) for width in transposed]
         scales = [((parts, columns), torch.float32), ((columns,), torch.float32)]
         made = [] if tile else sums_scratch(*product, padded(rows))
         if tile is not None and tile.split > 1:  # for sums of the blocks that share a tile
@@ -105,9 +112,10 @@ def _floats(op: ProjectWeightGradient, gradient, x, out) -> Product:
 
 
 def _int8_entries(op: ProjectWeightGradient, clips, scratch):
-    """Return launches: transpose both operands, round x again, multiply, apply the epilogue."""
-    gradient, x, largest, scale, *made = scratch
+    """Return launches: transpose operands, round x again, multiply, apply the epilogue."""
     inner, columns, tile = op.upstream.shape[1], op.columns, _tile(op)
+    gradient = next(scratch) if _transposes(tile) else None
+    x, largest, scale, *made = scratch
     check_columns(
         16, **{"the width of a weight": columns, "the width of its gradient's operand": inner}
     )
@@ -115,7 +123,7 @@ def _int8_entries(op: ProjectWeightGradient, clips, scratch):
     (down, along), (_, strips) = tiles(width, inner), tiles(width, columns)
     begin = op, gradient, largest, parts, inner, width
     rounded = op, largest, scale, x, parts, width
-    blocks = parts * strips + down * along
+    blocks = parts * strips + (0 if gradient is None else down * along)
     operands = [
         launch("transpose.cu", "lsq_begin_weight_gradient", *begin, grid=blocks),
         launch("transpose.cu", "lsq_round_transposed", *rounded, grid=(down, strips)),
@@ -162,10 +170,10 @@ def _epilogue(op: ProjectWeightGradient, product, column_scale, clips) -> Launch
 def _product(op: ProjectWeightGradient, tile: TileConfiguration, operands, clips, parts) -> Launch:
     """Return the launch that makes the gradient, except for finishing the sums of clips.
 
-    `operands`: codes of the gradient transposed, int8 [at least N, P]; codes of x times the
-    gradient's scales, int8 [K, P]; their scales float32 [K].
+    `operands`: codes of the gradient, transposed if `_transposes`, else None; codes of x
+    times the gradient's scales, int8 [K, P]; their scales float32 [K].
     """
     columns, inner = operands[1].shape
     source, name = "weight_gradient_product.cu", "lsq_weight_gradient_product"
-    arguments = op, *operands, inner, clips, parts, TICKET
+    arguments = op, *operands, op.upstream.shape[1], inner, clips, parts, TICKET
     return tiled(source, name, tile, (op.weight_rows, columns, inner), *arguments, FLOAT=0)

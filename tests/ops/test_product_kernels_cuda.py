@@ -452,7 +452,7 @@ def weight_traffic(tile):
     if parts is not None:  # the last block of a tile has its own
         assert_whole_sectors(of[id(parts)].writes, tile.split * 4 * 128**2)
         assert_whole_sectors(of[id(parts)].reads, (tile.split - 1) * 4 * 128**2)
-    return found, of[id(gradient)], of[id(x)]
+    return found, of[id(given.gradient.codes if gradient is None else gradient)], of[id(x)]
 
 
 @objdump

@@ -1,9 +1,14 @@
 // An int8 product, a [M, K] times b [N, K] transposed, up to its sums in registers: `accumulate`,
 // by wgmma or mma.sync. Epilogues (product_rows.cuh) know a block's warps and their sums.
+//
+// TRANSPOSED_ROWS: a is TransposedRows, and its product's rows are in their order.
 #pragma once
 
 #if WGMMA
 #include "product_wgmma.cuh"
 #else
 #include "product_mma.cuh"
+#endif
+#if TRANSPOSED_ROWS
+#include "product_transposed.cuh"
 #endif

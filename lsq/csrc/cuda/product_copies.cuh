@@ -58,16 +58,16 @@ struct TileCopy {
     }
 };
 
-// A block's steps along K, and this thread's copies. OfB: TileCopy, or one that copies b as it is
-// stored.
-template <int THREADS, class OfB = TileCopy<THREADS, TILE_N>>
+// A block's steps along K, and this thread's copies. OfA, OfB: TileCopy, or one that copies an
+// operand as it is stored.
+template <class OfA, class OfB>
 struct StepCopies {
-    const TileCopy<THREADS, TILE_M>& a;
+    const OfA& a;
     const OfB& b;
     unsigned char* stages;
     int64_t first, last;
 
-    LSQ_INLINE StepCopies(const TileCopy<THREADS, TILE_M>& a, const OfB& b, unsigned char* stages)
+    LSQ_INLINE StepCopies(const OfA& a, const OfB& b, unsigned char* stages)
         : a(a), b(b), stages(stages) {
         const auto steps = static_cast<uint32_t>((a.inner + kStep - 1) / kStep);
         first = steps * blockIdx.z / gridDim.z, last = steps * (blockIdx.z + 1) / gridDim.z;

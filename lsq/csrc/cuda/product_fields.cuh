@@ -59,7 +59,6 @@ struct FieldColumns {
         }
     }
 
-    // load_columns of int8.
     LSQ_INLINE void load(const unsigned char* stage, int64_t, int chunk, ColumnFragments& b) const {
         const unsigned char* tiles = stage + TILE_M * kStep + warp_column() * kColumnBytes;
         const unsigned char* words = tiles + threadIdx.x % kWarp * 4;

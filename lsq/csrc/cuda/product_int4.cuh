@@ -53,7 +53,6 @@ struct Int4Columns {
         }
     }
 
-    // load_columns of int8.
     LSQ_INLINE void load(const unsigned char* stage, int64_t step, int chunk,
                          ColumnFragments& b) const {
         const int lane = threadIdx.x % kWarp,
@@ -71,8 +70,6 @@ struct Int4Columns {
             b[j][0] = multiplier.times(pairs), b[j][1] = multiplier.times(pairs >> 4);
         }
     }
-
-    LSQ_INLINE static void finish(Sums&) {}
 };
 
 }  // namespace lsq

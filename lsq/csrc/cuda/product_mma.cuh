@@ -28,7 +28,8 @@ using RowFragments = uint32_t[kRowTiles][4];
 using ColumnFragments = uint32_t[kColumnTiles][2];
 
 // Loads a's fragments from chunk `chunk` of a stage.
-LSQ_INLINE void load_rows(const unsigned char* stage, int chunk, RowFragments& a) {
+LSQ_INLINE void load_fragments(const TileCopy<kProductThreads, TILE_M>&, const unsigned char* stage,
+                               int64_t, int chunk, RowFragments& a) {
     const int lane = threadIdx.x % kWarp, row = warp_row() + lane % 16;
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i)
@@ -36,7 +37,8 @@ LSQ_INLINE void load_rows(const unsigned char* stage, int chunk, RowFragments& a
 }
 
 // Loads b's fragments.
-LSQ_INLINE void load_columns(const unsigned char* stage, int chunk, ColumnFragments& b) {
+LSQ_INLINE void load_fragments(const TileCopy<kProductThreads, TILE_N>&, const unsigned char* stage,
+                               int64_t, int chunk, ColumnFragments& b) {
     const int lane = threadIdx.x % kWarp,
               column = TILE_M + warp_column() + lane % 8 + lane / 16 * 8;
 #pragma unroll
@@ -45,6 +47,13 @@ LSQ_INLINE void load_columns(const unsigned char* stage, int chunk, ColumnFragme
         load_matrices(stage + offset_of(column + 8 * j, chunk + lane / 8 % 2), words);
         b[j][0] = words[0], b[j][1] = words[1], b[j + 1][0] = words[2], b[j + 1][1] = words[3];
     }
+}
+
+// Loads those of an operand that is stored in another way.
+template <class Operand, class Fragments>
+LSQ_INLINE void load_fragments(const Operand& operand, const unsigned char* stage, int64_t step,
+                               int chunk, Fragments& fragments) {
+    operand.load(stage, step, chunk, fragments);
 }
 
 LSQ_INLINE void multiply_fragments(const RowFragments& a, const ColumnFragments& b, Sums& sums) {
@@ -57,10 +66,9 @@ LSQ_INLINE void multiply_fragments(const RowFragments& a, const ColumnFragments&
 
 // Calls work(stage, step) for each of this block's steps, once all warps have it. `stages` has
 // STAGES * kStageBytes bytes, at a multiple of kPattern.
-template <class OfB, class Work>
-LSQ_INLINE void for_steps(const TileCopy<kProductThreads, TILE_M>& a, const OfB& b,
-                          unsigned char* stages, const Work& work) {
-    const StepCopies<kProductThreads, OfB> copies(a, b, stages);
+template <class OfA, class OfB, class Work>
+LSQ_INLINE void for_steps(const OfA& a, const OfB& b, unsigned char* stages, const Work& work) {
+    const StepCopies copies(a, b, stages);
 #pragma unroll
     for (int stage = 0; stage < STAGES - 1; ++stage) copies.begin(stage, copies.first + stage);
     int now = 0, next = STAGES - 1;
@@ -76,36 +84,19 @@ LSQ_INLINE void for_steps(const TileCopy<kProductThreads, TILE_M>& a, const OfB&
 }
 
 // The sums of this block's tile, over its part of K.
-LSQ_INLINE void accumulate(const TileCopy<kProductThreads, TILE_M>& a,
-                           const TileCopy<kProductThreads, TILE_N>& b, unsigned char* stages,
-                           Sums& sums) {
-    for_steps(a, b, stages, [&](const unsigned char* stage, int64_t) {
-#pragma unroll
-        for (int chunk = 0; chunk < kChunks; chunk += 2) {
-            RowFragments rows;
-            ColumnFragments columns;
-            load_rows(stage, chunk, rows);
-            load_columns(stage, chunk, columns);
-            multiply_fragments(rows, columns, sums);
-        }
-    });
-}
-
-// The same of a b that is stored in another way: b.load is load_columns.
-template <class OfB>
-LSQ_INLINE void accumulate(const TileCopy<kProductThreads, TILE_M>& a, const OfB& b,
-                           unsigned char* stages, Sums& sums) {
+template <class OfA = TileCopy<kProductThreads, TILE_M>,
+          class OfB = TileCopy<kProductThreads, TILE_N>>
+LSQ_INLINE void accumulate(const OfA& a, const OfB& b, unsigned char* stages, Sums& sums) {
     for_steps(a, b, stages, [&](const unsigned char* stage, int64_t step) {
 #pragma unroll
         for (int chunk = 0; chunk < kChunks; chunk += 2) {
             RowFragments rows;
             ColumnFragments columns;
-            load_rows(stage, chunk, rows);
-            b.load(stage, step, chunk, columns);
+            load_fragments(a, stage, step, chunk, rows);
+            load_fragments(b, stage, step, chunk, columns);
             multiply_fragments(rows, columns, sums);
         }
     });
-    b.finish(sums);
 }
 
 }  // namespace lsq

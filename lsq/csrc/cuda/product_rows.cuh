@@ -36,6 +36,11 @@ LSQ_INLINE void for_sums(const Sums& sums, unsigned char* stages, const Work& wo
     const int lane = threadIdx.x % kWarp, first = lane / kRowGroups;
     int4* rows = reinterpret_cast<int4*>(stages) + threadIdx.x / kWarp * 8 * kRowQuads;
     const int64_t warp_first = block_row() + warp_row();
+#if TRANSPOSED_ROWS
+    const auto row_of_sums = [](int i, int row) { return i / 2 * 16 + row_of(i % 2, row); };
+#else
+    const auto row_of_sums = [](int i, int row) { return 8 * i + row; };
+#endif
     __syncthreads();  // all have read the last stage
 #pragma unroll 1
     for (int i = 0; i < 2 * kRowTiles; ++i) {
@@ -60,7 +65,7 @@ LSQ_INLINE void for_sums(const Sums& sums, unsigned char* stages, const Work& wo
                 sum[4 * half] = four.x, sum[4 * half + 1] = four.y, sum[4 * half + 2] = four.z,
                         sum[4 * half + 3] = four.w;
             }
-            work(warp_first + 8 * i + row, sum);
+            work(warp_first + row_of_sums(i, row), sum);
         }
         __syncwarp();
     }

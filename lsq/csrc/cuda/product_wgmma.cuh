@@ -43,7 +43,7 @@ LSQ_INLINE void begin_stage(const unsigned char* stage, Sums& sums) {
 LSQ_INLINE void accumulate(const TileCopy<kProductThreads, TILE_M>& a,
                            const TileCopy<kProductThreads, TILE_N>& b, unsigned char* stages,
                            Sums& sums) {
-    const StepCopies<kProductThreads> copies(a, b, stages);
+    const StepCopies copies(a, b, stages);
 #pragma unroll
     for (int stage = 0; stage < STAGES - 2; ++stage) copies.begin(stage, copies.first + stage);
     int now = 0, next = STAGES - 2;

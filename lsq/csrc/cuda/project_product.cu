@@ -20,6 +20,9 @@ LSQ_KERNEL __launch_bounds__(kProductThreads, kProductBlocks)
     Sums sums = {};
     const Columns columns(op.weight.codes, block_column(), op.columns, inner);
     accumulate({op.x.coded.codes, block_row(), op.rows, inner}, columns, stages, sums);
+#if FIELD_BITS
+    Columns::finish(sums);
+#endif
     const ProjectEnd end{op};
     const int64_t column = sums_column();
     float added[kVector] = {}, factor[kVector] = {};

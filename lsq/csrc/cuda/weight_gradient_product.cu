@@ -1,5 +1,6 @@
 // Product and epilogue for the gradient of a weight in one kernel: N rows, K columns, P values to
 // multiply, K and P multiples of 16; blocks along the third dimension of the grid share P.
+#define TRANSPOSED_ROWS !WGMMA  // wgmma reads transposed codes alone
 #include "product_rows.cuh"
 #include "weight_gradient_epilogue.cuh"
 
@@ -46,18 +47,22 @@ LSQ_INLINE bool add_up_parts(Sums& sums, int32_t* parts, uint32_t* tickets) {
 
 }  // namespace
 
-// gradient int8 [at least N, P], x int8 [K, P], column_scale [K] -> dweight [N, K], clip_sums:
-// parts of the clips' gradients. Clips for rows: [kWarpsAcross * gridDim.x, N], a row of each
-// column of warps; one clip: [tiles, warps].
+// gradient int8 [at least N, P]: transposed codes, null where op's are read; x int8 [K, P],
+// column_scale [K] -> dweight [N, K], clip_sums: parts of the clips' gradients. Clips for rows:
+// [kWarpsAcross * gridDim.x, N], a row of each column of warps; one clip: [tiles, warps].
 LSQ_KERNEL __launch_bounds__(kProductThreads, kProductBlocks)
     lsq_weight_gradient_product(const ProjectWeightGradient op, In<int8_t> gradient, In<int8_t> x,
-                                In<float> column_scale, int64_t inner, Out<float> clip_sums,
-                                Out<int32_t> parts, Out<uint32_t> tickets) {
+                                In<float> column_scale, int64_t outputs, int64_t inner,
+                                Out<float> clip_sums, Out<int32_t> parts, Out<uint32_t> tickets) {
     wait_for_launches();
     extern __shared__ __align__(kPattern) unsigned char stages[];
     Sums sums = {};
-    accumulate({gradient, block_row(), op.weight_rows, inner},
-               {x, block_column(), op.columns, inner}, stages, sums);
+#if TRANSPOSED_ROWS
+    const TransposedRows rows(op.gradient.codes, block_row(), outputs, op.rows, inner);
+#else
+    const TileCopy<kProductThreads, TILE_M> rows(gradient, block_row(), op.weight_rows, inner);
+#endif
+    accumulate(rows, {x, block_column(), op.columns, inner}, stages, sums);
     if (!add_up_parts(sums, parts, tickets)) return;
     const WeightGradientEnd end{op};
     const int64_t column = sums_column();
