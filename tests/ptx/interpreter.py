@@ -7,11 +7,12 @@ block, thread and line for what a GPU leaves undefined. It shares no code with l
 
 import ctypes
 import functools
+import itertools
 import os
 import shlex
 import subprocess
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import numpy
@@ -19,6 +20,9 @@ import torch
 
 from lsq.native import cache, compiler, loader, sources
 from lsq.native.launch import TICKET, TICKETS, Kernel, Launch, Product
+from lsq.program.backend import Call
+from lsq.program.operation import Operation
+from lsq.run.cuda import CUDA
 from tests.ptx.layouts import tables
 
 FOLDER = Path(__file__).parent / "csrc"
@@ -133,19 +137,22 @@ class Module:
         block: tuple[int, int, int] = (32, 1, 1),
         shared: int = 0,
         order: int = 0,
+        known: Iterable[tuple[int, int]] = (),
     ) -> None:
         """Run a kernel.
 
         Args:
             name: of the kernel.
-            arguments: as of a Launch, without TICKET; the kernel may touch their tensors alone.
+            arguments: as of a Launch, without TICKET; the kernel may touch their tensors, and what
+                is `known`.
             grid, block, shared: as of any launch.
             order: of threads: 0 forward, 1 backward, else a seed.
+            known: (address, bytes) of other memory.
 
         Raises:
             RuntimeError: the kernel does what a GPU leaves undefined; the message says where.
         """
-        allocations: list[int] = []
+        allocations = list(itertools.chain(*known))
 
         def address(tensor: torch.Tensor) -> int:
             allocations.extend((tensor.data_ptr(), tensor.nbytes))
@@ -181,7 +188,7 @@ class Interpreter:
         target: architecture that kernels are compiled for; those by wgmma are for "compute_90a".
     """
 
-    torch_device = torch.device("cpu")
+    name, torch_device = "PTX interpreter", torch.device("cpu")
 
     def __init__(self, target: str = "compute_80"):
         self.target = target
@@ -190,6 +197,8 @@ class Interpreter:
         self.order = 0
         """Of threads: see `Module.launch`."""
         self.launched: set[Kernel] = set()
+        self.known: list[tuple[int, int]] = []
+        """(address, bytes) of memory beside the tensors of a launch's arguments."""
 
     def list(self, entries: Sequence[Launch | Product], *, title: str = "") -> "_List":
         """What `run` runs."""
@@ -219,9 +228,37 @@ class Interpreter:
             block=entry.block,
             shared=entry.shared,
             order=self.order,
+            known=self.known,
         )
         self.launched.add(entry.kernel)
         assert not self._ticket.any(), f"{entry.kernel} leaves its ticket changed"
+
+
+class InterpretedCUDA(CUDA):
+    """A backend whose kernels run in the interpreter, its target."""
+
+    def prepare(self, calls: Sequence[Call]) -> Callable[[], None]:
+        def run() -> None:
+            for operation, scratch in calls:
+                before = self.target.known
+                steps = getattr(operation, "steps", ())  # which kernels read in a table
+                self.target.known = [*before, *itertools.chain(*map(_memory, steps))]
+                self.target.run(operation.cuda(*scratch), operation.name)
+                self.target.known = before
+
+        return run
+
+    def run(self, operation: Operation) -> None:
+        self.prepare([(operation, [self.allocate(*one) for one in self.scratch(operation)])])()
+
+
+def _memory(operation: Operation) -> Iterable[tuple[int, int]]:
+    """(address, bytes) of the tensors to which an operation's struct points."""
+    words = numpy.frombuffer(bytes(operation.packed), dtype=numpy.uint64)
+    for leaf in operation.leaves():
+        tensor = leaf.of(operation)
+        if tensor is not None:
+            yield int(words[leaf.offset // 8]), tensor.nbytes
 
 
 class _List:

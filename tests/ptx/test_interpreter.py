@@ -379,7 +379,8 @@ def test_words(instruction):
     "instruction, message",
     [
         ("frobnicate.b32 %d, %a", "unknown instruction frobnicate"),
-        ("add.ftz.f32 %d, %a, %a", "unknown modifier .ftz"),
+        ("add.rn.ftz.f32 %d, %a, %a", "unknown modifier .ftz"),
+        ("add.f32 %d, %a, %a", "expected .rn, .rz, .rm or .rp"),
         ("add.rn.f32 %d, %a, %e", "expected a register|unknown symbol %e"),
         (
             "mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%d}, {%a}, {%a}, {%d}",

@@ -11,9 +11,13 @@ import pytest
 import torch
 
 from lsq import gemm
+from lsq.emulator import build
+from lsq.native import geometry
 from lsq.native.launch import Launch
+from lsq.ops import fake_quantize
 from lsq.ops.nonlinearity import Activation
 from lsq.ops.sums import FinishSums, PartialSums
+from lsq.quant.tables import lookup
 from lsq.run.cuda import launched_by_operation
 from tests.ops import test_input_gradient, test_weight_gradient
 from tests.ops.compare import empty, on_cpu
@@ -26,8 +30,12 @@ from tests.ops.test_project import rounded_project
 from tests.ops.test_residual_norm import compare_gradients, norm
 from tests.ops.test_rounding import round_of
 from tests.ops.test_sums import scales
+from tests.ops.test_turns_cuda import BLOCKS, SOURCES
 from tests.ops.test_vocabulary_loss import of_codes, rounded_of
 from tests.ops.tiles import SMALL, WARPGROUPS
+from tests.ops.turns import EXPORT
+from tests.optim import test_updates_cuda as updates
+from tests.ptx.interpreter import InterpretedCUDA
 from tests.sampling import in_turn
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -174,3 +182,35 @@ def test_products(case, tile, interpreted):
 def test_products_of_half_precision(case, tile, interpreted):
     case(tile, torch.bfloat16)
     assert launched(interpreted) >= set(PRODUCTS[case][tile is None])
+
+
+def test_steps_of_the_optimizer(interpreted):
+    """Of many parameters at once, whose structs lie in a table, and the norm of their gradients."""
+    updates.test_steps_are_those_of_the_cpu(InterpretedCUDA(interpreted), True)
+    assert launched(interpreted) >= {"lsq_adam_table"}
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "run, sources", [pytest.param(run, of, id=" ".join(of)) for run, of in SOURCES.items()]
+)
+def test_three_turns_of_every_kernel(run, sources, interpreted, monkeypatch):
+    """All kernels of the package with three turns of each of their loops."""
+
+    def known_table(*of):
+        """A number format's table, of which an operation's struct has the address alone."""
+        table = lookup(*of)
+        interpreted.known.append((table.data_ptr(), table.nbytes))
+        return table
+
+    monkeypatch.setattr(geometry, "strided", lambda turns, most: max(1, min(BLOCKS, turns)))
+    monkeypatch.setattr(fake_quantize, "lookup", known_table)
+    monkeypatch.setattr(updates, "CUDA", InterpretedCUDA)
+    run()
+    found = {kernel.name for kernel in interpreted.launched if kernel.source in sources}
+    assert found == {
+        name
+        for source in sources
+        for name in EXPORT.findall(build.KERNELS.joinpath(source).read_text())
+    }

@@ -170,65 +170,6 @@ struct Reciprocal {
         return canonical(T{1} / a);
     }
 };
-// Approximations: the float nearest to the function's value.
-struct ReciprocalRoot {
-    template <class T>
-    static T of(T a) {
-        return canonical(static_cast<T>(1.0 / std::sqrt(static_cast<double>(a))));
-    }
-};
-struct Exponential {
-    template <class T>
-    static T of(T a) {
-        return canonical(static_cast<T>(std::exp2(static_cast<double>(a))));
-    }
-};
-struct Logarithm {
-    template <class T>
-    static T of(T a) {
-        return canonical(static_cast<T>(std::log2(static_cast<double>(a))));
-    }
-};
-struct Sine {
-    template <class T>
-    static T of(T a) {
-        return canonical(static_cast<T>(std::sin(static_cast<double>(a))));
-    }
-};
-struct Cosine {
-    template <class T>
-    static T of(T a) {
-        return canonical(static_cast<T>(std::cos(static_cast<double>(a))));
-    }
-};
-struct HyperbolicTangent {
-    template <class T>
-    static T of(T a) {
-        return canonical(static_cast<T>(std::tanh(static_cast<double>(a))));
-    }
-};
-struct PopulationCount {
-    template <class T>
-    static uint32_t of(T a) {
-        return __builtin_popcountll(a);
-    }
-};
-struct LeadingZeros {
-    template <class T>
-    static uint32_t of(T a) {
-        return a ? __builtin_clzll(a) - (64 - 8 * static_cast<int>(sizeof(T))) : 8 * sizeof(T);
-    }
-};
-struct Reversed {
-    template <class T>
-    static T of(T a) {
-        T found = 0;
-        for (size_t bit = 0; bit < 8 * sizeof(T); ++bit)
-            found |= (a >> bit & 1) << (8 * sizeof(T) - 1 - bit);
-        return found;
-    }
-};
-
 struct FusedMultiplyAdd {
     template <class T>
     static T of(T a, T b, T c) {

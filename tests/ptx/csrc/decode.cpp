@@ -112,25 +112,6 @@ void insert_bits(Thread& t, const Instruction& i) {
     set(t, i.d,
         static_cast<T>((get<T>(t, i.b) & ~mask) | (ShiftLeft::of(get<T>(t, i.a), first) & mask)));
 }
-template <class T>
-void extract_bits(Thread& t, const Instruction& i) {
-    const T a = get<T>(t, i.a);
-    const int first = t.r[i.b] & 255, count = t.r[i.c] & 255, last = 8 * sizeof(T) - 1;
-    T found = 0;
-    const T sign = std::is_signed_v<T> && count ? a >> std::min(first + count - 1, last) & 1 : 0;
-    for (int bit = 0; bit <= last; ++bit)
-        found |= static_cast<T>(bit < count && first + bit <= last ? a >> (first + bit) & 1 : sign)
-                 << bit;
-    set(t, i.d, found);
-}
-// shf: 64 bits, b above a, shifted; `flag`: by at most 32, else modulo 32.
-template <bool LEFT>
-void shift_funnel(Thread& t, const Instruction& i) {
-    const uint64_t both = t.r[i.b] << 32 | get<uint32_t>(t, i.a);
-    uint32_t by = get<uint32_t>(t, i.c);
-    by = i.flag ? std::min(by, 32u) : by & 31;
-    set(t, i.d, static_cast<uint32_t>(LEFT ? both << by >> 32 : both >> by));
-}
 void dot(Thread& t, const Instruction& i) {
     auto sum = get<uint32_t>(t, i.c);
     for (int byte = 0; byte < 4; ++byte)
@@ -223,8 +204,6 @@ void end(Thread& t, const Instruction&) {
     leave(t);
 }
 void nothing(Thread&, const Instruction&) {}
-void trap(Thread& t, const Instruction& i) { fault(t, i, "a trap"); }
-
 void copy_async(Thread& t, const Instruction& i) {
     const auto bytes = static_cast<uint32_t>(i.bytes);
     const uint32_t wanted = i.b < 0 ? bytes : get<uint32_t>(t, i.b);
@@ -362,10 +341,14 @@ private:
         if (!known) throw Error("unknown type ." + part);
         return {part[0], bits};
     }
-    void take_rounding() {
+    // Additions and multiplications of floats without it may be fused.
+    void need_rounding(Type type, bool there) const {
+        if (type.kind == 'f' && !there) throw Error("expected .rn, .rz, .rm or .rp");
+    }
+    bool take_rounding() {
         const std::map<std::string, int> modes = {
             {"rn", FE_TONEAREST}, {"rz", FE_TOWARDZERO}, {"rm", FE_DOWNWARD}, {"rp", FE_UPWARD}};
-        take_one(modes, made_.rounding);
+        return take_one(modes, made_.rounding);
     }
     Space take_space() {
         Space space = Space::GENERIC;
@@ -508,17 +491,19 @@ private:
                         : with_integer(same, [](auto x) -> Run { return binary<F, decltype(x)>; });
     }
     template <class F>
-    void add_or_subtract() {
-        take_rounding();
-        of_two<F>(take_type());
+    void with_rounding() {
+        const bool rounds = take_rounding();
+        const Type type = take_type();
+        need_rounding(type, rounds), of_two<F>(type);
     }
     template <class F, class High>
     void multiply(bool add) {
-        take_rounding();
+        const bool rounds = take_rounding();
         const bool low = take("lo"), high = take("hi"), wide = take("wide");
         const Type type = take_type();
         if ((type.kind == 'f') == (low || high || wide))
             throw Error("expected .lo, .hi or .wide of integers");
+        need_rounding(type, rounds);
         const int bits = wide ? 2 * type.bits : type.bits;
         need_operands(3 + add, 3 + add), result(bits);
         made_.a = in(1, type.bits), made_.b = in(2, type.bits);
@@ -544,17 +529,14 @@ private:
     void mul() { multiply<Multiply, MultiplyHigh>(false); }
     void mad() { multiply<MultiplyAdd, MultiplyHighAdd>(true); }
     void fma() {
-        take_rounding();
+        const bool rounds = take_rounding();
         const Type type = take_type();
+        need_rounding(type, rounds);
         need_operands(4, 4), result(type.bits);
         made_.a = in(1, type.bits), made_.b = in(2, type.bits), made_.c = in(3, type.bits);
         if (type.kind != 'f') throw Error("fma of integers");
         made_.run =
             with_float(type, [](auto x) -> Run { return ternary<FusedMultiplyAdd, decltype(x)>; });
-    }
-    void div() {
-        take_rounding();
-        of_two<Divide>(take_type());
     }
     void rem() { of_two_integers<Remainder>(); }
     template <class F>
@@ -572,18 +554,12 @@ private:
     }
     template <class F>
     void rounded_root() {
-        if (!take("approx")) take_rounding();
+        const bool rounds = take_rounding();
         const Type type = take_type();
         if (type.kind != 'f') throw Error("of integers");
+        need_rounding(type, rounds);
         need_operands(2, 2), result(type.bits), made_.a = in(1, type.bits);
         made_.run = with_float(type, [](auto x) -> Run { return unary<F, decltype(x)>; });
-    }
-    template <class F>
-    void approximation() {
-        need("approx");
-        const Type type = take_type();
-        if (type.kind != 'f' || type.bits != 32) throw Error("expected .f32");
-        need_operands(2, 2), result(32), made_.a = in(1, 32), made_.run = unary<F, float>;
     }
     void inverse() {
         const Type type = take_type();
@@ -594,31 +570,11 @@ private:
             });
     }
     template <class F>
-    void count_bits() {
-        const Type type = take_type();
-        need_operands(2, 2), result(32), made_.a = in(1, type.bits);
-        made_.run = type.bits == 32 ? unary<F, uint32_t> : unary<F, uint64_t>;
-    }
-    void reverse() {
-        const Type type = take_type();
-        need_operands(2, 2), result(type.bits), made_.a = in(1, type.bits);
-        made_.run = type.bits == 32 ? unary<Reversed, uint32_t> : unary<Reversed, uint64_t>;
-    }
-    template <class F>
     void shift_by() {
         const Type type = take_type();
         need_operands(3, 3), result(type.bits);
         made_.a = in(1, type.bits), made_.b = in(2, 32);
         made_.run = with_integer(type, [](auto x) -> Run { return shift<F, decltype(x)>; });
-    }
-    void funnel() {
-        const bool left = take("l");
-        if (!left) need("r");
-        made_.flag = take("clamp");
-        if (!made_.flag) need("wrap");
-        need("b32"), need_operands(4, 4), result(32);
-        made_.a = in(1, 32), made_.b = in(2, 32), made_.c = in(3, 32);
-        made_.run = left ? shift_funnel<true> : shift_funnel<false>;
     }
     void lop3() {
         need("b32"), need_operands(5, 5), result(32);
@@ -635,12 +591,6 @@ private:
         made_.a = in(1, type.bits), made_.b = in(2, type.bits), made_.c = in(3, 32),
         made_.e = in(4, 32);
         made_.run = type.bits == 32 ? insert_bits<uint32_t> : insert_bits<uint64_t>;
-    }
-    void bfe() {
-        const Type type = take_type();
-        need_operands(4, 4), result(type.bits);
-        made_.a = in(1, type.bits), made_.b = in(2, 32), made_.c = in(3, 32);
-        made_.run = with_integer(type, [](auto x) -> Run { return extract_bits<decltype(x)>; });
     }
     void dp4a() {
         need("s32"), need("s32"), need_operands(4, 4), result(32);
@@ -660,27 +610,27 @@ private:
         made_.run = comparison(how, type);
     }
     Run comparison(const std::string& how, Type type) {
-        if (how == "lo" || how == "ls" || how == "hi" || how == "hs") {
-            if (type.kind != 'u') throw Error("." + how + " of other types than .u");
-            return comparison(how == "lo"   ? "lt"
-                              : how == "ls" ? "le"
-                              : how == "hi" ? "gt"
-                                            : "ge",
-                              type);
+        if (how == "eq") return comparison<Compare::EQ>(type);
+        if (how == "ne") return comparison<Compare::NE>(type);
+        if (how == "lt" || (how == "lo" && type.kind == 'u')) return comparison<Compare::LT>(type);
+        if (how == "le" || (how == "ls" && type.kind == 'u')) return comparison<Compare::LE>(type);
+        if (how == "gt" || (how == "hi" && type.kind == 'u')) return comparison<Compare::GT>(type);
+        if (how == "ge" || (how == "hs" && type.kind == 'u')) return comparison<Compare::GE>(type);
+        if (type.kind == 'f') {
+            if (how == "equ") return comparison<Compare::EQU>(type);
+            if (how == "neu") return comparison<Compare::NEU>(type);
+            if (how == "ltu") return comparison<Compare::LTU>(type);
+            if (how == "leu") return comparison<Compare::LEU>(type);
+            if (how == "gtu") return comparison<Compare::GTU>(type);
+            if (how == "geu") return comparison<Compare::GEU>(type);
+            if (how == "num") return comparison<Compare::NUM>(type);
+            if (how == "nan") return comparison<Compare::NAN_>(type);
         }
-#define PTX_COMPARE(word, name) \
-    if (how == word)            \
-        return with_number(     \
-            type, [](auto x) -> Run { return compare<Compared<Compare::name>, decltype(x)>; });
-        PTX_COMPARE("eq", EQ)
-        PTX_COMPARE("ne", NE) PTX_COMPARE("lt", LT) PTX_COMPARE("le", LE) PTX_COMPARE("gt", GT)
-            PTX_COMPARE("ge", GE) if (type.kind != 'f') throw Error("unknown comparison ." + how);
-        PTX_COMPARE("equ", EQU)
-        PTX_COMPARE("neu", NEU) PTX_COMPARE("ltu", LTU) PTX_COMPARE("leu", LEU)
-            PTX_COMPARE("gtu", GTU) PTX_COMPARE("geu", GEU) PTX_COMPARE("num", NUM)
-                PTX_COMPARE("nan", NAN_)
-#undef PTX_COMPARE
-                    throw Error("unknown comparison ." + how);
+        throw Error("unknown comparison ." + how);
+    }
+    template <Compare HOW>
+    Run comparison(Type type) {
+        return with_number(type, [](auto x) -> Run { return compare<Compared<HOW>, decltype(x)>; });
     }
     void selp() {
         const Type type = take_type();
@@ -783,7 +733,7 @@ private:
         if (made_.as.size() != count) throw Error("another number of registers");
         made_.run = with_integer(type, [](auto x) -> Run { return store<decltype(x)>; });
     }
-    void update_memory(bool returns) {
+    void atom() {
         take("relaxed"), take("gpu"), take("acq_rel"), take("cta");
         made_.space = take_space();
         take_one<Modifier>({{"add", Modifier::ADD},
@@ -798,15 +748,11 @@ private:
         if (made_.modifier == Modifier::NONE) throw Error("an unknown update");
         const Type type = take_type();
         const bool swap = made_.modifier == Modifier::COMPARE_AND_SWAP;
-        need_operands(2 + returns + swap, 2 + returns + swap);
-        if (returns) result(type.bits);
-        made_.a = address(returns), made_.b = in(returns + 1, type.bits);
-        if (swap) made_.c = in(returns + 2, type.bits);
+        need_operands(3 + swap, 3 + swap), result(type.bits);
+        made_.a = address(1), made_.b = in(2, type.bits);
+        if (swap) made_.c = in(3, type.bits);
         made_.run = with_number(type, [](auto x) -> Run { return update<decltype(x)>; });
     }
-    void atom() { update_memory(true); }
-    void red() { update_memory(false); }
-
     void bra() {
         take("uni"), need_operands(1, 1);
         const auto label = text_.labels.find(operand(0).symbol);
@@ -814,7 +760,6 @@ private:
         made_.number = label->second, made_.run = branch;
     }
     void ret() { need_operands(0, 0), made_.run = end; }
-    void stop() { made_.run = trap; }
     // Blocks run one after another, and a thread's accesses are in order.
     void membar() {
         if (!take("gl") && !take("cta")) need("sys");
@@ -864,29 +809,6 @@ private:
         made_.a = predicate(1, made_.flag), made_.e = in(2, 32);
         collective(perform_vote, false);
     }
-    void redux() {
-        need("sync"), need_operands(3, 3);
-        if (!take_one<Modifier>({{"add", Modifier::ADD},
-                                 {"min", Modifier::MIN},
-                                 {"max", Modifier::MAX},
-                                 {"and", Modifier::AND},
-                                 {"or", Modifier::OR},
-                                 {"xor", Modifier::XOR}},
-                                made_.modifier))
-            throw Error("an unknown reduction");
-        const Type type = take_type();
-        made_.flag = type.kind == 's';
-        result(32), made_.a = in(1, 32), made_.e = in(2, 32);
-        collective(perform_reduction, false);
-    }
-    void elect() {
-        need("sync"), need_operands(2, 2), result(32);
-        made_.predicate = operand(0).predicate;
-        if (made_.predicate >= 0) made_.writes.push_back(made_.predicate);
-        made_.e = in(1, 32);
-        collective(perform_election, false);
-    }
-
     // bar.sync, bar.arrive, bar.warp.sync
     void bar() {
         if (take("warp")) {
@@ -1022,30 +944,22 @@ private:
 const std::map<std::string, Decoder::Make>& Decoder::makers() {
     static const std::map<std::string, Make> found = {
         {"abs", &Decoder::of_one_number<Absolute>},
-        {"add", &Decoder::add_or_subtract<Add>},
+        {"add", &Decoder::with_rounding<Add>},
         {"and", &Decoder::of_two_integers<And>},
         {"atom", &Decoder::atom},
         {"bar", &Decoder::bar},
         {"barrier", &Decoder::barrier_of_block},
-        {"bfe", &Decoder::bfe},
         {"bfi", &Decoder::bfi},
         {"bra", &Decoder::bra},
-        {"brev", &Decoder::reverse},
-        {"clz", &Decoder::count_bits<LeadingZeros>},
-        {"cos", &Decoder::approximation<Cosine>},
         {"cp", &Decoder::cp},
         {"cvt", &Decoder::cvt},
         {"cvta", &Decoder::cvta},
-        {"div", &Decoder::div},
+        {"div", &Decoder::with_rounding<Divide>},
         {"dp4a", &Decoder::dp4a},
-        {"elect", &Decoder::elect},
-        {"ex2", &Decoder::approximation<Exponential>},
-        {"exit", &Decoder::ret},
         {"fence", &Decoder::fence},
         {"fma", &Decoder::fma},
         {"ld", &Decoder::ld},
         {"ldmatrix", &Decoder::ldmatrix},
-        {"lg2", &Decoder::approximation<Logarithm>},
         {"lop3", &Decoder::lop3},
         {"mad", &Decoder::mad},
         {"max", &Decoder::extreme<Maximum>},
@@ -1057,26 +971,18 @@ const std::map<std::string, Decoder::Make>& Decoder::makers() {
         {"neg", &Decoder::of_one_number<Negate>},
         {"not", &Decoder::inverse},
         {"or", &Decoder::of_two_integers<Or>},
-        {"popc", &Decoder::count_bits<PopulationCount>},
         {"prmt", &Decoder::prmt},
         {"rcp", &Decoder::rounded_root<Reciprocal>},
-        {"red", &Decoder::red},
-        {"redux", &Decoder::redux},
         {"rem", &Decoder::rem},
         {"ret", &Decoder::ret},
-        {"rsqrt", &Decoder::approximation<ReciprocalRoot>},
         {"selp", &Decoder::selp},
         {"setp", &Decoder::setp},
-        {"shf", &Decoder::funnel},
         {"shfl", &Decoder::shfl},
         {"shl", &Decoder::shift_by<ShiftLeft>},
         {"shr", &Decoder::shift_by<ShiftRight>},
-        {"sin", &Decoder::approximation<Sine>},
         {"sqrt", &Decoder::rounded_root<SquareRoot>},
         {"st", &Decoder::st},
-        {"sub", &Decoder::add_or_subtract<Subtract>},
-        {"tanh", &Decoder::approximation<HyperbolicTangent>},
-        {"trap", &Decoder::stop},
+        {"sub", &Decoder::with_rounding<Subtract>},
         {"vote", &Decoder::vote},
         {"wgmma", &Decoder::wgmma},
         {"xor", &Decoder::of_two_integers<Xor>},

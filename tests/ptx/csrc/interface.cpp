@@ -27,7 +27,7 @@ struct PtxLaunch {
     const void* const* parameters;  // the place of each
     const uint64_t* parameter_bytes;
     uint64_t parameter_count;
-    const uint64_t* allocations;    // first address and bytes of each
+    const uint64_t* allocations;  // first address and bytes of each
     uint64_t allocation_count;
     int order;  // of threads: see Block::run
 };

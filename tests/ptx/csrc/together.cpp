@@ -159,34 +159,6 @@ void perform_vote(Warp& warp, uint32_t lanes, const Instruction& i) {
     each_lane(warp, lanes, [&](Thread& thread) { set<uint32_t>(thread, i.d, found); });
 }
 
-// redux.sync; `flag`: signed.
-void perform_reduction(Warp& warp, uint32_t lanes, const Instruction& i) {
-    bool first = true;
-    uint32_t found = 0;
-    each_lane(warp, lanes, [&](Thread& thread) {
-        const auto x = get<uint32_t>(thread, i.a);
-        const bool less =
-            i.flag ? static_cast<int32_t>(x) < static_cast<int32_t>(found) : x < found;
-        found = first                                   ? x
-                : i.modifier == Modifier::ADD           ? found + x
-                : i.modifier == Modifier::AND           ? found & x
-                : i.modifier == Modifier::OR            ? found | x
-                : i.modifier == Modifier::XOR           ? found ^ x
-                : less == (i.modifier == Modifier::MIN) ? x
-                                                        : found;
-        first = false;
-    });
-    each_lane(warp, lanes, [&](Thread& thread) { set<uint32_t>(thread, i.d, found); });
-}
-
-void perform_election(Warp& warp, uint32_t lanes, const Instruction& i) {
-    const int chosen = __builtin_ctz(lanes);
-    each_lane(warp, lanes, [&](Thread& thread) {
-        set<uint32_t>(thread, i.d, chosen);
-        set<uint32_t>(thread, i.predicate, thread.lane == chosen);
-    });
-}
-
 void perform_warp_barrier(Warp& warp, uint32_t, const Instruction&) { ++warp.clock[warp.number]; }
 
 void perform_matrix_load(Warp& warp, uint32_t, const Instruction& i) {

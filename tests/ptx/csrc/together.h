@@ -10,8 +10,6 @@ void with_warp(Thread& thread, const Instruction& i);
 
 void perform_shuffle(Warp& warp, uint32_t lanes, const Instruction& i);
 void perform_vote(Warp& warp, uint32_t lanes, const Instruction& i);
-void perform_reduction(Warp& warp, uint32_t lanes, const Instruction& i);
-void perform_election(Warp& warp, uint32_t lanes, const Instruction& i);
 void perform_warp_barrier(Warp& warp, uint32_t lanes, const Instruction& i);
 void perform_matrix_load(Warp& warp, uint32_t lanes, const Instruction& i);
 
