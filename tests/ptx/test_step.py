@@ -5,6 +5,7 @@ Products run by mma.sync, by wgmma, and by cuBLASLt with kernels that apply the 
 """
 
 import itertools
+import re
 import shutil
 
 import pytest
@@ -35,7 +36,8 @@ from tests.ops.test_vocabulary_loss import of_codes, rounded_of
 from tests.ops.tiles import SMALL, WARPGROUPS
 from tests.ops.turns import EXPORT
 from tests.optim import test_updates_cuda as updates
-from tests.ptx.interpreter import InterpretedCUDA
+from tests.ptx import interpreter
+from tests.ptx.interpreter import InterpretedCUDA, ptx_of
 from tests.sampling import in_turn
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -182,6 +184,28 @@ def test_products(case, tile, interpreted):
 def test_products_of_half_precision(case, tile, interpreted):
     case(tile, torch.bfloat16)
     assert launched(interpreted) >= set(PRODUCTS[case][tile is None])
+
+
+LEFT_OUT = {
+    "bar.sync": "no barrier lies between|nobody has written it|has not been waited for",
+    "bar.warp.sync": "no barrier lies between|nobody has written it",
+    "cp.async.wait_group": "cp.async to it has not been waited for",
+    "fence.proxy.async.shared::cta": "no fence.proxy.async lies between its write and wgmma",
+    "wgmma.fence.sync.aligned": "no wgmma.fence lies between a write of its sums and wgmma",
+    "wgmma.wait_group.sync.aligned": "is read, but wgmma has not been waited for",
+}
+
+
+@pytest.mark.parametrize("instruction", LEFT_OUT)
+def test_an_instruction_that_is_left_out_is_missed(instruction, interpreted, monkeypatch):
+    def without(kernel, target):
+        text, count = re.subn(rf"\b{instruction}\b[^;]*;", "", ptx_of(kernel, target))
+        assert count
+        return text
+
+    monkeypatch.setattr(interpreter, "ptx_of", without)
+    with gemm.ended_by(WGMMA), pytest.raises(RuntimeError, match=LEFT_OUT[instruction]):
+        compare_cuda(rounded_project(41, 80))
 
 
 def test_steps_of_the_optimizer(interpreted):
