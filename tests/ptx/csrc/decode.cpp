@@ -765,6 +765,11 @@ private:
         if (!take("gl") && !take("cta")) need("sys");
         made_.run = nothing;
     }
+    // Launches run one after another.
+    void griddepcontrol() {
+        if (!take("wait")) need("launch_dependents");
+        made_.run = nothing;
+    }
     void fence() {
         if (take("proxy")) {
             need("async");
@@ -958,6 +963,7 @@ const std::map<std::string, Decoder::Make>& Decoder::makers() {
         {"dp4a", &Decoder::dp4a},
         {"fence", &Decoder::fence},
         {"fma", &Decoder::fma},
+        {"griddepcontrol", &Decoder::griddepcontrol},
         {"ld", &Decoder::ld},
         {"ldmatrix", &Decoder::ldmatrix},
         {"lop3", &Decoder::lop3},
