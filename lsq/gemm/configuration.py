@@ -48,9 +48,11 @@ STAGES = {"mma": 4, "wgmma": 8}
 INNER_OF_A_PART = 1024
 """Least values along K in a part."""
 MOST_PARTS = 8
+FASTER_LIBRARIES = range(90, 120)
+"""10 times the compute capabilities of GPUs whose libraries multiply faster than mma.sync."""
 LONGEST_BESIDE_FASTER_PRODUCTS = {"mma": 512, "wgmma": 8192}
-"""Largest K of tiles on GPUs whose libraries multiply faster than mma.sync. For longer K, sums in
-memory cost less than slower multiplication (wgmma: than reading tiles through the L2 cache)."""
+"""Largest K of tiles there. For longer K, sums in memory cost less than slower multiplication
+(wgmma: than reading tiles through the L2 cache)."""
 _DATE = "%Y-%m-%dT%H:%M:%SZ"
 
 
@@ -183,7 +185,7 @@ def _is_left_to_cublaslt(key: ProductKey, sm: int | None, instruction: str) -> b
     """Return whether no tile can run the product, or a library multiplies it faster."""
     if key.op not in TILED or key.n % 16 or key.k % 16 or key.m > 64 * MOST_TILE_ROWS:
         return True
-    return sm is not None and 90 <= sm < 120 and key.k > LONGEST_BESIDE_FASTER_PRODUCTS[instruction]
+    return sm in FASTER_LIBRARIES and key.k > LONGEST_BESIDE_FASTER_PRODUCTS[instruction]
 
 
 @dataclass(frozen=True, kw_only=True)

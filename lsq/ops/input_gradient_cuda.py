@@ -11,6 +11,7 @@ from lsq.ops.launches import (
     converted,
     converted_scratch,
     int8_products,
+    reads_transposed,
     sums_scratch,
     tiled,
     transpose_codes,
@@ -54,7 +55,8 @@ def scratch_of_project_input_gradient(op: ProjectInputGradient):
     if op.gradient is not None:
         sums = sums_scratch(*shape, op.gradient.codes.shape[1]) if _tile(op) is None else []
         transposed = tuple(reversed(op.weight.matrix.shape)), torch.int8
-        return [*partial, *([transposed] if op.weight.transposed is None else []), *sums]
+        wanted = op.weight.transposed is None and reads_transposed(_tile(op))
+        return [*partial, *([transposed] if wanted else []), *sums]
     dtype = _product_dtype(op)
     product = [] if _in_place(op) else [(shape, torch.float32)]
     operands = [*converted_scratch(op.weight.matrix, dtype), *converted_scratch(op.floats, dtype)]
@@ -71,7 +73,7 @@ def launch_project_input_gradient(op: ProjectInputGradient, *scratch):
 
 def _int8_entries(op: ProjectInputGradient, partial, scratch):
     tile, weight, transposed = _tile(op), op.weight.transposed, []
-    if weight is None:
+    if weight is None and reads_transposed(tile):
         weight = next(scratch)
         transposed = [transpose_codes(op.weight.codes, weight)]
     if tile is not None:
@@ -132,13 +134,13 @@ def input_gradient_product(
 ) -> Launch:
     """Return the launch that does the whole operation, except for finishing its sums.
 
-    `weight`: int8 [K, P], its codes transposed; `partial`: parts of its sums.
+    `weight`: int8 [K, P], its codes transposed, or None; `partial`: parts of its sums.
     """
     check(
         op.rounded is None,
         "a product that ends by tiles has floats: to round a row takes all of its tiles",
     )
     source, name = "input_gradient_product.cu", "lsq_input_gradient_product"
-    columns, inner = weight.shape
+    inner, columns = op.weight.codes.shape
     arguments = op, weight, inner, partial, partial.shape[1]
     return tiled(source, name, tile, (op.rows, columns, inner), *arguments, **_defines(op))

@@ -130,6 +130,12 @@ def transpose_codes(codes: torch.Tensor, out: torch.Tensor) -> Launch:
 WARP = 32  # Threads of a warp.
 
 
+def reads_transposed(tile: TileConfiguration | None) -> bool:
+    """Return whether a product reads operands whose rows are the inner dimension, so that others
+    are transposed before; with mma.sync tiles transpose them in registers."""
+    return tile is None or tile.instruction != "mma"
+
+
 def tiled(
     source: str,
     name: str,

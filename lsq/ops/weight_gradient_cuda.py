@@ -14,6 +14,7 @@ from lsq.ops.launches import (
     converted,
     converted_scratch,
     int8_products,
+    reads_transposed,
     sums_scratch,
     tiled,
     zero,
@@ -36,12 +37,6 @@ def _tile(op: ProjectWeightGradient) -> TileConfiguration | None:
         return None
     rows, inner = op.gradient.codes.shape
     return gemm.cuda_tile(GEMM, inner, op.columns, padded(rows) if rows else 0)
-
-
-def _transposes(tile: TileConfiguration | None) -> bool:
-    """Return whether the gradient's codes are transposed in memory: mma.sync takes them as they
-    are."""
-    return tile is None or tile.instruction != "mma"
 
 
 def _sums(op: ProjectWeightGradient) -> KernelSums | None:
@@ -82,7 +77,7 @@ def scratch_of_project_weight_gradient(op: ProjectWeightGradient):
     product = (columns, inner) if op.weight.in_out else (inner, columns)
     if op.gradient is not None:
         parts = max(1, min(PARTS, -(-rows // TILE)))
-        transposed = (inner, columns) if _transposes(tile) else (columns,)
+        transposed = (inner, columns) if reads_transposed(tile) else (columns,)
         operands = [((width, padded(rows)), torch.int8) for width in transposed]
         scales = [((parts, columns), torch.float32), ((columns,), torch.float32)]
         made = [] if tile else sums_scratch(*product, padded(rows))
@@ -114,7 +109,7 @@ def _floats(op: ProjectWeightGradient, gradient, x, out) -> Product:
 def _int8_entries(op: ProjectWeightGradient, clips, scratch):
     """Return launches: transpose operands, round x again, multiply, apply the epilogue."""
     inner, columns, tile = op.upstream.shape[1], op.columns, _tile(op)
-    gradient = next(scratch) if _transposes(tile) else None
+    gradient = next(scratch) if reads_transposed(tile) else None
     x, largest, scale, *made = scratch
     check_columns(
         16, **{"the width of a weight": columns, "the width of its gradient's operand": inner}
@@ -170,7 +165,7 @@ def _epilogue(op: ProjectWeightGradient, product, column_scale, clips) -> Launch
 def _product(op: ProjectWeightGradient, tile: TileConfiguration, operands, clips, parts) -> Launch:
     """Return the launch that makes the gradient, except for finishing the sums of clips.
 
-    `operands`: codes of the gradient, transposed if `_transposes`, else None; codes of x
+    `operands`: codes of the gradient, transposed if it `reads_transposed`, else None; codes of x
     times the gradient's scales, int8 [K, P]; their scales float32 [K].
     """
     columns, inner = operands[1].shape

@@ -45,7 +45,10 @@ class Sampler:
         bound = placed(operation, self.device, self.activations)
         for leaf in operation.leaves():
             if not leaf.written and isinstance(leaf.of(operation), VirtualTensor):
-                leaf.of(bound).copy_(self.tensor(operation, leaf))
+                drawn, holder = self.tensor(operation, leaf), leaf.owner(bound)
+                if isinstance(holder, Weight) and leaf.of(bound) is holder.transposed:
+                    drawn = holder.codes.t()
+                leaf.of(bound).copy_(drawn)
         return bound
 
     def tensor(self, operation: Operation, leaf: Leaf) -> torch.Tensor:

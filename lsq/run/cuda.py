@@ -15,6 +15,7 @@ import torch
 
 from lsq import emulator, gemm
 from lsq.gemm import lookup
+from lsq.gemm.configuration import FASTER_LIBRARIES
 from lsq.gemm.cublaslt import Choose, Products, TunedChoice, first_candidate
 from lsq.gemm.product_key import ProductKey, key_of
 from lsq.native import compiler
@@ -112,7 +113,6 @@ class CUDA(Backend):
     few_sizes = True
     refillable = True
     leaves_sums = True
-    transposed_weights = True
     column_multiple = 16
     packed_rows = 64  # one row of tiles: each tile unpacks the codes that it multiplies
     starts_scales = True
@@ -123,6 +123,9 @@ class CUDA(Backend):
         self.target = target
         self.activations = activations
         self.name, self.device = target.name, target.torch_device
+        if self.device.type == "cuda":
+            major, minor = torch.cuda.get_device_capability(self.device)
+            self.transposed_weights = 10 * major + minor in FASTER_LIBRARIES
         self._most = kept
         self._kept: OrderedDict[tuple, LaunchList] = OrderedDict()
         self._lock = threading.Lock()

@@ -440,6 +440,7 @@ def input_traffic(tile):
     found, of = traffic(entry)
     given, weight, *_ = entry.arguments
     assert_whole_sectors(of[id(given.dx)].writes, 2 * 128**2)
+    weight = given.weight.codes if weight is None else weight
     return found, of[id(given.gradient.codes)], of[id(weight)]
 
 

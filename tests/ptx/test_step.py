@@ -129,7 +129,10 @@ ROUNDED = ("lsq_begin_weight_gradient", "lsq_round_transposed")
 LOSSES = ("lsq_sum_losses", "lsq_vocabulary_losses")
 PRODUCTS = {
     projects: (("lsq_project_product",), ("lsq_end",)),
-    input_gradients: (("lsq_input_gradient_product",), ("lsq_project_input_gradient",)),
+    input_gradients: (
+        ("lsq_input_gradient_product",),
+        ("lsq_transpose_codes", "lsq_project_input_gradient"),
+    ),
     weight_gradients: (
         ("lsq_weight_gradient_product", *ROUNDED),
         ("lsq_project_weight_gradient", *ROUNDED),

@@ -1,10 +1,11 @@
 // Product and epilogue for the gradient of an input in one kernel: M rows, K columns, P values to
 // multiply, K and P multiples of 16. The result is floats: rounding needs a row's largest value,
 // and a tile lacks the whole row.
+#define TRANSPOSED_COLUMNS !WGMMA  // wgmma reads transposed codes alone
 #include "input_gradient_epilogue.cuh"
 #include "product_rows.cuh"
 
-// weight int8 [K, P]: transposed codes -> dx, and partial [kWarpsDown * gridDim.y, width], one row
+// weight int8 [K, P]: transposed codes, null where op's are read -> dx, and partial [kWarpsDown * gridDim.y, width], one row
 // for each row of warps: sums [K] for the bias, then [kWarpsAcross * gridDim.x] parts of the clip's
 // gradient.
 LSQ_KERNEL __launch_bounds__(kProductThreads, kProductBlocks)
@@ -13,8 +14,13 @@ LSQ_KERNEL __launch_bounds__(kProductThreads, kProductBlocks)
     wait_for_launches();
     extern __shared__ __align__(kPattern) unsigned char stages[];
     Sums sums = {};
-    accumulate({op.gradient.codes, block_row(), op.rows, inner},
-               {weight, block_column(), op.columns, inner}, stages, sums);
+#if TRANSPOSED_COLUMNS
+    const TransposedColumns columns(static_cast<const int8_t*>(op.weight.codes), block_column(),
+                                    op.columns, inner, inner);
+#else
+    const TileCopy<kProductThreads, TILE_N> columns(weight, block_column(), op.columns, inner);
+#endif
+    accumulate({op.gradient.codes, block_row(), op.rows, inner}, columns, stages, sums);
     const InputGradientEnd end{op};
     const float* row_scale = op.gradient.scale;
     Float* dx = op.dx;

@@ -1,7 +1,8 @@
 // An int8 product, a [M, K] times b [N, K] transposed, up to its sums in registers: `accumulate`,
 // by wgmma or mma.sync. Epilogues (product_rows.cuh) know a block's warps and their sums.
 //
-// TRANSPOSED_ROWS: a is TransposedRows, and its product's rows are in their order.
+// TRANSPOSED_ROWS: a is TransposedRows; TRANSPOSED_COLUMNS: b is TransposedColumns. Sums are in
+// their order.
 #pragma once
 
 #if WGMMA
@@ -9,6 +10,6 @@
 #else
 #include "product_mma.cuh"
 #endif
-#if TRANSPOSED_ROWS
+#if TRANSPOSED_ROWS || TRANSPOSED_COLUMNS
 #include "product_transposed.cuh"
 #endif

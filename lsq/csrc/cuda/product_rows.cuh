@@ -13,7 +13,11 @@ namespace lsq {
 
 // Lanes of a row, rows of a warp.
 constexpr int kRowGroups = kWarpColumns / kVector, kRowsAtOnce = kWarp / kRowGroups;
+#if TRANSPOSED_COLUMNS
+constexpr int kRowQuads = kWarpColumns / 4 + 4;
+#else
 constexpr int kRowQuads = kWarpColumns / 4 + 2;
+#endif
 // Bytes of the stages that for_sums uses.
 constexpr int kRowsBytes = kProductThreads / kWarp * 8 * kRowQuads * 16;
 
@@ -47,12 +51,22 @@ LSQ_INLINE void for_sums(const Sums& sums, unsigned char* stages, const Work& wo
 #pragma unroll
         for (int at = 0; at < 2 * kRowTiles; ++at) {  // registers have no index
             if (at != i) continue;
+#if TRANSPOSED_COLUMNS
+#pragma unroll
+            for (int j = 0; j < kColumnTiles; j += 2) {
+                const int32_t *even = sums.of[at / 2][j] + 2 * (at % 2),
+                              *odd = sums.of[at / 2][j + 1] + 2 * (at % 2);
+                store_words(quad_of(rows, lane / 4, 2 * j + lane % 4),
+                            make_int4(even[0], odd[0], even[1], odd[1]));
+            }
+#else
 #pragma unroll
             for (int j = 0; j < kColumnTiles; ++j) {
                 const int32_t* pair = sums.of[at / 2][j] + 2 * (at % 2);
                 int4* quad = quad_of(rows, lane / 4, 2 * j + lane % 4 / 2);
                 store_words(reinterpret_cast<int2*>(quad) + lane % 2, make_int2(pair[0], pair[1]));
             }
+#endif
         }
         __syncwarp();
 #pragma unroll 1

@@ -1,27 +1,29 @@
-// a of an int8 product from codes [K, M], whose rows are steps along K: transposed on the way from
-// shared memory to registers. ldmatrix transposes pairs of bytes, and permutations part them.
+// Operands of an int8 product as codes whose rows are steps along K: a [K, M], b [K, N]. They are
+// transposed on the way from shared memory to registers: ldmatrix transposes pairs of bytes, and
+// permutations part them.
 //
-// A fragment has 16 neighbouring columns of the codes. Its row `group` is column 2 * group, its row
-// group + 8 the next one: `row_of`.
+// Of 16 neighbouring columns of the codes, the even ones become rows of one half of a fragment and
+// the odd ones of the other: `row_of`; of b, fragments 2 * j and 2 * j + 1.
 #pragma once
 
 #include "product_mma.cuh"
 
 namespace lsq {
 
-// Row of a fragment's 16 that holds row `row` of eight, in the first or second half.
+// Number among the 16 of row `row` of the first or second half.
 LSQ_INLINE int row_of(int half, int row) { return 2 * row + half; }
 
-struct TransposedRows {
-    static constexpr int kAcross = TILE_M / kChunk;  // chunks of a row of the codes
+// Columns [first, first + WIDTH) of codes.
+template <int WIDTH>
+struct TransposedTile {
+    static constexpr int kAcross = WIDTH / kChunk;  // chunks of a row
     static constexpr int kApart = kProductThreads / kAcross, kCopies = kStep / kApart;
     const int8_t* from;
     int64_t columns, rows, inner;
     bool has_column;
 
-    // codes [rows, columns]; columns [first, first + TILE_M) are wanted; `inner`: K, at least
-    // `rows`, with zeros beyond them.
-    LSQ_INLINE TransposedRows(const int8_t* codes, int64_t first, int64_t columns, int64_t rows,
+    // codes [rows, columns]; `inner`: K, at least `rows`, with zeros beyond them.
+    LSQ_INLINE TransposedTile(const int8_t* codes, int64_t first, int64_t columns, int64_t rows,
                               int64_t inner)
         : from(codes + (row() * columns + first + kChunk * chunk())), columns(columns), rows(rows),
           inner(inner), has_column(first + kChunk * chunk() < columns) {}
@@ -32,7 +34,7 @@ struct TransposedRows {
     // different banks.
     LSQ_INLINE static int offset_of(int row, int chunk) {
         const int turn = kAcross == 8 ? row / 4 * 2 + row % 2 : row / 4;
-        return row * TILE_M + (chunk ^ turn % kAcross) * kChunk;
+        return row * WIDTH + (chunk ^ turn % kAcross) * kChunk;
     }
 
     // Begins to copy step `step`, with zeros beyond the codes.
@@ -46,20 +48,47 @@ struct TransposedRows {
         }
     }
 
-    LSQ_INLINE void load(const unsigned char* stage, int64_t, int chunk, RowFragments& a) const {
-        const int lane = threadIdx.x % kWarp;
-        const int first = kChunk * (chunk + lane / 16);  // along K, of the lane's matrix
+    // Words of 16 columns, a multiple of 16, from chunk `chunk` of a step: [half of the columns,
+    // half of 32 values along K].
+    LSQ_INLINE static void load16(const unsigned char* tile, int chunk, int column,
+                                  uint32_t (&words)[2][2]) {
+        const int lane = threadIdx.x % kWarp, first = kChunk * (chunk + lane / 16);
         const int row = first + lane % 8 / 2 * 4 + lane % 2 + lane / 8 % 2 * 2;
+        uint32_t pairs[4];
+        load_matrices<4, true>(tile + offset_of(row, column / kChunk), pairs);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            words[0][half] = __byte_perm(pairs[2 * half], pairs[2 * half + 1], 0x6420);
+            words[1][half] = __byte_perm(pairs[2 * half], pairs[2 * half + 1], 0x7531);
+        }
+    }
+};
+
+struct TransposedRows : TransposedTile<TILE_M> {
+    using TransposedTile::TransposedTile;
+
+    LSQ_INLINE void load(const unsigned char* stage, int64_t, int chunk, RowFragments& a) const {
 #pragma unroll
         for (int i = 0; i < kRowTiles; ++i) {
-            uint32_t pairs[4];
-            load_matrices<4, true>(stage + offset_of(row, warp_row() / kChunk + i), pairs);
+            uint32_t words[2][2];
+            load16(stage, chunk, warp_row() + 16 * i, words);
+            a[i][0] = words[0][0], a[i][1] = words[1][0];
+            a[i][2] = words[0][1], a[i][3] = words[1][1];
+        }
+    }
+};
+
+struct TransposedColumns : TransposedTile<TILE_N> {
+    using TransposedTile::TransposedTile;
+
+    LSQ_INLINE void load(const unsigned char* stage, int64_t, int chunk, ColumnFragments& b) const {
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const uint32_t low = pairs[2 * half], high = pairs[2 * half + 1];
-                a[i][2 * half] = __byte_perm(low, high, 0x6420);
-                a[i][2 * half + 1] = __byte_perm(low, high, 0x7531);
-            }
+        for (int j = 0; j < kColumnTiles; j += 2) {
+            uint32_t words[2][2];
+            load16(stage + TILE_M * kStep, chunk, warp_column() + 8 * j, words);
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+                b[j + half][0] = words[half][0], b[j + half][1] = words[half][1];
         }
     }
 };
