@@ -201,5 +201,5 @@ def test_a_step():
     )
     assert not counts(found["loss"])["product"]
     with gemm.ended_by(None):
-        assert counts(programs.encoder_layer(BIG, SENTENCES, MODE)).total() == 43
-        assert counts(programs.decoder_layer(BIG, SENTENCES, SENTENCES, MODE)).total() == 75
+        assert counts(programs.encoder_layer(BIG, SENTENCES, MODE)).total() == 47
+        assert counts(programs.decoder_layer(BIG, SENTENCES, SENTENCES, MODE)).total() == 82
