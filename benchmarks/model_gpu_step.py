@@ -325,6 +325,7 @@ def model(step: Step, gpu: Gpu) -> dict:
 
 ROOT = Path(__file__).resolve().parents[1]
 COUNTS = ROOT / "benchmarks/results/gpu_kernel_counts.json"
+RESULTS = ROOT / "benchmarks/results/gpu_step_modelled.json"
 ACCESSES = ("reads", "writes", "atomics")
 FIGURES = tuple(field.name for field in dataclasses.fields(Traffic))
 TOKENS = 8192
@@ -454,7 +455,7 @@ def page_table(results: list[dict]) -> str:
 
 
 def rounded(milliseconds: float) -> str:
-    return f"{milliseconds:.0f}" if milliseconds >= 10 else f"{milliseconds:.1f}"
+    return f"{milliseconds:.0f}" if milliseconds >= 9.95 else f"{milliseconds:.1f}"
 
 
 def draw(results: list[dict], path: Path) -> None:

@@ -54,6 +54,17 @@ def test_the_command_of_the_page_runs(capsys):
     assert "H100 SXM" in capsys.readouterr().out
 
 
+def test_the_page_has_the_table_of_the_figures():
+    results = json.loads(model_gpu_step.RESULTS.read_text(encoding="utf-8"))["kernels_by_gpu"]
+    page = (model_gpu_step.ROOT / "docs/gpu.md").read_text(encoding="utf-8")
+    assert model_gpu_step.page_table(results) in page
+
+
+@pytest.mark.parametrize(("time", "text"), [(9.94, "9.9"), (9.96, "10"), (99.6, "100")])
+def test_milliseconds_as_the_page_has_them(time, text):
+    assert model_gpu_step.rounded(time) == text
+
+
 def test_assumptions_are_printed(capsys):
     assert model_gpu_step.main(["--assumptions"]) == 0
     assert "| int8_reached | 0.65" in capsys.readouterr().out

@@ -9,7 +9,7 @@ constexpr int kThreads = 256, kAtOnce = 2;  // vectors of a thread that are on t
 
 }  // namespace
 
-LSQ_KERNEL __launch_bounds__(kThreads, 3)
+LSQ_KERNEL __launch_bounds__(kThreads, 4)
     lsq_round_weight(const RoundWeight op, Out<uint32_t> ticket) {
     wait_for_launches();
     constexpr int kStep = kVector * kWarp;
