@@ -344,13 +344,8 @@ KNOWN = (
 )
 """GPU, size of a square product in bfloat16 (None: a copy), the TFLOP/s (TB/s) that somebody
 measured, where."""
-TITLES = {
-    "compiled": "compiled bfloat16",
-    "int8": "torchao int8, compiled",
-    LSQ: "lsq",
-}
-"""Side -> its name on the page."""
-SHORT = {"A100 80 GB": "A100", "RTX 4090": "RTX 4090", "H100 SXM": "H100"}
+WIDTHS = {size.name: size.hidden for size in (*MODELS, QUICK)}
+"""Model -> its hidden size."""
 COLOURS = ("C0", "C1", "C2", "C3", "C4", "C5", "C7", "0.8")
 
 
@@ -437,21 +432,17 @@ def table_rows(results: list[dict]) -> list[dict]:
 
 
 def page_table(results: list[dict]) -> str:
-    """The table of docs/gpu.md: milliseconds, in brackets with the best and worst assumptions."""
-    lines = [
-        f"| modelled | {' | '.join(TITLES.values())} | bfloat16 / lsq |",
-        "|---" * (len(TITLES) + 2) + "|",
-    ]
+    """The table of docs/gpu.md: milliseconds of each side, and lsq's best and worst."""
+    names = {f"{result['model']}, {WIDTHS[result['model']]:,}": None for result in results}
+    rows: dict[str, list[str]] = {}
     for result in results:
         sides = {side["side"]: side for side in result["sides"]}
-        cells = (
-            f"{rounded(side['modelled_milliseconds'])} ({rounded(side['with_luck'])} to"
-            f" {rounded(side['without'])})"
-            for side in map(sides.get, TITLES)
-        )
-        name = f"{result['model']}, {SHORT[result['gpu']]}"
-        lines.append(f"| {name} | {' | '.join(cells)} | {sides[LSQ]['ratio']:.2f} |")
-    return "\n".join(lines) + "\n"
+        times = ", ".join(rounded(sides[side]["modelled_milliseconds"]) for side in (*SIDES, LSQ))
+        best, worst = (rounded(sides[LSQ][luck]) for luck in ("with_luck", "without"))
+        rows.setdefault(result["gpu"], []).append(f"{times} ({best}–{worst})")
+    lines = [["modelled", *names], ["---"] * (1 + len(names))]
+    lines += [[gpu, *cells] for gpu, cells in rows.items()]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def rounded(milliseconds: float) -> str:
