@@ -49,10 +49,9 @@ INNER_OF_A_PART = 1024
 """Least values along K in a part."""
 MOST_PARTS = 8
 FASTER_LIBRARIES = range(90, 120)
-"""10 times the compute capabilities of GPUs whose libraries multiply faster than mma.sync."""
-LONGEST_BESIDE_FASTER_PRODUCTS = {"mma": 512, "wgmma": 8192}
-"""Largest K of tiles there. For longer K, sums in memory cost less than slower multiplication
-(wgmma: than reading tiles through the L2 cache)."""
+"""10 times the compute capabilities of GPUs whose libraries multiply faster."""
+LONGEST_BESIDE_FASTER_PRODUCTS = {"mma": 512, "wgmma": 1024}
+"""Largest K of tiles there. For longer K, sums in memory cost less than slower multiplication."""
 _DATE = "%Y-%m-%dT%H:%M:%SZ"
 
 
