@@ -209,6 +209,11 @@ def small_grids(size: Size) -> Iterator[None]:
         yield
 
 
+def transposed_weights(there: bool) -> contextlib.AbstractContextManager:
+    """Build programs for GPUs that keep the codes of weights transposed as well, or do not."""
+    return mock.patch.object(AbsentGPU, "transposed_weights", there)
+
+
 def few_sentences(size: Size) -> Size:
     return dataclasses.replace(size, sentences=min(FEW, size.sentences))
 
@@ -216,8 +221,8 @@ def few_sentences(size: Size) -> Size:
 def count_kernels(sizes: Iterable[Size], quant: QuantConfig) -> dict[str, Profile]:
     """By key: counts of each kernel of these models' steps, counted at these batches."""
     best: dict[str, tuple[int, Operation, Size]] = {}
-    for size in sizes:
-        with small_grids(size):
+    for size, transposed in itertools.product(sizes, (False, True)):
+        with small_grids(size), transposed_weights(transposed):
             for operation in small_operations(size, quant):
                 for entry in launches(operation, "meta", tile_of(size)):
                     weight = sum(map(bytes_of, profile.operands_of(entry)))

@@ -43,12 +43,12 @@ from operations import QUICK, sizes
 
 from lsq.config import QuantConfig
 from lsq.emulator.profile import Operand, Profile, Traffic
-from lsq.gemm.configuration import default_tile
+from lsq.gemm.configuration import FASTER_LIBRARIES, default_tile
 from lsq.gemm.operations import TILED, TILED_ALONE
 from lsq.gemm.product_key import ProductKey
 from lsq.gemm.product_key import key_of as key_of_product
 from lsq.native import compiler, geometry
-from lsq.native.launch import Launch, Product
+from lsq.native.launch import Kernel, Launch, Product
 
 QUANT = QuantConfig(backward="int8")
 LSQ = "lsq"
@@ -56,6 +56,7 @@ ENDED = {op: f"lsq_{op.removeprefix('project_')}_product" for op in TILED}
 """Kernels that end products, by their operations."""
 ALONE = {f"lsq_{op}_product": op for op in TILED_ALONE}
 """Operations, by the kernels that nothing else ends their products: lists have these."""
+TRANSPOSE = Kernel(source="transpose.cu", name="lsq_transpose_codes")
 MAIN_LOOP = {"mma": 1, "integer": 13.67, "branch": 1.70, "memory": 0.375, "barrier": 1 / 64}
 """Instructions that the emulator counts of a main loop for each mma of a tile of 128 x 128; the
 others are of ends."""
@@ -149,7 +150,7 @@ class Step:
         Kernels end the products that they end untuned.
         """
         for part in self.parts:
-            clock, entries = Clock(gpu), iter(part.entries)
+            clock, entries = Clock(gpu), iter(without_transposes(part.entries, gpu))
             for entry in entries:
                 if isinstance(entry, Launch) and entry.kernel.name in ALONE:
                     product, end = logits(entry), without_main_loop(self.work[id(entry)])
@@ -174,6 +175,18 @@ class Step:
                         clock.ended_product(multiplied(entry), end, tile),
                     )
         yield from opponent_times(self.between(), gpu)
+
+
+def without_transposes(
+    entries: tuple[Launch | Product, ...], gpu: Gpu
+) -> Iterator[Launch | Product]:
+    """Launches without those that transpose codes for a product by mma.sync, which needs none."""
+    for entry, following in zip(entries, (*entries[1:], None), strict=True):
+        if isinstance(following, Product) and getattr(entry, "kernel", None) == TRANSPOSE:
+            tile = default_tile(key_of_product(following), gpu.sm)
+            if tile is not None and tile.instruction == "mma":
+                continue
+        yield entry
 
 
 def opponent_times(passes: list[Pass], gpu: Gpu) -> Iterator[tuple[str, int, Time]]:
@@ -286,8 +299,9 @@ def seconds(times: Iterator[tuple[str, int, Time]]) -> float:
 
 
 def step_on(gpu: Gpu, size: operations.Size, counts: dict[str, Profile]) -> Step:
-    """The step with as many blocks as a GPU gets. Raises ValueError as `Step`."""
-    with mock.patch.object(geometry, "MULTIPROCESSORS", gpu.multiprocessors):
+    """The step as a GPU gets it: so many blocks, such weights. Raises ValueError as `Step`."""
+    blocks = mock.patch.object(geometry, "MULTIPROCESSORS", gpu.multiprocessors)
+    with blocks, gpu_lists.transposed_weights(gpu.sm in FASTER_LIBRARIES):
         return Step(size, counts)
 
 

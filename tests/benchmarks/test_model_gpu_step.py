@@ -36,9 +36,11 @@ def counts():
     return model_gpu_step.load(model_gpu_step.COUNTS)
 
 
+@pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("size", MODELS, ids=lambda size: size.name)
-def test_every_kernel_of_a_step_was_counted(counts, size):
-    entries = [entry for part in gpu_lists.step(size, QUANT) for entry in part.entries]
+def test_every_kernel_of_a_step_was_counted(counts, size, transposed):
+    with gpu_lists.transposed_weights(transposed):
+        entries = [entry for part in gpu_lists.step(size, QUANT) for entry in part.entries]
     keys = {gpu_lists.key_of(entry) for entry in entries if isinstance(entry, Launch)}
     assert keys <= counts.keys(), "lists have changed: run benchmarks/model_gpu_step.py --count"
 
