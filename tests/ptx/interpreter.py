@@ -13,6 +13,7 @@ import shlex
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy
@@ -27,7 +28,7 @@ from tests.ptx.layouts import tables
 
 FOLDER = Path(__file__).parent / "csrc"
 # No fused or reordered arithmetic: rounding is set at run time.
-FLAGS = ["-O1", "-std=c++17", "-Wall", "-Wextra", "-fPIC", "-shared", "-fvisibility=hidden"]
+FLAGS = ["-O1", "-std=c++17", "-Wall", "-Wextra", "-fPIC", "-fvisibility=hidden"]
 FLAGS += ["-ffp-contract=off", "-frounding-math", "-fno-strict-aliasing"]
 MESSAGE_BYTES = 4096
 
@@ -55,17 +56,26 @@ def library() -> ctypes.CDLL:
     name = cache.digest(repr(FLAGS), *compiler_words, *(path.read_bytes() for path in files))
     target = cache.folder("ptx").absolute() / f"interpreter-{name}.so"
     if not target.exists():
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor() as pool:
+
+            def compiled(path: Path) -> str:
+                to = f"{folder}/{path.stem}.o"
+                _run([*compiler_words, *FLAGS, "-c", os.fspath(path), "-o", to])
+                return to
+
+            objects = list(pool.map(compiled, FOLDER.glob("*.cpp")))
             staged = Path(folder) / "built.so"
-            code = [os.fspath(path) for path in files if path.suffix == ".cpp"]
-            command = [*compiler_words, *FLAGS, *code, "-o", os.fspath(staged)]
-            result = subprocess.run(command, capture_output=True, text=True)
-            if result.returncode:
-                raise RuntimeError(f"`{shlex.join(command)}` failed:\n{result.stderr[:4000]}")
+            _run([*compiler_words, *FLAGS, "-shared", *objects, "-o", os.fspath(staged)])
             cache.write(target, staged.read_bytes())
     found = ctypes.CDLL(os.fspath(target))
     found.ptx_load.restype = ctypes.c_void_p
     return found
+
+
+def _run(command: Sequence[str]) -> None:
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode:
+        raise RuntimeError(f"`{shlex.join(command)}` failed:\n{result.stderr[:4000]}")
 
 
 @functools.cache

@@ -33,7 +33,7 @@ from tests.ops.test_rounding import round_of
 from tests.ops.test_sums import scales
 from tests.ops.test_turns_cuda import BLOCKS, SOURCES
 from tests.ops.test_vocabulary_loss import of_codes, rounded_of
-from tests.ops.tiles import SMALL, WARPGROUPS
+from tests.ops.tiles import SMALL, WARPGROUPS, in_parts
 from tests.ops.turns import EXPORT
 from tests.optim import test_updates_cuda as updates
 from tests.ptx import interpreter
@@ -199,16 +199,38 @@ LEFT_OUT = {
 }
 
 
-@pytest.mark.parametrize("instruction", LEFT_OUT)
-def test_an_instruction_that_is_left_out_is_missed(instruction, interpreted, monkeypatch):
+def leave_out(instruction, monkeypatch):
+    """All of that instruction, from all kernels."""
+
     def without(kernel, target):
         text, count = re.subn(rf"\b{instruction}\b[^;]*;", "", ptx_of(kernel, target))
-        assert count
+        assert count or kernel.name not in NEEDED
         return text
 
     monkeypatch.setattr(interpreter, "ptx_of", without)
+
+
+NEEDED = ("lsq_project_product", "lsq_weight_gradient_product")
+
+
+@pytest.mark.parametrize("instruction", LEFT_OUT)
+def test_an_instruction_that_is_left_out_is_missed(instruction, interpreted, monkeypatch):
+    leave_out(instruction, monkeypatch)
     with gemm.ended_by(WGMMA), pytest.raises(RuntimeError, match=LEFT_OUT[instruction]):
         compare_cuda(rounded_project(41, 80))
+
+
+@pytest.mark.parametrize("instruction", [None, "membar.gl"])
+def test_a_fence_between_blocks_that_is_left_out_is_missed(instruction, interpreted, monkeypatch):
+    """The last of three blocks reads what the others have left."""
+    operation = test_weight_gradient.case(341, columns=16, outputs=13, padded=16)
+    with gemm.ended_by(in_parts(MMA, 3)):
+        if instruction is None:
+            compare_cuda(operation)
+            return
+        leave_out(instruction, monkeypatch)
+        with pytest.raises(RuntimeError, match="of block . wrote it, and nothing orders that"):
+            compare_cuda(operation)
 
 
 def test_steps_of_the_optimizer(interpreted):

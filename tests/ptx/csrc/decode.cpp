@@ -172,9 +172,11 @@ void load(Thread& t, const Instruction& i) {
 }
 template <class T>
 void store(Thread& t, const Instruction& i) {
-    const int count = static_cast<int>(i.as.size());
-    uint8_t* to = reach(t, i, i.space, t.r[i.a] + i.number, count * sizeof(T), Access::WRITE);
-    for (int at = 0; at < count; ++at) std::memcpy(to + at * sizeof(T), &t.r[i.as[at]], sizeof(T));
+    T values[4];
+    const int bytes = static_cast<int>(i.as.size() * sizeof(T));
+    for (size_t at = 0; at < i.as.size(); ++at) values[at] = get<T>(t, i.as[at]);
+    std::memcpy(reach(t, i, i.space, t.r[i.a] + i.number, bytes, Access::WRITE, values), values,
+                bytes);
 }
 template <class T>
 void update(Thread& t, const Instruction& i) {
@@ -203,7 +205,6 @@ void end(Thread& t, const Instruction&) {
     t.state = State::EXITED;
     leave(t);
 }
-void nothing(Thread&, const Instruction&) {}
 void copy_async(Thread& t, const Instruction& i) {
     const auto bytes = static_cast<uint32_t>(i.bytes);
     const uint32_t wanted = i.b < 0 ? bytes : get<uint32_t>(t, i.b);
@@ -211,8 +212,7 @@ void copy_async(Thread& t, const Instruction& i) {
     if (wanted > bytes) fault(t, i, "more bytes wanted than copied");
     if (to + bytes > t.block->shared.bytes.size()) fault(t, i, "outside the block's shared memory");
     if (to % bytes || from % bytes) fault(t, i, "no multiple of the bytes that are copied");
-    if (wanted && !t.block->launch.allocations->hold(from, wanted))
-        fault(t, i, "the source lies outside every tensor of the launch");
+    if (wanted) check_global_read(t, i, from, static_cast<int>(wanted));
     begin(t, i, {static_cast<uint32_t>(to), reinterpret_cast<const uint8_t*>(from), bytes, wanted});
 }
 void commit_copies(Thread& t, const Instruction&) {
@@ -760,10 +760,9 @@ private:
         made_.number = label->second, made_.run = branch;
     }
     void ret() { need_operands(0, 0), made_.run = end; }
-    // Blocks run one after another, and a thread's accesses are in order.
     void membar() {
-        if (!take("gl") && !take("cta")) need("sys");
-        made_.run = nothing;
+        need("gl");
+        made_.run = fence_memory;
     }
     // Launches run one after another.
     void griddepcontrol() {
@@ -779,8 +778,8 @@ private:
             return;
         }
         if (!take("acq_rel")) need("sc");
-        if (!take("gpu") && !take("cta")) need("sys");
-        made_.run = nothing;
+        need("gpu");
+        made_.run = fence_memory;
     }
 
     void collective(Perform perform, bool aligned) {

@@ -92,17 +92,14 @@ __attribute__((visibility("default"))) int ptx_launch(void* loaded, const PtxLau
                              std::to_string(bytes) + " bytes");
         std::memcpy(&parameters[kernel.parameter_offsets[i]], given->parameters[i], bytes);
     }
-    ptx::Launch launch = {&kernel,           {},           {},          given->shared,
-                          parameters.data(), &allocations, given->order};
+    ptx::GlobalMemory memory;
+    ptx::Launch launch = {&kernel,           {},           {},      given->shared,
+                          parameters.data(), &allocations, &memory, given->order};
     std::memcpy(launch.grid, given->grid, sizeof launch.grid);
     std::memcpy(launch.block, given->block, sizeof launch.block);
     const uint64_t blocks = uint64_t{1} * given->grid[0] * given->grid[1] * given->grid[2];
     for (uint64_t turn = 0; turn < blocks; ++turn) {
-        const uint64_t number = given->order == 1 ? blocks - 1 - turn : turn;
-        const uint32_t index[3] = {static_cast<uint32_t>(number % given->grid[0]),
-                                   static_cast<uint32_t>(number / given->grid[0] % given->grid[1]),
-                                   static_cast<uint32_t>(number / given->grid[0] / given->grid[1])};
-        ptx::Block(launch, index).run();
+        ptx::Block(launch, static_cast<int>(given->order == 1 ? blocks - 1 - turn : turn)).run();
     }
     return 0;
 } catch (const std::exception& error) {

@@ -62,8 +62,10 @@ void fault(const Thread& thread, const Instruction& at, const std::string& what)
     throw Error(place(thread, at) + ": " + what);
 }
 
-Block::Block(const Launch& launch, const uint32_t (&index)[3])
-    : launch(launch), kernel(*launch.kernel), index{index[0], index[1], index[2]} {
+Block::Block(const Launch& launch, int number)
+    : launch(launch), kernel(*launch.kernel), number(number),
+      index{number % launch.grid[0], number / launch.grid[0] % launch.grid[1],
+            number / launch.grid[0] / launch.grid[1]} {
     const uint32_t* size = launch.block;
     const uint64_t dynamic = (kSharedFirst + kernel.shared_bytes + kernel.dynamic_align - 1) /
                              kernel.dynamic_align * kernel.dynamic_align;

@@ -125,9 +125,10 @@ using Reading = std::vector<uint32_t>;
 struct Warp {
     Block* block;
     int number;
-    Thread* lanes[kWarp] = {};      // nullptr beyond the block
-    uint32_t live = 0;              // lanes that have not ended
-    std::vector<uint32_t> clock;    // of each warp, as far as this one has synchronised with it
+    Thread* lanes[kWarp] = {};    // nullptr beyond the block
+    uint32_t live = 0;            // lanes that have not ended
+    std::vector<uint32_t> clock;  // of each warp, as far as this one has synchronised with it
+    SeenOfBlocks blocks;
     std::vector<Reading> readings;  // by group; the last one is not committed
     int products = 0;               // by wgmma
 };
@@ -136,6 +137,7 @@ struct Barrier {
     std::vector<Thread*> waiting;
     size_t arrived = 0, wanted = 0;
     std::vector<uint32_t> clock;  // of those that have arrived
+    SeenOfBlocks blocks;
 };
 
 struct Launch {
@@ -144,19 +146,21 @@ struct Launch {
     uint64_t dynamic_bytes;
     const uint8_t* parameters;
     const Allocations* allocations;
+    GlobalMemory* memory;
     int order;
 };
 
 struct Block {
     const Launch& launch;
     const Kernel& kernel;
+    int number;
     uint32_t index[3];
     std::vector<Thread> threads;
     std::vector<Warp> warps;
     std::map<int, Barrier> barriers;
     SharedMemory shared;
 
-    Block(const Launch& launch, const uint32_t (&index)[3]);
+    Block(const Launch& launch, int number);
     void run();
 
 private:
@@ -171,9 +175,12 @@ std::unique_ptr<Kernel> decode(const KernelText& text, const std::vector<Variabl
                                const Tables& tables);
 
 // memory.cpp: the place of `bytes` bytes at an address, which the thread may read or write.
+// `value`: what it writes; threads may write the same one at the same time.
 enum class Access { READ, WRITE, UPDATE };
 uint8_t* reach(Thread& thread, const Instruction& at, Space space, uint64_t address, int bytes,
-               Access access);
+               Access access, const void* value = nullptr);
+void fence_memory(Thread& thread, const Instruction& at);
+void check_global_read(Thread& thread, const Instruction& at, uint64_t address, int bytes);
 void begin(Thread& thread, const Instruction& at, Copy copy);
 void complete(Thread& thread, const Instruction& at, const std::vector<Copy>& copies);
 

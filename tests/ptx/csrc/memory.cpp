@@ -78,10 +78,79 @@ void touch(Thread& thread, const Instruction& at, uint32_t offset, int bytes, Ac
         thread.unfenced.push_back({offset, offset + bytes});
 }
 
+// Whether a write lies before what `thread` does now.
+bool before(const Written& write, const Thread& thread) {
+    const Block& block = *thread.block;
+    if (write.block == block.number) return before(block, write.thread, write.clock, thread);
+    const Knowledge& known = thread.warp->blocks.known;
+    const auto seen = known.find(write.block);
+    return seen != known.end() && write.clock <= seen->second[write.thread / kWarp];
+}
+
+// Checks and notes an access to global memory. Atomic operations publish what a fence before them
+// covers, and a fence after them makes known what others have published.
+void touch_global(Thread& thread, const Instruction& at, uint64_t address, int bytes, Access access,
+                  const void* value) {
+    GlobalMemory& memory = *thread.block->launch.memory;
+    const uint64_t page = address / GlobalMemory::kPage;
+    auto found = memory.pages.find(page);
+    if (access == Access::READ && found == memory.pages.end()) return;
+    if (found == memory.pages.end()) found = memory.pages.try_emplace(page).first;
+    Warp& warp = *thread.warp;
+    const bool atomic = access == Access::UPDATE;
+    for (uint64_t byte = address; byte < address + bytes; ++byte) {
+        Written& one = found->second[byte % GlobalMemory::kPage];
+        const bool both = atomic && one.atomic;
+        if (one.block >= 0 && !both && !before(one, thread)) {
+            const auto* now = reinterpret_cast<const uint8_t*>(byte);
+            const bool same = value && *now == static_cast<const uint8_t*>(value)[byte - address];
+            if (!same)
+                fault(thread, at,
+                      "global memory: thread " + std::to_string(one.thread) + " of block " +
+                          std::to_string(one.block) + " wrote it, and nothing orders that before");
+        }
+        if (access != Access::READ)
+            one = {thread.block->number, thread.number, warp.clock[warp.number], atomic};
+    }
+    if (!atomic) return;
+    Knowledge& published = memory.published[address];
+    join(warp.blocks.pending, published);
+    join(published, warp.blocks.fenced);
+}
+
 }  // namespace
 
+void join(Knowledge& into, const Knowledge& other) {
+    for (const auto& [block, clocks] : other) {
+        std::vector<uint32_t>& seen = into[block];
+        seen.resize(clocks.size());
+        for (size_t warp = 0; warp < clocks.size(); ++warp)
+            seen[warp] = std::max(seen[warp], clocks[warp]);
+    }
+}
+
+void SeenOfBlocks::join(const SeenOfBlocks& other) {
+    ptx::join(known, other.known);
+    ptx::join(pending, other.pending);
+    ptx::join(fenced, other.fenced);
+}
+
+void fence_memory(Thread& thread, const Instruction&) {
+    Warp& warp = *thread.warp;
+    join(warp.blocks.known, warp.blocks.pending);
+    join(warp.blocks.fenced, warp.blocks.known);
+    join(warp.blocks.fenced, {{thread.block->number, warp.clock}});
+    ++warp.clock[warp.number];
+}
+
+void check_global_read(Thread& thread, const Instruction& at, uint64_t address, int bytes) {
+    if (!thread.block->launch.allocations->hold(address, bytes))
+        fault(thread, at, hexadecimal(address) + " lies outside every tensor of the launch");
+    touch_global(thread, at, address, bytes, Access::READ, nullptr);
+}
+
 uint8_t* reach(Thread& thread, const Instruction& at, Space space, uint64_t address, int bytes,
-               Access access) {
+               Access access, const void* value) {
     Block& block = *thread.block;
     if (address % bytes)
         fault(thread, at, hexadecimal(address) + " is no multiple of " + std::to_string(bytes));
@@ -109,6 +178,7 @@ uint8_t* reach(Thread& thread, const Instruction& at, Space space, uint64_t addr
     }
     if (!block.launch.allocations->hold(address, bytes))
         fault(thread, at, hexadecimal(address) + " lies outside every tensor of the launch");
+    touch_global(thread, at, address, bytes, access, value);
     return reinterpret_cast<uint8_t*>(address);
 }
 

@@ -1,8 +1,11 @@
 // Addresses, and what of shared memory who has touched.
 #pragma once
 
-#include <cstdint>
+#include <array>
 #include <cstddef>
+#include <cstdint>
+#include <map>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -38,6 +41,34 @@ struct SharedMemory {
     // By byte and warp: clock << 8 | lane of the last read, kSeveral for several lanes.
     std::vector<uint32_t> read;
     static constexpr uint32_t kSeveral = 0xff;
+};
+
+// Clocks of blocks' warps: what somebody has seen of blocks. By block, then by warp.
+using Knowledge = std::map<int, std::vector<uint32_t>>;
+void join(Knowledge& into, const Knowledge& other);
+
+// Fences are sequentially consistent (membar.gl): one of a thread that has passed a barrier since
+// orders as the fence of the thread itself does.
+struct SeenOfBlocks {
+    Knowledge known;    // what accesses may rely on
+    Knowledge pending;  // what atomic operations have found: a fence makes it known
+    Knowledge fenced;   // what atomic operations publish: a fence has covered it
+
+    void join(const SeenOfBlocks& other);
+};
+
+// Who wrote a byte of global memory last, in this launch.
+struct Written {
+    int block = -1, thread = 0;
+    uint32_t clock = 0;
+    bool atomic = false;
+};
+
+struct GlobalMemory {
+    static constexpr uint64_t kPage = 256;
+    std::unordered_map<uint64_t, std::array<Written, kPage>> pages;
+    // Of a word that atomic operations change: what their threads had seen at their last fence.
+    std::unordered_map<uint64_t, Knowledge> published;
 };
 
 }  // namespace ptx

@@ -331,6 +331,7 @@ void with_block(Thread& thread, const Instruction& i) {
     barrier.clock.resize(block.warps.size());
     for (size_t w = 0; w < barrier.clock.size(); ++w)
         barrier.clock[w] = std::max(barrier.clock[w], thread.warp->clock[w]);
+    barrier.blocks.join(thread.warp->blocks);
     ++barrier.arrived;
     if (i.flag) {
         ++thread.warp->clock[thread.warp->number];
@@ -349,6 +350,7 @@ void with_block(Thread& thread, const Instruction& i) {
             at = other->waits;
             for (size_t w = 0; w < barrier.clock.size(); ++w)
                 warp.clock[w] = std::max(warp.clock[w], barrier.clock[w]);
+            warp.blocks.join(barrier.blocks);
             ++warp.clock[warp.number];
         }
     }
