@@ -375,6 +375,84 @@ def test_words(instruction):
     assert found.tolist() == [signed(WORDS[instruction](*of) % 2**32) for of in words]
 
 
+LANES = numpy.arange(32)
+SHUFFLES = {
+    "up.b32 %d, %a, 3, 0": numpy.where(LANES >= 3, LANES - 3, LANES),
+    "down.b32 %d, %a, 5, 31": numpy.where(LANES + 5 <= 31, LANES + 5, LANES),
+    "bfly.b32 %d, %a, 6, 31": LANES ^ 6,
+    "idx.b32 %d, %a, 9, 31": LANES * 0 + 9,
+    "idx.b32 %d, %a, 2, 0x181f": LANES // 8 * 8 + 2,  # within eight lanes
+    "down.b32 %d, %a, 3, 0x181f": numpy.where(LANES % 8 + 3 < 8, LANES + 3, LANES),
+}
+"""Shuffle -> lanes that are read."""
+
+
+@pytest.mark.parametrize("shuffle", SHUFFLES)
+def test_shuffles(shuffle):
+    given = torch.randint(-(2**31), 2**31, (32,), dtype=torch.int32)
+    found = evaluate(f"shfl.sync.{shuffle}, -1", torch.int32, given)
+    assert torch.equal(found, given[torch.from_numpy(SHUFFLES[shuffle])])
+
+
+VOTES = {
+    "any": lambda x: x.any(),
+    "all": lambda x: x.all(),
+    "uni": lambda x: x.all() or not x.any(),
+}
+
+
+@pytest.mark.parametrize("vote", VOTES)
+@pytest.mark.parametrize("given", [torch.zeros(32), torch.ones(32), torch.arange(32.0)])
+def test_votes(vote, given):
+    text = "setp.ne.f32 p, %a, 0f00000000"
+    text = f"{{ .reg .pred p; {text}; vote.sync.{vote}.pred p, p, -1; selp.b32 %d, 1, 0, p; }}"
+    found = evaluate(text, torch.int32, given)
+    assert torch.equal(found, torch.full_like(found, int(VOTES[vote](given != 0))))
+
+
+def test_a_ballot():
+    text = "{ .reg .pred p; setp.gt.s32 p, %a, 20; vote.sync.ballot.b32 %d, !p, -1; }"
+    found = evaluate(text, torch.int32, torch.arange(32, dtype=torch.int32))
+    assert found.tolist() == [2**21 - 1] * 32
+
+
+ATOMICS = {
+    "add.u32": lambda before, x: before + x,
+    "min.s32": min,
+    "max.s32": max,
+    "and.b32": lambda before, x: before & x,
+    "or.b32": lambda before, x: before | x,
+    "xor.b32": lambda before, x: before ^ x,
+    "exch.b32": lambda before, x: x,
+}
+
+
+@pytest.mark.parametrize("atomic", ATOMICS)
+def test_atomic_operations(atomic):
+    """Of threads one after another, on the result of the first."""
+    given = torch.randint(-(2**31), 2**31, (32,), dtype=torch.int32)
+    text = f"{{ .reg .b64 at; ld.param.u64 at, [given1]; atom.global.{atomic} %d, [at], %a; }}"
+    x, held = given.clone(), given[0].item()
+    found = evaluate(text, torch.int32, given)
+    assert found[0] == held
+    expected = []
+    for one in x.tolist():
+        expected.append(held)
+        held = signed(ATOMICS[atomic](held, one) % 2**32)
+    assert found.tolist() == expected and given[0] == held
+
+
+def test_memory_of_a_thread():
+    """An array with an index that is known at run time."""
+    text = """{ .local .align 4 .b8 array[16]; .reg .b64 at, one; .reg .b32 two;
+        mov.u64 at, array; cvta.local.u64 one, at;
+        st.local.u32 [at], %a; st.u32 [one+4], 7; and.b32 two, %at, 1;
+        mul.wide.u32 one, two, 4; add.s64 at, at, one; ld.local.u32 %d, [at]; }"""
+    given = torch.arange(100, 132, dtype=torch.int32)
+    found = evaluate(text, torch.int32, given)
+    assert torch.equal(found, given.where(given % 2 == 0, 7))
+
+
 @pytest.mark.parametrize(
     "instruction, message",
     [

@@ -1,6 +1,7 @@
 // Runs launches.
 #include "machine.h"
 
+#include <algorithm>
 #include <numeric>
 #include <random>
 

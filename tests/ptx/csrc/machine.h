@@ -5,9 +5,7 @@
 #pragma once
 
 #include <cstring>
-#include <functional>
 #include <memory>
-#include <set>
 
 #include "memory.h"
 #include "text.h"
@@ -41,9 +39,7 @@ enum class Modifier {
     OR,
     XOR,
     EXCHANGE,
-    COMPARE_AND_SWAP,
-    INCREASE,
-    DECREASE
+    COMPARE_AND_SWAP
 };
 
 struct Instruction {
@@ -108,8 +104,8 @@ struct Thread {
     uint32_t mask = 0;                   // of the lanes that it waits for
     uint32_t steps = 1;
     std::vector<uint64_t> r;
-    std::vector<uint32_t> written;          // by slot: the step, UNSET or IN_FLIGHT
-    uint32_t flights = 0;                   // registers IN_FLIGHT
+    std::vector<uint32_t> written;          // by slot: the step, kUnset or kInFlight
+    uint32_t flights = 0;                   // registers that wgmma still writes
     uint32_t fenced = 0;                    // step of the last wgmma.fence
     std::vector<Copy> copies;               // since the last commit_group
     std::vector<std::vector<Copy>> groups;  // of cp.async
@@ -174,15 +170,18 @@ std::unique_ptr<Kernel> decode(const KernelText& text, const std::vector<Variabl
                                const std::map<std::string, uint64_t>& globals,
                                const Tables& tables);
 
-// memory.cpp: the place of `bytes` bytes at an address, which the thread may read or write.
-// `value`: what it writes; threads may write the same one at the same time.
+// memory.cpp
+// The place of `bytes` bytes at an address, which the thread may read or write. `value`: what it
+// writes; threads may write the same one at the same time.
 enum class Access { READ, WRITE, UPDATE };
 uint8_t* reach(Thread& thread, const Instruction& at, Space space, uint64_t address, int bytes,
                Access access, const void* value = nullptr);
-void fence_memory(Thread& thread, const Instruction& at);
+// cp.async: its source is read, it begins, the thread has waited for it.
 void check_global_read(Thread& thread, const Instruction& at, uint64_t address, int bytes);
 void begin(Thread& thread, const Instruction& at, Copy copy);
 void complete(Thread& thread, const Instruction& at, const std::vector<Copy>& copies);
+// membar.gl: what the thread has seen goes with its next atomic operation, and the other way round.
+void fence_memory(Thread& thread, const Instruction& at);
 
 // together.cpp
 void leave(Thread& thread);  // after its end

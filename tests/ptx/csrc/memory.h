@@ -1,4 +1,4 @@
-// Addresses, and what of shared memory who has touched.
+// Addresses, and who has touched which memory.
 #pragma once
 
 #include <array>
