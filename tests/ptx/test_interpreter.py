@@ -453,6 +453,22 @@ def test_memory_of_a_thread():
     assert torch.equal(found, given.where(given % 2 == 0, 7))
 
 
+BRANCHES = "setp.lt.u32 p, %at, 16; @p bra $A; {}; bra $B; $A: {}; $B: mov.b32 %d, %a"
+WAITS = {
+    "lanes of a warp wait at different barriers": BRANCHES.format("bar.sync 0", "bar.sync 0"),
+    "16 of the block's threads wait at line": BRANCHES.format("bar.sync 0", "bar.sync 1"),
+    "another number of threads than others": BRANCHES.format("bar.sync 0", "bar.sync 0, 64"),
+    "waits for ever; 16 of the block's threads have ended": BRANCHES.format("bar.sync 0", "ret"),
+    "the thread does not end": "$A: bra $A",
+}
+
+
+@pytest.mark.parametrize("message", WAITS)
+def test_threads_that_do_not_come_together(message):
+    with fails(f"one, block 0 0 0, thread .*{message}"):
+        evaluate(f"{{ .reg .pred p; {WAITS[message]}; }}", torch.float32, torch.zeros(32))
+
+
 @pytest.mark.parametrize(
     "instruction, message",
     [

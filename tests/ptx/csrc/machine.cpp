@@ -8,7 +8,7 @@
 namespace ptx {
 namespace {
 
-constexpr uint32_t kMostSteps = 200'000'000;  // of a thread
+constexpr uint32_t kMostSteps = 20'000'000;  // of a thread
 
 std::string place(const Thread& thread, const Instruction& at) {
     const Block& block = *thread.block;
