@@ -269,7 +269,7 @@ private:
         return made_;
     }
 
-    // Arithmetic of one type: modifiers, then the type, then the result and `count` operands.
+    // Arithmetic of one type.
     template <class F>
     void of_one(Type type) {
         need_operands(2, 2), result(type.bits);
@@ -346,8 +346,8 @@ private:
     void extreme() {
         const bool nan = take("NaN");
         const Type type = take_type();
-        if (!nan) return of_two<F>(type);
         of_two<F>(type);
+        if (!nan) return;
         if (type.kind != 'f') throw Error(".NaN of integers");
         made_.run = with_float(type, [](auto x) -> Run { return binary<OrNaN<F>, decltype(x)>; });
     }
@@ -507,9 +507,8 @@ private:
         made_.run = to ? from_generic : to_generic;
     }
 
-    // [.volatile] [.space] [.nc] [.vN] .type
+    // [.space] [.nc] [.vN] .type
     Type memory_type(size_t& count) {
-        take("volatile"), take("relaxed"), take("gpu"), take("weak");
         made_.space = take_space();
         take("nc");
         count = take("v4") ? 4 : take("v2") ? 2 : 1;
@@ -537,7 +536,6 @@ private:
         made_.run = with_integer(type, [](auto x) -> Run { return store<decltype(x)>; });
     }
     void atom() {
-        take("relaxed"), take("gpu"), take("acq_rel"), take("cta");
         made_.space = take_space();
         take_one<Modifier>({{"add", Modifier::ADD},
                             {"min", Modifier::MIN},
@@ -556,6 +554,7 @@ private:
         if (swap) made_.c = in(3, type.bits);
         made_.run = with_number(type, [](auto x) -> Run { return update<decltype(x)>; });
     }
+
     void bra() {
         take("uni"), need_operands(1, 1);
         const auto label = text_.labels.find(operand(0).symbol);
@@ -616,6 +615,7 @@ private:
         made_.a = predicate(1, made_.flag), made_.e = in(2, 32);
         collective(perform_vote, false);
     }
+
     // bar.sync, bar.arrive, bar.warp.sync
     void bar() {
         if (take("warp")) {
@@ -626,7 +626,6 @@ private:
     }
     void barrier_of_block() { barrier(take("aligned")); }
     void barrier(bool aligned) {
-        take("cta");
         made_.flag = take("arrive");
         if (!made_.flag) need("sync");
         need_operands(1 + made_.flag, 2), made_.a = in(0, 32);
@@ -655,11 +654,10 @@ private:
         made_.layouts[0] = &table(name);
         collective(perform_matrix_load, true);
     }
-    void fragments(const std::string& name, int bits, int result_bits) {
-        made_.bits = bits;
-        made_.ds = vector_out(0, result_bits), made_.as = vector_in(1, 32),
-        made_.bs = vector_in(2, 32);
-        made_.cs = vector_in(3, result_bits);
+    // Operands whose values have `bits` bits, and sums of 32 bits.
+    void fragments(const std::string& name, int bits) {
+        made_.bits = bits, made_.ds = vector_out(0, 32), made_.as = vector_in(1, 32);
+        made_.bs = vector_in(2, 32), made_.cs = vector_in(3, 32);
         made_.layouts[0] = &table(name + " A"), made_.layouts[1] = &table(name + " B");
         made_.layouts[2] = &table(name + " C");
         const auto fits = [this](const std::vector<int>& slots, int layout, int each) {
@@ -681,22 +679,21 @@ private:
         need_operands(4 + 2 * sparse, 4 + 2 * sparse);
         if (sparse) {
             if (types != "s32.s8" || operand(5).number) throw Error("an unknown sparse product");
-            fragments("mma.sp." + shape + ".s8", 8, 32);
+            fragments("mma.sp." + shape + ".s8", 8);
             made_.metadata = in(4, 32);
-            made_.layouts[0] = &table("mma.sp." + shape + ".s8 A");
             return collective(perform_sparse_product, true);
         }
         if (types == "s32.s8") {
-            fragments("mma." + shape + ".s8", 8, 32);
+            fragments("mma." + shape + ".s8", 8);
             return collective(perform_integer_product, true);
         }
         if (types == "s32.b1") {
             need("and"), need("popc");
-            fragments("mma." + shape + ".b1", 1, 32);
+            fragments("mma." + shape + ".b1", 1);
             return collective(perform_integer_product, true);
         }
         if (types == "f32.bf16") {
-            fragments("mma." + shape + ".bf16", 16, 32);
+            fragments("mma." + shape + ".bf16", 16);
             return collective(perform_float_product, true);
         }
         throw Error("unknown types of a product: " + types);
