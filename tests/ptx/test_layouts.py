@@ -153,13 +153,20 @@ def test_a_product_of_a_warpgroup(kernels, columns):
     assert torch.equal(found, a[:, 32:].int() @ b[:, 32:].int().t())
 
 
-def test_places_and_descriptors(kernels):
-    chunks = torch.empty(64, 4, dtype=torch.int32)
-    descriptors = torch.zeros(2, dtype=torch.int64)
+@pytest.mark.parametrize("fields, layout_type", [(0, 2), (4, 1)])
+def test_places(kernels, fields, layout_type):
+    """Rows of 64 bytes, and of 128 beside packed fields."""
+    pattern = numpy.array(WORDS[f"wgmma chunks of layout_type {layout_type}"])
+    chunks, descriptors = torch.empty(64, len(pattern) // 8).int(), torch.zeros(2).long()
+    given = kernels("layouts.cu", KIND=0, COLUMNS=64, FIELD_BITS=fields)
+    given.launch("places", 64, chunks, descriptors, shared=1024)
+    expected = pattern + len(pattern) * numpy.arange(8)[:, None]
+    assert numpy.array_equal(chunks.numpy().reshape(expected.shape), expected)
+
+
+def test_descriptors(kernels):
+    chunks, descriptors = torch.empty(64, 4).int(), torch.zeros(2).long()
     kernels("layouts.cu", KIND=0, COLUMNS=64).launch("places", 64, chunks, descriptors, shared=512)
-    pattern = numpy.array(WORDS["wgmma chunks of layout_type 2"])
-    expected = pattern + 32 * numpy.arange(8)[:, None]
-    assert numpy.array_equal(chunks.numpy().reshape(8, 32), expected)
     plain = WORDS["descriptor of a [64, 64] int8 without its address"]
     assert descriptors[0].item() % 2**64 == plain
     assert descriptors[1].item() == 32 >> 4
