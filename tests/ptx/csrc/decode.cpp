@@ -1,4 +1,7 @@
 // Makes instructions of statements. What it does not know is an error that names it.
+//
+// A new instruction is a line in `makers`, a function of Decoder that takes every modifier and
+// operand, and a function in operations.h, or in together.cpp if threads do it together.
 #include <algorithm>
 
 #include "operations.h"
