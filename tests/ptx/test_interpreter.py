@@ -94,6 +94,14 @@ def test_a_register_that_a_constraint_does_not_give():
         module(KERNELS / "faults.cu").launch("constraints", out)
 
 
+def test_a_register_that_nothing_has_written_may_be_copied_but_not_used():
+    text = "{{ .reg .b32 no; .reg .pred p; setp.ge.s32 p, %a, {}; selp.b32 %d, %a, no, p; }}"
+    given = torch.arange(32, dtype=torch.int32)
+    assert torch.equal(evaluate(text.format(0), torch.int32, given), given)
+    with fails(r"thread 0, line \d+ \(st.global.*%d is read, but nothing has written it"):
+        evaluate(text.format(1), torch.int32, given)
+
+
 def test_a_register_of_another_width():
     with fails(r"widths, line \d+ \(add.s32.*%rd1 has 64 bits, not 32"):
         module(KERNELS / "faults.cu", WIDTHS=1)

@@ -441,11 +441,9 @@ private:
     void selp() {
         const Type type = take_type();
         need_operands(4, 4), result(type.bits);
-        made_.a = in(1, type.bits), made_.b = in(2, type.bits);
-        bool negated;
-        made_.c = predicate(3, negated);
-        if (negated) throw Error("a negated operand");
-        made_.run = select;
+        made_.a = in(1, type.bits), made_.b = in(2, type.bits), made_.reads.clear();
+        made_.c = in(3, 1);
+        made_.copies = true, made_.run = select;
     }
 
     void mov() {
@@ -460,8 +458,8 @@ private:
             made_.bits = type.bits / static_cast<int>(to.parts.size());
             made_.ds = vector_out(0, made_.bits), made_.a = in(1, type.bits), made_.run = unpack;
         } else {
-            result(type.bits), made_.a = in(1, type.bits), made_.run = move;
-            made_.copies = from.kind == Operand::REGISTER;
+            result(type.bits), made_.a = in(1, type.bits), made_.reads.clear();
+            made_.copies = true, made_.run = move;
         }
     }
     void cvt() {

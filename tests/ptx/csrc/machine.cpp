@@ -23,10 +23,17 @@ std::string name_of(const Thread& thread, int slot) {
     return slot < static_cast<int>(registers.size()) ? registers[slot].name : "a constant";
 }
 
+// The slot that mov or selp copies.
+int source_of(const Thread& thread, const Instruction& i) {
+    return i.c < 0 || (thread.r[i.c] & 1) ? i.a : i.b;
+}
+
 void check_registers(Thread& thread, const Instruction& i) {
+    if (i.copies && thread.written[source_of(thread, i)] == kInFlight)
+        fault(thread, i, "it copies a register of wgmma, which has not been waited for");
     for (const int slot : i.reads) {
         const uint32_t step = thread.written[slot];
-        if (step == kUnset && !i.copies)
+        if (step == kUnset)
             fault(thread, i, name_of(thread, slot) + " is read, but nothing has written it");
         if (step == kInFlight)
             fault(thread, i, name_of(thread, slot) + " is read, but wgmma has not been waited for");
@@ -51,7 +58,7 @@ void run(Thread& thread) {
         }
         check_registers(thread, i);
         // Before it runs: with the last thread of several, the others' registers are written, too.
-        const bool known = !i.copies || thread.written[i.reads[0]] != kUnset;
+        const bool known = !i.copies || thread.written[source_of(thread, i)] != kUnset;
         for (const int slot : i.writes) thread.written[slot] = known ? thread.steps : kUnset;
         i.run(thread, i);
     }

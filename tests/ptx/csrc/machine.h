@@ -58,7 +58,7 @@ struct Instruction {
     bool flag = false;    // as the instruction says
     Modifier modifier = Modifier::NONE;
     Perform perform = nullptr;
-    bool copies = false;   // may copy a register that nobody has written
+    bool copies = false;   // mov, selp: may copy a register that nothing has written
     bool aligned = false;  // all lanes of a warp must do it together
     // Layouts of the operands and the result of a product, of the words of a matrix load.
     const std::vector<int>* layouts[3] = {};
