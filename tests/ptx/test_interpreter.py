@@ -368,6 +368,9 @@ WORDS: dict[str, Callable] = {
     "shr.s32 %d, %a, 40": lambda a, b, c: signed(a) >> 31,
     "prmt.b32 %d, %a, %b, %c": permuted,
     "bfi.b32 %d, %a, %b, 5, 7": lambda a, b, c: b & ~(127 << 5) | (a & 127) << 5,
+    "bfe.u32 %d, %a, 5, 7": lambda a, b, c: a >> 5 & 127,
+    "bfe.s32 %d, %a, 8, 8": lambda a, b, c: ((a >> 8 & 255) + 128) % 256 - 128,
+    "bfe.s32 %d, %a, 28, 8": lambda a, b, c: signed(a) >> 28,
     "dp4a.s32.s32 %d, %a, %b, %c": dotted,
     "lop3.b32 %d, %a, %b, %c, 0xe2": lambda a, b, c: a & b | ~b & c,
 }

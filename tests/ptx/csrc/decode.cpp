@@ -398,6 +398,12 @@ private:
         made_.e = in(4, 32);
         made_.run = type.bits == 32 ? insert_bits<uint32_t> : insert_bits<uint64_t>;
     }
+    void bfe() {
+        const Type type = take_type();
+        need_operands(4, 4), result(type.bits);
+        made_.a = in(1, type.bits), made_.b = in(2, 32), made_.c = in(3, 32);
+        made_.run = with_integer(type, [](auto x) -> Run { return extract_bits<decltype(x)>; });
+    }
     void dp4a() {
         need("s32"), need("s32"), need_operands(4, 4), result(32);
         made_.a = in(1, 32), made_.b = in(2, 32), made_.c = in(3, 32), made_.run = dot;
@@ -754,6 +760,7 @@ const std::map<std::string, Decoder::Make>& Decoder::makers() {
         {"atom", &Decoder::atom},
         {"bar", &Decoder::bar},
         {"barrier", &Decoder::barrier_of_block},
+        {"bfe", &Decoder::bfe},
         {"bfi", &Decoder::bfi},
         {"bra", &Decoder::bra},
         {"cp", &Decoder::cp},

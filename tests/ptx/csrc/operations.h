@@ -1,6 +1,8 @@
 // What instructions of one thread do.
 #pragma once
 
+#include <algorithm>
+
 #include "arithmetic.h"
 
 namespace ptx {
@@ -83,6 +85,18 @@ void insert_bits(Thread& t, const Instruction& i) {
     const T mask = ShiftLeft::of(ones, first);
     set(t, i.d,
         static_cast<T>((get<T>(t, i.b) & ~mask) | (ShiftLeft::of(get<T>(t, i.a), first) & mask)));
+}
+template <class T>
+void extract_bits(Thread& t, const Instruction& i) {
+    const T a = get<T>(t, i.a);
+    const int first = t.r[i.b] & 255, count = t.r[i.c] & 255, last = 8 * sizeof(T) - 1;
+    const bool sign = std::is_signed_v<T> && count && a >> std::min(first + count - 1, last) & 1;
+    std::make_unsigned_t<T> found = 0;
+    for (int bit = 0; bit <= last; ++bit) {
+        const bool inside = bit < count && first + bit <= last;
+        found |= std::make_unsigned_t<T>{inside ? (a >> (first + bit) & 1) != 0 : sign} << bit;
+    }
+    set(t, i.d, found);
 }
 inline void dot(Thread& t, const Instruction& i) {
     auto sum = get<uint32_t>(t, i.c);
