@@ -54,6 +54,7 @@ FIELDS = {
     "gap": (f"{ASSUMED}, microseconds, without a CUDA graph", MICRO),
     "overlapped": (f"{ASSUMED}: programmatic dependent launch hides the start, not the end", 1),
     "past_l1": (ASSUMED, 1),
+    "beside": (f"{ASSUMED}: two blocks that start together may stay together, or part", 1),
     "kept": (f"{ASSUMED}; {L2}: 0.7 (A100, H100 PCIe) to 0.95 (L40) of one array", 1),
 }
 """Number of `Gpu` -> (where it is from, its unit)."""
@@ -63,7 +64,6 @@ OTHERS = {
     "LATENCY": (f"{gpu_model.LATENCY * GIGA:.0f} ns", ASSUMED),
     "IN_FLIGHT": (f"{gpu_model.IN_FLIGHT} bytes", f"{ASSUMED}: two loads of 16 bytes by each lane"),
     "SLOTS": ("by instruction", f"{GUIDE}; division, root, logarithm: {ASSUMED}"),
-    "ends": ("after the multiplications", f"{ASSUMED}: never beside those of another block"),
     "opponents": (
         "ideal",
         f"{ASSUMED}: each operand read once, one kernel between products, no host, no overhead",

@@ -181,6 +181,8 @@ class Gpu:
     """Part of the sectors that warps ask for that the L1 cache does not hold."""
     kept: float = 0.6
     """Part of the L2 cache that still holds what was touched last."""
+    beside: float = 0.5
+    """Part of an epilogue that runs while the other block of its multiprocessor multiplies."""
 
     @property
     def sm(self) -> int:
@@ -271,6 +273,7 @@ def variant(gpu: Gpu, luck: float) -> Gpu:
         kept=gpu.kept + 0.3 * luck,
         past_l1=gpu.past_l1 - 0.15 * luck,
         integers=gpu.integers * 1.5**-luck,
+        beside=gpu.beside + 0.5 * luck,
     )
 
 
@@ -388,9 +391,10 @@ class Clock:
         multiplied = work / peak / tile_rate(product, shape, gpu.multiprocessors, tile.split)
         cycles = gpu.multiprocessors * gpu.gigahertz * GIGA
         ended = instruction_cycles(end.instructions, gpu) / cycles / gpu.reached
+        beside = gpu.beside if tile.instruction == "mma" else 0.0  # wgmma's block is alone
         of_tiles = tile_bytes(product, tile.rows, tile.columns)
         parts = {
-            "products": multiplied + ended,
+            "products": multiplied + ended - beside * min(multiplied, ended),
             "memory": traffic / gpu.copy,
             "L2 cache": (touched - sum(product.reads.values()) + of_tiles) / gpu.l2,
         }

@@ -7,6 +7,7 @@ minutes), or taken from the file of an earlier count. Registers are NVRTC's. See
 
 import argparse
 import dataclasses
+import itertools
 import json
 import sys
 from collections import Counter, defaultdict
@@ -25,6 +26,7 @@ from gpu_model import (
     GPUS,
     H100,
     MICRO,
+    SECTOR,
     TERA,
     Clock,
     Gpu,
@@ -56,6 +58,7 @@ ENDED = {op: f"lsq_{op.removeprefix('project_')}_product" for op in TILED}
 """Kernels that end products, by their operations."""
 ALONE = {f"lsq_{op}_product": op for op in TILED_ALONE}
 """Operations, by the kernels that nothing else ends their products: lists have these."""
+BEGIN = "lsq_begin_weight_gradient"
 TRANSPOSE = Kernel(source="transpose.cu", name="lsq_transpose_codes")
 MAIN_LOOP = {"mma": 1, "integer": 13.67, "branch": 1.70, "memory": 0.375, "barrier": 1 / 64}
 """Instructions that the emulator counts of a main loop for each mma of a tile of 128 x 128; the
@@ -161,8 +164,10 @@ class Step:
                     yield entry.kernel.name, part.times, clock.ended_product(product, end, tile)
                     continue
                 if isinstance(entry, Launch):
-                    taken = resources(entry, gpu.target)
-                    yield entry.kernel.name, part.times, clock.kernel(self.work[id(entry)], *taken)
+                    taken, work = resources(entry, gpu.target), self.work[id(entry)]
+                    if entry.kernel.name == BEGIN and by_mma(product_after(part, entry), gpu):
+                        work = without_transposition(work, entry)
+                    yield entry.kernel.name, part.times, clock.kernel(work, *taken)
                     continue
                 tile = default_tile(key_of_product(entry), gpu.sm)
                 if tile is None:
@@ -182,11 +187,32 @@ def without_transposes(
 ) -> Iterator[Launch | Product]:
     """Launches without those that transpose codes for a product by mma.sync, which needs none."""
     for entry, following in zip(entries, (*entries[1:], None), strict=True):
-        if isinstance(following, Product) and getattr(entry, "kernel", None) == TRANSPOSE:
-            tile = default_tile(key_of_product(following), gpu.sm)
-            if tile is not None and tile.instruction == "mma":
-                continue
-        yield entry
+        if getattr(entry, "kernel", None) != TRANSPOSE or not by_mma(following, gpu):
+            yield entry
+
+
+def by_mma(entry: Launch | Product | None, gpu: Gpu) -> bool:
+    """Whether tiles of mma.sync make this product, untuned."""
+    if not isinstance(entry, Product):
+        return False
+    tile = default_tile(key_of_product(entry), gpu.sm)
+    return tile is not None and tile.instruction == "mma"
+
+
+def product_after(part: gpu_lists.Part, entry: Launch) -> Product:
+    """The first product behind a launch."""
+    behind = itertools.dropwhile(lambda one: one is not entry, part.entries)
+    return next(one for one in behind if isinstance(one, Product))
+
+
+def without_transposition(work: Work, entry: Launch) -> Work:
+    """The work of BEGIN where the gradient's codes stay as they are."""
+    operation, transposed, *_ = entry.arguments
+    reads, writes = dict(work.reads), dict(work.writes)
+    moved = reads.pop(place_of(operation.gradient.codes), 0.0)
+    moved += writes.pop(place_of(transposed), 0.0)
+    sectors = work.sectors - moved / SECTOR
+    return dataclasses.replace(work, reads=reads, writes=writes, sectors=sectors)
 
 
 def opponent_times(passes: list[Pass], gpu: Gpu) -> Iterator[tuple[str, int, Time]]:

@@ -109,13 +109,15 @@ def ended(gpu=GPU, product=None, tile=TILE, **end):
     return Clock(gpu).ended_product(product, work(**end), tile)
 
 
-def test_a_product_that_its_kernel_ends_takes_both_one_after_the_other_and_keeps_its_sums():
+def test_a_product_that_its_kernel_ends_takes_part_of_it_longer_and_keeps_its_sums():
     gpu = dataclasses.replace(GPU, l2=1e15)
     found, rate = ended(gpu), 1979e12 * 0.65 * 0.62 * 0.93 * 8192 / (8192 + 128)
     assert found.bytes == 2e6 and found.bound == "products"
     assert found.seconds == pytest.approx(2 * 8448 * 8192 * 8192 / rate)
-    more = ended(gpu, instructions={"float": 1e9}).seconds - found.seconds
-    assert more == pytest.approx(1e9 / 4 / (132 * 1.7e9) / 0.6)
+    alone, wide = 1e8 / 4 / (132 * 1.7e9) / 0.6, dataclasses.replace(TILE, instruction="wgmma")
+    for tile, beside in ((TILE, 0.5), (wide, 0.0)):  # of wgmma a multiprocessor has one block
+        pair = [ended(gpu, tile=tile, instructions={"float": count}) for count in (1e8, 0)]
+        assert pair[0].seconds - pair[1].seconds == pytest.approx((1 - beside) * alone)
 
 
 def test_wgmma_reaches_a_part_of_a_library():
