@@ -60,6 +60,8 @@ def run(arguments: list[str]) -> int:
     check_there(given.model)
     if given.plot is not None:
         check_writable(given.plot, "--plot")
+        if given.plot.suffix not in (".png", ".svg", ".pdf"):
+            raise ValueError(f"--plot {given.plot}: a picture is a .png, .svg or .pdf")
         extras.require("a picture", "study")
     config = _config(given.model, given.batch[1])
     found = [

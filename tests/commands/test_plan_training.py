@@ -60,6 +60,7 @@ def test_nothing_fits(folder, lsq):
         (("--batch", "2x8", "--budget", "much"), "no number of bytes above 0"),
         (("--batch", "2x65"), "sequences of 65 tokens, and the model takes 64"),
         (("--batch", "2x8", "--plot", "none/a.png"), "there is no folder"),
+        (("--batch", "2x8", "--plot", "a.xyz"), "--plot a.xyz: a picture is a .png, .svg or .pdf"),
         ((), "the following arguments are required: --batch"),
     ),
 )
