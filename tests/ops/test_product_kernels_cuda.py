@@ -368,10 +368,12 @@ def test_launches():
     """Nothing is launched that is not needed."""
     back, _ = input_case(41)
     product = "lsq_input_gradient_product"
-    assert names(launches(back, SMALL)) == ["lsq_transpose_codes", product, "lsq_finish_own_sums"]
-    back.weight.transposed = back.weight.codes.t().contiguous()
+    assert names(launches(back, SMALL)) == [product, "lsq_finish_own_sums"]
     back.sum = back.dclip = None
     assert names(launches(back, SMALL)) == [product]
+    assert names(launches(back, WARPGROUPS[0])) == ["lsq_transpose_codes", product]
+    back.weight.transposed = back.weight.codes.t().contiguous()
+    assert names(launches(back, WARPGROUPS[0])) == [product]
     back, _ = input_case(41, rounded=True, rest=False)
     assert names(launches(back, SMALL))[1:] == ["product", "lsq_project_input_gradient"]
     of_weight, operands = weight_case(341), ["lsq_begin_weight_gradient", "lsq_round_transposed"]

@@ -576,7 +576,7 @@ private:
     // Launches run one after another.
     void griddepcontrol() {
         if (!take("wait")) need("launch_dependents");
-        made_.run = nothing;
+        made_.run = [](Thread&, const Instruction&) {};
     }
     void fence() {
         if (take("proxy")) {
