@@ -1,5 +1,6 @@
 """Attention over packed rows against padded dense attention in float64; appended rows."""
 
+import dataclasses
 import math
 
 import pytest
@@ -22,6 +23,7 @@ from tests.ops.compare import (
 )
 from tests.ops.compare import rounded as codes_of
 from tests.ops.cuda import DTYPES, EPSILON, compare_cuda, in_dtype
+from tests.ops.cuda import run as run_on_cuda
 from tests.sampling import first
 
 SHORT, OF_OTHERS = {"lengths": (3, 5, 1), "others": (7, 40, 9)}, {"others": OTHERS}
@@ -227,11 +229,31 @@ def compare_both(dtype=torch.float32, to_rounded=False, **options):
     """Compare attention and its gradient on CUDA."""
     forward = attention(**options)
     compare_cuda(forward, dtype)
-    backward, slack = gradient_of(forward, to_rounded=to_rounded), 0.0
-    if dtype == torch.bfloat16:  # sums are of gradients that were rounded: five standard errors
-        made = on_reference(in_dtype(in_dtype(backward, dtype), torch.float32))
-        slack = EPSILON[dtype] / 2 * max(end.floats.norm().item() for _, _, end in made.sides)
-    compare_cuda(backward, dtype, slack=slack)
+    backward = gradient_of(forward, to_rounded=to_rounded)
+    if dtype == torch.float32:
+        compare_cuda(backward, dtype)
+    else:
+        compare_narrow(backward, dtype)
+
+
+def compare_narrow(backward, dtype):
+    """Compare a gradient whose sums and codes are of floats that were rounded to `dtype`."""
+    floats = {"dq": in_floats(backward.dq), "dkv": backward.dkv and in_floats(backward.dkv)}
+    as_floats = dataclasses.replace(backward, **floats)
+    wide = on_reference(in_dtype(in_dtype(as_floats, dtype), torch.float32))
+    norm = max(end.floats.norm().item() for _, _, end in wide.sides)
+    made = compare_cuda(as_floats, dtype, slack=EPSILON[dtype] / 2 * norm)  # five standard errors
+    if backward.dq.rounded is None:
+        return
+    sides = zip(made.sides, run_on_cuda(in_dtype(backward, dtype)).sides, strict=True)
+    for (_, _, end), (_, _, found) in sides:
+        assert_holds(found.rounded, found.rounded.encode(end.floats.float()))
+
+
+def in_floats(end):
+    """Where a gradient is to be written, in floats."""
+    shape = (end.floats if end.rounded is None else end.rounded.codes).shape
+    return dataclasses.replace(end, rounded=None, floats=empty(*shape))
 
 
 @pytest.mark.parametrize(
@@ -267,6 +289,7 @@ def test_in_float32_on_cuda(options):
     first(
         [
             {"coded": False},
+            {"to_rounded": True},
             {"width": 128, "heads": 1},
             {"others": FEWER, "causal": True},
             {"heads": 2, "group": 2, "window": 20, "causal": True},
