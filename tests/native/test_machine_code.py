@@ -105,11 +105,11 @@ def kernels() -> dict[str, list[Kernel]]:
 
 
 def cases() -> Iterator[pytest.param]:
-    """(name, target): all on Hopper, and on GeForce what multiplies; more in the thorough tests."""
+    """(name, target): all on Hopper, and on GeForce what multiplies; more in the slow tests."""
     usual = {("sm_90a", False), ("sm_90a", True), ("sm_89", True)}
     for target in ("sm_80", "sm_89", "sm_90a", "sm_100", "sm_120"):
         for name in (*PRODUCTS, *ATTENTION, *OTHERS):
-            marks = () if (target, name not in OTHERS) in usual else pytest.mark.thorough
+            marks = () if (target, name not in OTHERS) in usual else pytest.mark.slow
             yield pytest.param(name, target, marks=marks)
 
 
@@ -187,7 +187,7 @@ def test_one_kernel_of_each_name(name, target):
     assert_lean(one_of(name, target), target)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_every_tile(name, target):

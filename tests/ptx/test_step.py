@@ -240,7 +240,7 @@ def test_steps_of_the_optimizer(interpreted):
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "run, sources", [pytest.param(run, of, id=" ".join(of)) for run, of in SOURCES.items()]
 )
