@@ -29,8 +29,8 @@ ADVICE = (
 
 @dataclass(frozen=True)
 class FloatStorage:
-    """The storage of codes with the size of their floats: libraries that write files compare both
-    with others', and safetensors refuses a storage that is smaller than its tensor."""
+    """The storage of codes, which reports the size of their floats: safetensors refuses a storage
+    that is smaller than its tensor."""
 
     codes: torch.UntypedStorage
     floats: int

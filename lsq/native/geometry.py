@@ -11,9 +11,9 @@ WARPS = THREADS // 32
 VECTOR = 8
 """Values that a thread reads at a time."""
 BLOCKS_OF_MULTIPROCESSOR = 2
-"""Blocks, and partial rows, of a kernel that sums over rows."""
+"""Blocks for each multiprocessor, and so partial rows, of a kernel that sums over rows."""
 MULTIPROCESSORS = 128
-"""Of a GPU that is not there: the emulator's."""
+"""Number of multiprocessors to assume without a GPU, as in the emulator."""
 MANY_BLOCKS = 4096
 """Most blocks of a kernel on rows that does not sum over rows."""
 WIDEST = 16384

@@ -5,9 +5,9 @@
 #include "input_gradient_epilogue.cuh"
 #include "product_rows.cuh"
 
-// weight int8 [K, P]: transposed codes, null where op's are read -> dx, and partial [kWarpsDown * gridDim.y, width], one row
-// for each row of warps: sums [K] for the bias, then [kWarpsAcross * gridDim.x] parts of the clip's
-// gradient.
+// weight int8 [K, P]: transposed codes, null if the kernel reads op.weight.codes -> dx, and partial
+// [kWarpsDown * gridDim.y, width], one row for each row of warps: sums [K] for the bias, then
+// [kWarpsAcross * gridDim.x] parts of the clip's gradient.
 LSQ_KERNEL __launch_bounds__(kProductThreads, kProductBlocks)
     lsq_input_gradient_product(const ProjectInputGradient op, In<int8_t> weight, int64_t inner,
                                Out<float> partial, int64_t width) {

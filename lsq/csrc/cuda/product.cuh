@@ -1,8 +1,8 @@
 // An int8 product, a [M, K] times b [N, K] transposed, up to its sums in registers: `accumulate`,
 // by wgmma or mma.sync. Epilogues (product_rows.cuh) know a block's warps and their sums.
 //
-// TRANSPOSED_ROWS: a is TransposedRows; TRANSPOSED_COLUMNS: b is TransposedColumns. Sums are in
-// their order.
+// The kernel's file defines TRANSPOSED_ROWS if a is TransposedRows, and TRANSPOSED_COLUMNS if b is
+// TransposedColumns; for_sums puts their rows and columns in order.
 #pragma once
 
 #if WGMMA

@@ -13,7 +13,7 @@ namespace lsq {
 
 // Lanes of a row, rows of a warp.
 constexpr int kRowGroups = kWarpColumns / kVector, kRowsAtOnce = kWarp / kRowGroups;
-#if TRANSPOSED_COLUMNS
+#if TRANSPOSED_COLUMNS  // whole quads are stored, of two rows at a time
 constexpr int kRowQuads = kWarpColumns / 4 + 4;
 #else
 constexpr int kRowQuads = kWarpColumns / 4 + 2;

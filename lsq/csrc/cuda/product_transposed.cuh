@@ -1,16 +1,16 @@
-// Operands of an int8 product as codes whose rows are steps along K: a [K, M], b [K, N]. They are
-// transposed on the way from shared memory to registers: ldmatrix transposes pairs of bytes, and
-// permutations part them.
+// Operands of an int8 product whose codes lie along K: a [K, M], b [K, N]. A warp transposes them
+// when it loads fragments: ldmatrix transposes pairs of bytes, and __byte_perm separates the bytes.
 //
-// Of 16 neighbouring columns of the codes, the even ones become rows of one half of a fragment and
-// the odd ones of the other: `row_of`; of b, fragments 2 * j and 2 * j + 1.
+// A fragment takes 16 neighbouring columns of the codes. The even columns become the first eight
+// rows of a's fragment, and the odd ones the other eight (`row_of`); of b they become fragments
+// 2 * j and 2 * j + 1.
 #pragma once
 
 #include "product_mma.cuh"
 
 namespace lsq {
 
-// Number among the 16 of row `row` of the first or second half.
+// The column, of 16, that becomes row `row` of the first or second eight.
 LSQ_INLINE int row_of(int half, int row) { return 2 * row + half; }
 
 // Columns [first, first + WIDTH) of codes.
@@ -30,8 +30,8 @@ struct TransposedTile {
 
     LSQ_INLINE static int row() { return threadIdx.x / kAcross; }
     LSQ_INLINE static int chunk() { return threadIdx.x % kAcross; }
-    // The rows that ldmatrix reads together, 0, 1, 4, 5, 8, ... or 2, 3, 6, 7, 10, ..., lie in
-    // different banks.
+    // Bytes from the tile's start to a chunk. Rows that ldmatrix reads together (0, 1, 4, 5, 8, ...
+    // or 2, 3, 6, 7, 10, ...) lie in different banks.
     LSQ_INLINE static int offset_of(int row, int chunk) {
         const int turn = kAcross == 8 ? row / 4 * 2 + row % 2 : row / 4;
         return row * WIDTH + (chunk ^ turn % kAcross) * kChunk;
@@ -48,8 +48,8 @@ struct TransposedTile {
         }
     }
 
-    // Words of 16 columns, a multiple of 16, from chunk `chunk` of a step: [half of the columns,
-    // half of 32 values along K].
+    // Loads the words of columns [column, column + 16), a multiple of 16, for 32 values along K
+    // from chunk `chunk` on: words[even or odd columns][half of the 32 values].
     LSQ_INLINE static void load16(const unsigned char* tile, int chunk, int column,
                                   uint32_t (&words)[2][2]) {
         const int lane = threadIdx.x % kWarp, first = kChunk * (chunk + lane / 16);

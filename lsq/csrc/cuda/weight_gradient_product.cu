@@ -47,9 +47,10 @@ LSQ_INLINE bool add_up_parts(Sums& sums, int32_t* parts, uint32_t* tickets) {
 
 }  // namespace
 
-// gradient int8 [at least N, P]: transposed codes, null where op's are read; x int8 [K, P],
-// column_scale [K] -> dweight [N, K], clip_sums: parts of the clips' gradients. Clips for rows:
-// [kWarpsAcross * gridDim.x, N], a row of each column of warps; one clip: [tiles, warps].
+// gradient int8 [at least N, P]: transposed codes, null if the kernel reads op.gradient.codes (of
+// `outputs` columns); x int8 [K, P], column_scale [K] -> dweight [N, K], clip_sums: parts of the
+// clips' gradients. Clips for rows: [kWarpsAcross * gridDim.x, N], a row of each column of warps;
+// one clip: [tiles, warps].
 LSQ_KERNEL __launch_bounds__(kProductThreads, kProductBlocks)
     lsq_weight_gradient_product(const ProjectWeightGradient op, In<int8_t> gradient, In<int8_t> x,
                                 In<float> column_scale, int64_t outputs, int64_t inner,
