@@ -30,7 +30,8 @@ LSQ_INLINE void add_row8(const Packed<T>& row, float factor, float (&sum)[kVecto
 }
 
 // Adds columns [column, column + 8) of the neighbours' rows of x, floats times their factors, which
-// may be null. All threads of a warp must call this for the same row, also with columns beyond the last.
+// may be null. All threads of a warp must call this for the same row, also with columns beyond the
+// last.
 template <class T, class Sum>
 LSQ_INLINE void sum_neighbours8(const T* x, const Edges& edges, int64_t row, int column,
                                 const float* factors, Sum (&sum)[kVector]) {

@@ -59,7 +59,8 @@ LSQ_KERNEL __launch_bounds__(kThreads)
             if (!has(v)) continue;
             const int64_t element = row * COLUMNS + column_of(v);
             Value value[kVector] = {};
-            float w[kVector] = {}, scale[kVector] = {}, limit[kVector], gradient[kVector], clip[kVector];
+            float w[kVector] = {}, scale[kVector] = {};
+            float limit[kVector], gradient[kVector], clip[kVector];
             if (values) load8(values + element, value);
             if (!op.weight.absmax) load8(weights + element, w);
             if (scales) load8(scales + column_of(v), scale);  // decoded values have none
