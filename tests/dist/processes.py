@@ -21,6 +21,8 @@ CONTEXT.set_forkserver_preload(
         "torch._dynamo",
         "torch.distributed.fsdp",
         "lsq.commands.train",
+        "transformers.models.llama.modeling_llama",
+        "transformers.trainer",
     ]
 )
 """What takes seconds to import, once for all processes; DDP imports torch._dynamo when it is made.
