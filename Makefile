@@ -15,6 +15,8 @@ REQUIREMENTS := constraints.txt pyproject.toml setup.py
 STAMP := $(VENV)/.installed-$(shell (cat $(REQUIREMENTS); $(PYTHON) --version) 2>&1 | cksum | tr ' ' -)
 PIP_INSTALL := $(BIN)/python -m pip install $(PIP_OPTIONS) --constraint constraints.txt
 # A process for each core; each takes about a gigabyte of memory.
+# Rewritten tests are kept on disk, whatever the environment says: to rewrite them takes each process ten seconds.
+export PYTHONDONTWRITEBYTECODE :=
 PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal
 
 .PHONY: help venv library test test-thorough demo lint resolve wheel clean distclean

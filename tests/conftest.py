@@ -7,23 +7,25 @@ import signal
 import sys
 from collections.abc import Iterator
 
-import numpy
-import pytest
-import torch
+# Processes of pytest-xdist, and those that tests start, share the cores: threads that spin while
+# they wait take them from others. OpenMP reads this once, when PyTorch is imported.
+cores = max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1)))
+os.environ.setdefault("OMP_NUM_THREADS", str(cores))
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-from lsq.quant.numbers import BUILT_IN, NUMBER_FORMATS, find_number, scaled_format
-from tests import sampling
-from tests.ops import cuda
+import numpy  # noqa: E402
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+from lsq.quant.numbers import BUILT_IN, NUMBER_FORMATS, find_number, scaled_format  # noqa: E402
+from tests import sampling  # noqa: E402
+from tests.ops import cuda  # noqa: E402
 
 # A shell's background job ignores SIGINT and passes that on; tests of interruption need it as at a
 # terminal.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Processes of pytest-xdist, and those that tests start, share the cores: threads that wait for one
-# spin.
-cores = max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1)))
-os.environ.setdefault("OMP_NUM_THREADS", str(cores))
 os.environ["CT2_USE_MKL"] = (
     "1"  # read once: CTranslate2's sums of int8 saturate by oneDNN on AMD without VNNI
 )
