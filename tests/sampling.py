@@ -2,7 +2,9 @@
 
 Few faults need more than two options to show, and where three or more options are multiplied out, a
 small part of the combinations holds every pair of their values. `make test` runs such a part; the
-rest is marked `thorough`.
+rest is marked `thorough`. In the emulator a case takes far longer than on the CPU: there `make
+test` runs a part with every value, `make test-thorough` one with every pair, and the rest is marked
+`slow`.
 """
 
 from collections import defaultdict
@@ -18,7 +20,7 @@ THOROUGH = "for `make test-thorough`"
 SLOW = "marked slow (`pytest -m slow`, or by name)"
 
 
-def pairwise(given: Sequence[Mapping[str, Hashable]]) -> list[int]:
+def pairwise(given: Sequence[Mapping[str, Hashable]], of: int = 2) -> list[int]:
     """A small part of the combinations of options `given` that holds every pair of values that any
     of them holds.
 
@@ -27,11 +29,12 @@ def pairwise(given: Sequence[Mapping[str, Hashable]]) -> list[int]:
 
     Args:
         given: name of each option -> its value, for each combination.
+        of: 1: every value is enough.
 
     Returns:
         Their numbers in `given`, ascending.
     """
-    missing = {number: _pairs(combination) for number, combination in enumerate(given)}
+    missing = {number: _parts(combination, of) for number, combination in enumerate(given)}
     chosen = []
     while missing:
         best = max(missing, key=lambda number: len(missing[number]))
@@ -53,17 +56,22 @@ def in_turn(several: Sequence, few: Sequence, times: int) -> list:
     return found
 
 
-def first(several: Iterable, count: int) -> list:
-    """Parameters: the first `count` as they are, the others marked `thorough`.
+def first(several: Iterable, count: int, thorough: int | None = None) -> list:
+    """Parameters: the first `count` as they are, so many more marked `thorough` (None: all others),
+    the rest marked `slow`.
 
     For tests that take seconds each, of things that are tested elsewhere, too. A tuple is the
     values of several arguments.
     """
+
+    def marks(number: int):
+        if number < count:
+            return ()
+        usual = thorough is None or number < count + thorough
+        return pytest.mark.thorough if usual else pytest.mark.slow
+
     return [
-        pytest.param(
-            *(one if isinstance(one, tuple) else (one,)),
-            marks=() if number < count else pytest.mark.thorough,
-        )
+        pytest.param(*(one if isinstance(one, tuple) else (one,)), marks=marks(number))
         for number, one in enumerate(several)
     ]
 
@@ -91,17 +99,22 @@ def mark_rest(items: Sequence[pytest.Item]) -> None:
     """Mark as `thorough` what no pair of option values needs, for each test function in `items`.
 
     What one `parametrize` lists is one option, however many arguments it names. What runs on a GPU
-    is sampled apart from what does not.
+    is sampled apart from what does not, and so is what runs in the emulator, of which `thorough`
+    are the pairs, and `slow` is the rest.
     """
     tests = defaultdict(list)
     for item in items:
         if hasattr(item, "callspec") and not _marked(item, "thorough", "slow"):
-            tests[item.nodeid.partition("[")[0], _marked(item, "gpu")].append(item)
-    for parametrized in tests.values():
-        sample = set(pairwise([_options(item) for item in parametrized]))
+            where = _marked(item, "gpu"), _emulated(item)
+            tests[item.nodeid.partition("[")[0], *where].append(item)
+    for (_, _, emulated), parametrized in tests.items():
+        options = [_options(item) for item in parametrized]
+        pairs = set(pairwise(options))
+        sample = set(pairwise(options, 1)) if emulated else pairs
         for number, item in enumerate(parametrized):
             if number not in sample:
-                item.add_marker(pytest.mark.thorough)
+                slow = emulated and number not in pairs
+                item.add_marker(pytest.mark.slow if slow else pytest.mark.thorough)
 
 
 def leave_out(items: list[pytest.Item], config: pytest.Config) -> dict[str, int]:
@@ -132,11 +145,10 @@ def leave_out(items: list[pytest.Item], config: pytest.Config) -> dict[str, int]
     return {reason: len(left) for reason, left in left_out.items()}
 
 
-def _pairs(combination: Mapping[str, Hashable]) -> frozenset[tuple]:
-    """Every two options with their values, and every option alone."""
-    return frozenset(
-        combinations_with_replacement(sorted(combination.items(), key=lambda option: option[0]), 2)
-    )
+def _parts(combination: Mapping[str, Hashable], of: int) -> frozenset[tuple]:
+    """Every option with its value, and with `of` 2 every two of them."""
+    options = sorted(combination.items(), key=lambda option: option[0])
+    return frozenset(combinations_with_replacement(options, of))
 
 
 def _options(item: pytest.Item) -> dict[str, tuple | int]:
@@ -152,6 +164,11 @@ def _options(item: pytest.Item) -> dict[str, tuple | int]:
         )
         found[",".join(names)] = tuple(values.pop(name) for name in names)
     return found | values
+
+
+def _emulated(item: pytest.Item) -> bool:
+    """Whether a fixture's parameter says that kernels run in the emulator."""
+    return any(value == "emulator" for value in item.callspec.params.values() if type(value) is str)
 
 
 def _marked(item: pytest.Item, *marks: str) -> bool:

@@ -34,6 +34,16 @@ def test_twice(place):
     pass
 """
 MULTIPLIED = 36
+IN_THE_EMULATOR = """
+import pytest
+
+@pytest.mark.parametrize("place", ["cpu", "emulator"])
+@pytest.mark.parametrize("a", [1, 2, 3])
+@pytest.mark.parametrize("b", "xyz")
+@pytest.mark.parametrize("c", [None, 1.0])
+def test_it(place, a, b, c):
+    pass
+"""
 
 
 @pytest.fixture
@@ -54,6 +64,7 @@ def pairs(combination: dict) -> set:
 @pytest.mark.parametrize("sizes", [(3, 3, 3), (2, 2, 2, 2, 2), (5, 4, 3, 2), (7, 2, 1)])
 def test_every_pair_is_in_the_sample(sizes):
     given = [dict(zip("abcde", values, strict=False)) for values in product(*map(range, sizes))]
+    assert len(sampling.pairwise(given, 1)) == max(sizes)
     chosen = sampling.pairwise(given)
     found = set().union(*(pairs(given[number]) for number in chosen))
     assert found == set().union(*map(pairs, given))
@@ -106,6 +117,18 @@ def test_the_rest_runs_where_it_is_asked_for(suite):
     assert "make test-thorough" not in result.stdout.str()
 
 
+def test_the_emulator_runs_every_value_and_then_every_pair(suite, pytester):
+    pytester.makepyfile(test_it=IN_THE_EMULATOR)
+    for options, on_the_cpu, emulated in (
+        ((), 9, 3),
+        (("-m", "thorough and not slow"), 9, 6),
+        (("-m", "slow"), 0, 9),
+    ):
+        for place, count in (("cpu", on_the_cpu), ("emulator", emulated)):
+            found = suite("-k", place, *options).parseoutcomes()
+            assert found.get("passed", 0) == count, (place, options)
+
+
 @pytest.mark.parametrize(
     ("name", "count"),
     [
@@ -137,6 +160,9 @@ def test_first():
     few = sampling.first([1, (2, "a"), 3], 2)
     assert [one.values for one in few] == [(1,), (2, "a"), (3,)]
     assert [[mark.name for mark in one.marks] for one in few] == [[], [], ["thorough"]]
+    fewer = sampling.first("abcd", 1, 2)
+    marks = [[mark.name for mark in one.marks] for one in fewer]
+    assert marks == [[], ["thorough"], ["thorough"], ["slow"]]
 
 
 def test_a_folder_that_is_passed_over_fails_the_run_of_all_tests(pytester):
