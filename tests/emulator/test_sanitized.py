@@ -72,7 +72,7 @@ def test_on_cuda():
 @pytest.mark.parametrize(
     "files",
     [
-        pytest.param(EVERY_KERNEL, id="every kernel", marks=pytest.mark.thorough),
+        pytest.param(EVERY_KERNEL, id="every kernel", marks=pytest.mark.slow),
         pytest.param(
             ("tests/ops", "tests/layers/test_programs_cuda.py"),
             id="every test",

@@ -122,7 +122,7 @@ def needed_kernels() -> list[Kernel]:
     return import_module("compile_kernels").needed(dtypes=[torch.bfloat16])
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("target", ["sm_80", "sm_89", "sm_90a", "sm_100", "sm_120"])
 def test_every_kernel_of_base_and_big_compiles_without_spills(target, monkeypatch):

@@ -16,6 +16,7 @@ from lsq.native import compiler
 from lsq.native.launch import Kernel
 from tests.native import disassembly
 from tests.native.disassembly import Instruction
+from tests.sampling import first
 
 BENCHMARKS = str(Path(__file__).resolve().parents[2] / "benchmarks")
 PRODUCTS = (
@@ -83,6 +84,8 @@ OTHERS = (
     "lsq_vocabulary_losses",
     "lsq_zero",
 )
+USUAL = ("lsq_attention", "lsq_project_product", "lsq_residual_norm")
+"""What the usual tests compile: one that multiplies, one of attention, one of rows."""
 PACKED = {"FIELD_BITS", "INT4"}
 """Defines of products with a weight that is not stored as int8; its copies are not counted."""
 WITHOUT_OVERLAP = {"sm_80", "sm_89"}
@@ -105,12 +108,15 @@ def kernels() -> dict[str, list[Kernel]]:
 
 
 def cases() -> Iterator[pytest.param]:
-    """(name, target): all on Hopper, and on GeForce what multiplies; more in the slow tests."""
-    usual = {("sm_90a", False), ("sm_90a", True), ("sm_89", True)}
+    """(name, target): few kernels on Hopper; in the thorough tests all, and on GeForce what
+    multiplies; more in the slow tests."""
+    thorough = {("sm_90a", False), ("sm_90a", True), ("sm_89", True)}
     for target in ("sm_80", "sm_89", "sm_90a", "sm_100", "sm_120"):
         for name in (*PRODUCTS, *ATTENTION, *OTHERS):
-            marks = () if (target, name not in OTHERS) in usual else pytest.mark.slow
-            yield pytest.param(name, target, marks=marks)
+            more = (target, name not in OTHERS) in thorough
+            marks = pytest.mark.thorough if more else pytest.mark.slow
+            usual = target == "sm_90a" and name in USUAL
+            yield pytest.param(name, target, marks=() if usual else marks)
 
 
 def one_of(name: str, target: str) -> Kernel:
@@ -225,7 +231,7 @@ def planted(folder: Path, text: str, target: str) -> bytes:
 
 
 @pytest.mark.parametrize("fault", PLANTED)
-@pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("target", first(["sm_90a", "sm_80"], 1))
 def test_faults_are_found(fault, target, tmp_path):
     check, body = PLANTED[fault]
     parameters = "float* x, const signed char* codes, int n"
@@ -266,7 +272,7 @@ def test_stages_that_are_not_aligned_are_found(tmp_path):
     assert ["stages begin at" in fault for fault in faults(kernel, image, "sm_90a")] == [True]
 
 
-@pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("target", first(["sm_90a", "sm_80"], 1))
 @pytest.mark.parametrize("changed", [{"TILE_N": 64}, {"STAGES": 4}])
 def test_another_tile_is_found(target, changed):
     kernel = one_of("lsq_project_product", target)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.sampling import first
 from tests.test_setup import ROOT, build  # noqa: F401
 
 pytestmark = [
@@ -32,7 +33,7 @@ def marked(path: Path) -> dict[tuple[str, int], str]:
     }
 
 
-@pytest.mark.parametrize("level", ["libcpu_v4", "libcpu_v3"])
+@pytest.mark.parametrize("level", first(["libcpu_v3", "libcpu_v4"], 0, 1))
 def test_every_loop_that_asks_for_it_is_vectorised(build, level):  # noqa: F811
     if level not in build.LEVELS:
         pytest.skip("another kind of processor")

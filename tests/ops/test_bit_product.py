@@ -20,6 +20,7 @@ from lsq.ops.bit_product import (
 from tests.native.levels import LEVELS, library_of
 from tests.ops.compare import empty, on_cpu, refused
 from tests.ops.cuda import compare_cuda
+from tests.sampling import first
 
 SHAPES = [(1, 1, 1), (3, 130, 5), (41, 300, 77), (9, 257, 24)]
 """Rows, inputs, columns."""
@@ -228,9 +229,8 @@ def test_sums_on_cuda(a_bits, b_bits):
     check_kernels(a_bits, b_bits, (a_bits > 1, True))
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("signed", [(True, True), (True, False), (False, True), (False, False)])
-@pytest.mark.parametrize("a_bits, b_bits", [*PAIRS, (8, 8)])
+@pytest.mark.parametrize("a_bits, b_bits", first([*PAIRS, (8, 8)], 0, 2))
 def test_all_signs_on_cuda(a_bits, b_bits, signed):
     check_kernels(a_bits, b_bits, signed)
 

@@ -206,7 +206,7 @@ def test_tiles_do_not_pass_codes_of_rows(kernel, monkeypatch):
         (341, {"learned_step": True}),
         (41, {"form": by_row}),
         # more rows and columns than a warp and a tile hold
-        (141, {"learned_step": True, "columns": 1040, "outputs": 139, "padded": 144}),
+        (141, {"learned_step": True, "columns": 528, "outputs": 139, "padded": 144}),
     ],
 )
 def test_every_mode_on_cuda(mode, dtype, rows, options):

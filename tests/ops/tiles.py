@@ -17,6 +17,7 @@ from lsq.native.launch import Launch
 from lsq.program.operation import Operation
 from lsq.program.tensor import VirtualTensor
 from tests.ops.cuda import compare_cuda
+from tests.sampling import first
 
 TILES = [
     TileConfiguration(rows=rows, columns=columns, stages=stages)
@@ -39,23 +40,20 @@ WARPGROUPS = [
         (64, 64, 3),
     )
 ]
-ALIKE = (TILES[1], TILES[2], WARPGROUPS[4])
-"""Whose rows, columns and stages others have as well."""
-TARGETS = [
-    pytest.param(target, marks=() if target in ("sm_89", "sm_90a") else pytest.mark.thorough)
-    for target in ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
-]
-"""Those with least shared memory and with most in the usual tests."""
+TURNED = (TILES[1], TILES[4], WARPGROUPS[0], WARPGROUPS[4])
+"""By both instructions: large tiles and the smallest, many stages and few."""
+TARGETS = first(("sm_89", "sm_90a", "sm_80", "sm_86", "sm_100", "sm_120"), 0, 2)
+"""Those with least shared memory and with most in the thorough tests."""
 
 
 def with_tiles(sizes: Sequence[tuple[int, ...]]) -> list:
-    """Parameters (tile, *size): tiles of every rows, columns and stages, each with a size in turn;
-    the rest in the thorough tests."""
-    found, turns = [], itertools.count()
-    for tile in (*TILES, *WARPGROUPS):
-        turn = None if tile in ALIKE else next(turns) % len(sizes)
-        for number, size in enumerate(sizes):
-            marks = () if turn == number else pytest.mark.thorough
+    """Parameters (tile, *size): each tile with a size in turn, those of TURNED in the usual tests
+    and others in the thorough ones; the rest in the slow tests."""
+    others = [tile for tile in (*TILES, *WARPGROUPS) if tile not in TURNED]
+    found = []
+    for tiles, usual in ((TURNED, ()), (others, pytest.mark.thorough)):
+        for (turn, tile), (number, size) in itertools.product(enumerate(tiles), enumerate(sizes)):
+            marks = usual if turn % len(sizes) == number else pytest.mark.slow
             found.append(pytest.param(tile, *size, id=f"{tile}-{size}", marks=marks))
     return found
 

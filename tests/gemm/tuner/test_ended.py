@@ -51,6 +51,7 @@ def test_the_default_comes_first_then_algorithms_and_tiles(backend, trial, monke
     assert trial.candidates()[0] == backend.candidates(KEY)[0]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "op, splits",
     [("project", [1]), ("project_input_gradient", [1]), ("project_weight_gradient", [1, 3])],
