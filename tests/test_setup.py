@@ -251,6 +251,7 @@ def installed(wheel, tmp_path_factory) -> Callable[..., subprocess.CompletedProc
     return run
 
 
+@pytest.mark.thorough
 @needs_compiler
 def test_a_wheel_alone_converts_and_trains(installed):
     done = installed("-c", STEP)

@@ -12,6 +12,8 @@ import torch
 from bench_linear import Conv1D
 from model_sides import RECIPES, is_conv1d, sharing, with_adapters, with_linears
 
+from tests.sampling import first
+
 FLOAT = "PyTorch float32"
 SIDES = [FLOAT, "PyTorch autocast", "PyTorch bfloat16", "torchao int8 bfloat16"]
 SIDES += [f"lsq linears {name}" for name in model_sides.ALL]
@@ -32,8 +34,7 @@ def threads():
     torch.set_num_threads(before)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", first(RECIPES, 0, 2))
 @pytest.mark.filterwarnings(
     "ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning"
 )

@@ -13,16 +13,21 @@ import torch
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 NAMES = sorted(path.stem for path in BENCHMARKS.glob("bench_*.py"))
 MARKS = {
+    "bench_allocation_time": pytest.mark.thorough,  # searches again and again
+    "bench_bits": pytest.mark.thorough,  # multiplies by every instruction
     "bench_decode": pytest.mark.thorough,  # makes models and searches with them
     "bench_language": pytest.mark.thorough,  # imports transformers
-    "bench_local_updates": pytest.mark.thorough,  # starts processes that import transformers
+    "bench_local_updates": pytest.mark.slow,  # starts processes that import transformers
+    "bench_gradients_wire": pytest.mark.thorough,  # starts processes
     "bench_gpu_step": pytest.mark.thorough,  # torch.compile traces a model of fairseq's
     "bench_models": pytest.mark.slow,  # test_bench_models.py runs all sides but torch.compile
     "bench_numbers": pytest.mark.slow,  # trains two models, for two minutes
     "bench_network": pytest.mark.slow,  # starts processes on pretended machines, again and again
-    "bench_start": pytest.mark.thorough,  # starts processes that import PyTorch
-    "bench_planned_memory": pytest.mark.thorough,  # starts processes that import transformers
-    "bench_training_bytes": pytest.mark.thorough,  # starts processes that import PyTorch
+    "bench_start": pytest.mark.slow,  # starts processes that import PyTorch
+    "bench_operations": pytest.mark.thorough,  # makes all operations of a step
+    "bench_planned_memory": pytest.mark.slow,  # starts processes that import transformers
+    "bench_training_bytes": pytest.mark.slow,  # starts processes that import PyTorch
+    "bench_stored": pytest.mark.thorough,  # stores weights in every format
     "bench_step": pytest.mark.thorough,  # test_transformer.py runs every side
 }
 QUICK = [pytest.param(name, marks=MARKS.get(name, ())) for name in NAMES]

@@ -23,7 +23,7 @@ def test_sides_take_mixes_that_rise_or_fall():
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize(
-    "tasks", [["karate, GCN"], pytest.param(list(TASKS), marks=pytest.mark.thorough)]
+    "tasks", [["karate, GCN"], pytest.param(list(TASKS), marks=pytest.mark.slow)]
 )
 def test_quick_run(tasks, tmp_path, capsys):
     path = tmp_path / "found.json"

@@ -22,6 +22,7 @@ def test_differences_are_paired_by_seed():
     assert alone["spread"] is alone["error"] is None
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize(
     ("tasks", "sides", "options"),

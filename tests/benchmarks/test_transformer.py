@@ -31,6 +31,7 @@ def test_losses_without_padding_agree():
     assert losses(ours, padded=False) == pytest.approx(losses(theirs, padded=False), rel=1e-4)
 
 
+@pytest.mark.thorough
 def test_losses_of_all_sides_agree():
     """In float32 exactly; in bfloat16 and torchao's int8 nearly; lsq's own layers draw other first
     weights."""

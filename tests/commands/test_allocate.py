@@ -119,6 +119,7 @@ def test_costs_of_a_stopped_measurement_are_refused(lsq, measured, tmp_path):
     assert status != 0 and "give a file of `lsq sensitivity`" in error
 
 
+@pytest.mark.thorough
 def test_mixes_are_measured(lsq, measured, texts, tmp_path):  # noqa: F811
     costs, _ = measured
     output = tmp_path / "mix"
@@ -139,6 +140,7 @@ def test_mixes_are_measured(lsq, measured, texts, tmp_path):  # noqa: F811
     assert status != 0 and "--method greedy measures nothing: leave --text out" in error
 
 
+@pytest.mark.thorough
 def test_a_translator(lsq, output, tmp_path, monkeypatch):
     """Its joined projections are one weight, and its checkpoint is converted by the file."""
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda *_, **__: None)
@@ -162,6 +164,7 @@ def test_a_translator(lsq, output, tmp_path, monkeypatch):
     assert status != 0 and "no product with" in error and "leave operations out" in error
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("stop", ["progress", "draw_front"])
 def test_a_stopped_command_goes_on(lsq, measured, texts, tmp_path, monkeypatch, stop):  # noqa: F811
     """Also one that replaces an allocation, and one that is stopped while it writes."""

@@ -42,6 +42,7 @@ def test_help_lists_every_command(lsq):
     assert done.stdout.startswith(b"lsq ")
 
 
+@pytest.mark.thorough
 def test_names_of_files_need_not_be_text(tmp_path):
     name = os.fsencode(tmp_path) + b"/\xff.csv"
     with open(name, "wb") as file:
@@ -120,6 +121,7 @@ def test_commands_say_at_once_what_they_lack():
         assert (status, out, err) == (2, "", said)
 
 
+@pytest.mark.thorough
 def test_files_that_are_missing_are_named_without_fairseq(tmp_path):
     missing, output = str(tmp_path / "missing"), str(tmp_path / "o")
     lines = (

@@ -33,6 +33,7 @@ def test_ways_and_a_budget(folder, tmp_path, lsq):
     assert "<svg" in picture.read_text()
 
 
+@pytest.mark.thorough
 def test_the_first_way_that_fits(folder, lsq):
     _, printed, _ = lsq("plan", "--model", folder / "config.json", "--batch", "2x33", "--quiet")
     rows = [line.rsplit("  ", 1) for line in printed.splitlines()[1:7]]

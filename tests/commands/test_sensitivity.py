@@ -64,6 +64,7 @@ def test_a_folder_of_transformers(lsq_sensitivity, folder, texts, tmp_path):  # 
     ]
 
 
+@pytest.mark.thorough
 def test_a_stopped_command_goes_on(lsq_sensitivity, output, tmp_path, monkeypatch):
     """Nothing is lost, also of a command that begins anew, before something is measured."""
 

@@ -14,6 +14,7 @@ from lsq.commands import serve
 from lsq.commands.translator import search_options
 from lsq.serving import SearchOptions, model_file
 from lsq.serving.http.requests import Limits
+from tests.sampling import first
 from tests.serving.test_model_file import exported
 
 
@@ -37,6 +38,7 @@ def test_mistakes(refused):
     refused("missing is not there", *given, "--port", "0")
 
 
+@pytest.mark.thorough
 def test_an_exported_model_is_served_without_what_takes_long_to_import(tmp_path):
     """fairseq, the compiler of PyTorch, and what those bring along."""
     path = tmp_path / "model.safetensors"
@@ -58,8 +60,7 @@ assert not found, found
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", first([signal.SIGTERM, signal.SIGINT], 0, 1))
 def test_a_service_from_beginning_to_end(output, translator, number):
     command = f"{sys.executable} -m lsq.commands.cli serve --model {output} --port 0 --beam 2"
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}

@@ -83,6 +83,7 @@ def test_errors_of_a_format_are_measured(lsq, seven, tmp_path):
     assert json.loads((tmp_path / "out" / "formats.json").read_text())["formats"] == [FORMAT]
 
 
+@pytest.mark.thorough
 def test_a_training_goes_on_and_translates_without_the_file(
     lsq, lsq_train, prepared, seven, tmp_path
 ):

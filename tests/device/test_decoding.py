@@ -38,6 +38,7 @@ def test_a_search_finds_what_it_finds_on_the_cpu(searches_on_the_device):
         assert all(one.words.device == given[0].device for one in second)
 
 
+@pytest.mark.thorough
 def test_nothing_waits_inside_a_step():
     engine = Engine(model(), for_device(PLACE))
     engine.begin(sentences(batch()), rows=3, steps=4)

@@ -19,6 +19,7 @@ from tests.device.watch import Record, watched
 from tests.fairseq.conftest import SHORT, TINY, WORDS
 from tests.layers import toy
 from tests.layers.shapes import config_of
+from tests.sampling import first
 
 OPTIONS = {"backward": "int8", "clip_init": "fixed"}
 """Nothing is calibrated."""
@@ -63,11 +64,6 @@ MODELS = {
     "language model": LanguageModel,
     "plugin": Plugin,
 }
-OTHERS = [
-    pytest.param(name, marks=pytest.mark.thorough) for name in ("translator", "language model")
-]
-FEW_BY_DEFAULT = ["plugin", *OTHERS]
-"""The plugin is a translator on paddings; the others take as long."""
 
 
 def train(model, place: torch.device, steps: int, by=TORCHS) -> tuple[list[float], Record]:
@@ -97,8 +93,7 @@ def train(model, place: torch.device, steps: int, by=TORCHS) -> tuple[list[float
     return losses, record
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("name", FEW_BY_DEFAULT)
+@pytest.mark.parametrize("name", first(["language model", "translator", "plugin"], 0, 1))
 def test_a_training_is_the_emulators_bit_by_bit(name):
     torch.manual_seed(1)
     there = MODELS[name]()
@@ -122,8 +117,7 @@ Each Packing of a mask on the device waits for it.
 """
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("name", FEW_BY_DEFAULT)
+@pytest.mark.parametrize("name", first(["language model", "translator", "plugin"], 0, 2))
 def test_waits_and_launches_of_a_step(name):
     torch.manual_seed(1)
     _, record = train(moved(MODELS[name]()), PLACE, 3)

@@ -218,6 +218,7 @@ def train_sharded(
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("compressed", [pytest.param(False, marks=pytest.mark.thorough), True])
 def test_a_training_is_the_cpus_and_ordered(compressed):
     found, wanted = (
@@ -266,6 +267,7 @@ def lose(rank: int, folder: str, mode: str, last_words: str | None) -> None:
         os._exit(0)  # without the group's own farewell, which needs the others
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("mode", "last_words"), first([("int8", None), ("bf16", "sentence 7 is too long")], 1)
 )

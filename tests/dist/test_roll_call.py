@@ -217,6 +217,7 @@ def _run(tmp_path, how: int, place: str = "file") -> tuple[dict[int, list[str]],
     }, lost.pid
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("number", first([signal.SIGKILL, signal.SIGSTOP], 1))
 def test_every_survivor_names_the_one_that_is_gone(tmp_path, number):
     told, process = _run(tmp_path, number)

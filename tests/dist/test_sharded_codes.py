@@ -31,6 +31,7 @@ from lsq.layers.trained_codes import TrainedCodes
 from lsq.models import save_codes
 from lsq.optim import Adam
 from tests.dist.processes import ProcessFailed, run
+from tests.sampling import first
 
 WORDS, HIDDEN, ROWS = 50, 64, 60
 """Words, width and rows of a batch of `net`; 3 processes divide neither the words nor the width."""
@@ -139,6 +140,7 @@ def finetune(rank: int, codes: bool) -> tuple[list[float], list[torch.Tensor], f
     return losses, gathered, sent.item() / values, set(map(type, whole(model).values()))
 
 
+@pytest.mark.thorough
 def test_a_language_model_gathers_codes_and_has_the_losses_of_float_shards():
     (losses, codes, sent, kinds), (_, others, *_) = run(finetune, 2, True)
     floats, _, of_floats, _ = run(finetune, 2, False)[0]
@@ -169,6 +171,7 @@ def losses_of(*given) -> list[float]:
     return trained(*given, {})[0]
 
 
+@pytest.mark.thorough
 def test_rows_need_not_divide():
     """Of an embedding of 50 words and weights of 80 and 64 rows, 3 processes have unequal parts."""
     (alone,) = run(losses_of, 1, 32, False, 0.0)
@@ -176,6 +179,7 @@ def test_rows_need_not_divide():
         assert found == pytest.approx(alone, abs=5e-4) and found[-1] < 0.75 * found[0]
 
 
+@pytest.mark.thorough
 def test_replicas_of_shards_and_bfloat16_activations_train_alike():
     (alone,) = run(losses_of, 1, 32, False, 0.0)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -261,7 +265,7 @@ def go_on(rank: int, folder: str, copy: str, remainder: bool):
     return train(model, optimizer, range(6, 12)), loaded
 
 
-@pytest.mark.parametrize("remainder", [True, pytest.param(False, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("remainder", first([True, False], 0, 1))
 def test_checkpoints_go_on_with_other_numbers_of_processes(tmp_path, remainder):
     first, second, third = (str(tmp_path / name) for name in "abc")
     losses, saved = run(begin, 2, first, remainder)[0]
@@ -338,6 +342,7 @@ def disk_full(rank: int, folder: str) -> list[str]:
     return said
 
 
+@pytest.mark.thorough
 def test_a_full_disk_ends_the_save_everywhere_and_spares_the_checkpoint_before(tmp_path):
     for saving, loading in run(disk_full, 2, str(tmp_path)):
         assert re.search(r"RANK 1.*No space left on device", saving, re.DOTALL)
@@ -361,7 +366,7 @@ def gather(rank: int, folder: str, killed: bool) -> None:
     Path(folder, str(rank)).write_text(str(time.monotonic() - began))
 
 
-@pytest.mark.parametrize("killed", [True, False])
+@pytest.mark.parametrize("killed", first([True, False], 1))
 def test_others_end_when_a_process_is_killed_or_hangs_in_a_gather(tmp_path, killed):
     try:
         run(gather, 3, str(tmp_path), killed)

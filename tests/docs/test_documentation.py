@@ -18,6 +18,9 @@ from tests.docs.reader import Reader, page_left_behind
 sys.modules.setdefault("torchaudio", None)  # one that cannot be loaded would stop transformers
 
 LONG = (
+    "CHANGELOG.md",
+    "README.md",
+    "benchmarks/README.md",
     "docs/distributed.md",
     "docs/fairseq.md",
     "docs/gpu.md",

@@ -66,6 +66,7 @@ def test_graphs(monkeypatch, capsys):
     assert "3 of 3 linear layers run in int8" in printed and "finds the group of" in printed
 
 
+@pytest.mark.thorough
 def test_allocate(monkeypatch, capsys, tmp_path):
     needed("transformers", "scipy")
     allocate = example("allocate", monkeypatch)

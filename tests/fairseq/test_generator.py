@@ -70,6 +70,7 @@ def test_what_is_generated_is_what_fairseq_generates(build, batch, mode, given):
                     torch.testing.assert_close(other[name], one[name], rtol=0, atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_the_engine_decodes_where_the_layers_compute(build, batch):
     task, model = build("--lsq-mode int8")
     sample, args = batch(task), Namespace(beam=2, max_len_b=3)

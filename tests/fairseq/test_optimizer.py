@@ -66,6 +66,7 @@ def test_one_adam_goes_on_from_the_other(train, tmp_path, first, second):
         assert (moments["exp_avg_sq"] >= 0.99 * before[number]["exp_avg_sq"]).all()
 
 
+@pytest.mark.thorough
 def test_codes_come_from_the_optimizer(train, tmp_path, monkeypatch):
     """Every weight is rounded by the first passes, and later only where clips of weights are
     measured."""

@@ -24,6 +24,7 @@ def two_of_four(kept: torch.Tensor) -> bool:
     return bool((kept.unflatten(1, (-1, 4)).sum(2) == 2).all())
 
 
+@pytest.mark.thorough
 def test_masks_follow_the_schedule(train, tmp_path):
     """Dense, sparse, dense from zeros."""
     plain = train(tmp_path / "plain", "--max-update 2")["model"]

@@ -49,6 +49,7 @@ def command(toy, folder, options: str) -> list[str]:
     return [str(toy), *TINY, *SHORT, *more.split()]
 
 
+@pytest.mark.thorough
 def test_fairseq_train_needs_only_the_user_dir(toy, tmp_path):
     script = "import sys; from fairseq_cli.train import cli_main; sys.exit(cli_main())"
     given = [sys.executable, "-c", script, *command(toy, tmp_path, "--max-update 2")]
@@ -73,6 +74,7 @@ def test_two_processes_end_with_the_same_parameters(toy, tmp_path, criterion):
     assert_equal_states(first, second)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("clips", ["absmax", pytest.param("learned", marks=pytest.mark.thorough)])
 def test_two_processes_share_clips_whatever_wraps_the_model(toy, tmp_path, clips):
     given = command(toy, tmp_path / "save", f"--max-update 3 --lsq-clips {clips}")

@@ -234,6 +234,7 @@ def test_other_data_is_refused():
         ClusterLoader(HeteroData())
 
 
+@pytest.mark.thorough
 def test_without_the_extra_it_is_named():
     code = (
         "import sys; sys.modules['torch_geometric'] = sys.modules['pymetis'] = None\n"

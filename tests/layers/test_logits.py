@@ -36,13 +36,13 @@ class Model(nn.Module):
         return self.head(self.inner(x))
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def x() -> torch.Tensor:
     return torch.randn(3, 5, HIDDEN, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.fixture
-def model(x) -> Model:
+@pytest.fixture(scope="module")
+def measured(x) -> Model:
     torch.manual_seed(0)
     model = Model()
     report = lsq.convert(model, quant_with(backward="float", calibration_passes=0))
@@ -50,6 +50,11 @@ def model(x) -> Model:
     model(x).sum().backward()  # measures
     model.zero_grad()
     return model
+
+
+@pytest.fixture
+def model(measured) -> Model:
+    return copy.deepcopy(measured)
 
 
 def loss_of(logits: torch.Tensor, target: torch.Tensor = TARGET, **options) -> torch.Tensor:

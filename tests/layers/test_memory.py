@@ -69,6 +69,7 @@ def test_guarded_updates_find_no_fault_and_the_same_losses(options):
     assert memory.fired == 0
 
 
+@pytest.mark.thorough
 def test_accumulated_gradients():
     model, naive, _ = planned()
     assert losses(model, 6, accumulate=3) == losses(naive, 6, accumulate=3)

@@ -172,6 +172,7 @@ def dying(rank: int, folder: str) -> None:
     Path(folder, "said").write_text(f"{step}: {lost.value}")
 
 
+@pytest.mark.thorough
 def test_a_killed_process_is_named(tmp_path):
     with pytest.raises(ProcessFailed, match="rank 1 ended without a result"):
         run(dying, 2, str(tmp_path))

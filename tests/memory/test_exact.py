@@ -37,6 +37,7 @@ def test_a_problem_that_greedy_orders_miss():
     assert missed
 
 
+@pytest.mark.thorough
 @given(small_instances(most=6, alignments=(1, 2, 4)) | given_offsets())
 @QUICK
 def test_the_smallest_peak_is_found(buffers):

@@ -220,7 +220,7 @@ def test_masks_of_other_attentions(name, attention):
     )
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @torch.no_grad()
 def test_masks_of_flex_attention():
     """A layer with such a mask runs its own code."""

@@ -17,6 +17,7 @@ from lsq.models.frozen import SAVED
 from lsq.models.fused_layer import FusedLayer
 from lsq.observe import observe
 from lsq.optim import Adam
+from tests import sampling
 from tests.models.zoo import adapted, codes_are_kept, made, right_padded
 
 peft = pytest.importorskip("peft")
@@ -89,9 +90,11 @@ def coded(model: torch.nn.Module) -> dict[str, CodedWeight]:
     return {name: one for name, one in model.named_parameters() if isinstance(one, CodedWeight)}
 
 
-@pytest.mark.parametrize("first", ["peft", "convert"])
+@pytest.mark.parametrize("first", sampling.first(["peft", "convert"], 1))
 @both
-@pytest.mark.parametrize("quant", [{}, {"bits": 4}, INT4, {"clips": "learned"}], ids=str)
+@pytest.mark.parametrize(
+    "quant", sampling.first([INT4, {"clips": "learned"}, {}, {"bits": 4}], 2), ids=str
+)
 def test_losses_and_gradients_are_the_same(first, fused, quant):
     before, after = (llama(first=first, fused=fused, **quant) for _ in range(2))
     if first == "convert":  # else clips have not been measured

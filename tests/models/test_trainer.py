@@ -93,6 +93,7 @@ def test_training_goes_on_bit_for_bit(name, tmp_path):
     whole_and_later(name, tmp_path)
 
 
+@pytest.mark.thorough
 def test_low_rank_adapters_go_on_bit_for_bit(tmp_path):
     whole, _ = whole_and_later("llama", tmp_path)
     assert losses(whole)[-1] < losses(whole)[0]
@@ -123,6 +124,7 @@ def test_a_sparse_training_goes_on_bit_for_bit(options, tmp_path):
     whole_and_later("gpt2", tmp_path, QuantConfig(**options), at=3, max_steps=7, save_steps=3)
 
 
+@pytest.mark.thorough
 def test_sparse_weights(tmp_path):
     """Masks are chosen, come back with a checkpoint, and are zeros in the end."""
     whole, _ = whole_and_later("gpt2", tmp_path, QuantConfig(**SPARSE))
@@ -132,6 +134,7 @@ def test_sparse_weights(tmp_path):
     assert (kept.transformer.h[1].mlp.c_fc.weight != 0).all()
 
 
+@pytest.mark.thorough
 def test_restored_callbacks(tmp_path):
     options = {"restore_callback_states_from_checkpoint": True, "max_steps": 4, "save_steps": 2}
     checkpoint, gradients = str(tmp_path / "checkpoint-2"), GradientConfig(mode="int8")
@@ -300,6 +303,7 @@ def test_optimizer_of_lsq(tmp_path):
     assert losses(training)[-1] < losses(training)[0] - 0.3
 
 
+@pytest.mark.thorough
 def test_trainer_on_codes(tmp_path):
     """Steps in the backward pass are clipped by the optimizer, not by Trainer."""
     for most in (1.0, 0.0):
@@ -317,6 +321,7 @@ def test_trainer_on_codes(tmp_path):
             assert losses(training)[-1] < losses(training)[0] - 0.3
 
 
+@pytest.mark.thorough
 def test_what_does_not_fit_is_refused(tmp_path, caplog):
     with pytest.raises(ValueError, match="memory is 'some'; allowed"):
         LsqCallback(memory="some")
@@ -349,6 +354,7 @@ def test_what_does_not_fit_is_refused(tmp_path, caplog):
 # Others that train
 
 
+@pytest.mark.thorough
 def test_supervised_finetuning_goes_on_bit_for_bit(tmp_path):
     trl, datasets, tokenizers = map(pytest.importorskip, ("trl", "datasets", "tokenizers"))
     vocabulary = {str(word): word for word in range(96)}

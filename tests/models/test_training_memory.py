@@ -60,6 +60,7 @@ def test_what_lasts_is_what_a_real_model_has(remainder, tied):
     assert kinds["moments"] == sum(moments)
 
 
+@pytest.mark.thorough
 def test_ways_from_most_to_least():
     peaks = {way: counted(way, layers=6).peak for way in WAYS}
     for way in WAYS:

@@ -137,6 +137,7 @@ def from_meta(rank: int) -> list[dict[str, torch.Tensor]]:
     return whole(made)
 
 
+@pytest.mark.thorough
 def test_fully_shard_on_the_meta_device():
     expected = converted()
     expected.head.weight = nn.Parameter(expected.words.weight.detach().clone())
@@ -155,6 +156,7 @@ def mixed(rank: int) -> float:
     return before - loss_of(made(tokens())).item()
 
 
+@pytest.mark.thorough
 def test_mixed_precision_of_fully_shard():
     assert min(run(mixed, 2)) > 0.3
 

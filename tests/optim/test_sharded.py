@@ -35,6 +35,7 @@ def trained(rank: int, ours: bool) -> tuple[list[torch.Tensor], list[float]]:
     return [parameter.full_tensor().detach() for parameter in net.parameters()], norms
 
 
+@pytest.mark.thorough
 def test_steps_are_those_of_torch():
     ours, theirs = run(trained, 2, True), run(trained, 2, False)
     for mine, other in zip(ours[0][0], theirs[0][0], strict=True):

@@ -93,6 +93,7 @@ def test_what_an_operation_does_not_have_is_refused_by_name():
 # CUDA sides lie in files beside operations
 
 
+@pytest.mark.thorough
 def test_a_step_on_the_cpu_loads_none():
     found = subprocess.run([sys.executable, "-c", STEP], capture_output=True, text=True, check=True)
     assert found.stdout == "[]\n"

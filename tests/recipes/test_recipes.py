@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from lsq.commands.launch import ONE_MACHINE
+from tests.sampling import first
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 PUBLIC = ("iwslt14_de_en", "wmt14_en_de")
@@ -42,14 +43,14 @@ def check(done: subprocess.CompletedProcess) -> None:
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_numbers(run, tmp_path):
     check(run("numbers/run.sh", "--dry-run", "--quiet", "--threads", "1"))
     results = json.loads((tmp_path / "runs/numbers/dry-run/results.json").read_text())
     assert results["test_pairs"] == 12
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_text(run, tmp_path):
     check(run("text/run.sh", "--dry-run", "out", "--quiet"))
     for mode in ("float", "int8"):
@@ -62,9 +63,8 @@ def test_text_without_files(run):
     assert done.returncode == 2 and done.stderr.startswith("usage: run.sh SOURCE TARGET OUTPUT")
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("recipe", "mode", "processes"), [(PUBLIC[0], "int8", 1), (PUBLIC[1], "float", 2)]
+    ("recipe", "mode", "processes"), first([(PUBLIC[1], "float", 2), (PUBLIC[0], "int8", 1)], 0, 1)
 )
 def test_dry_run(run, tmp_path, recipe, mode, processes):
     given = ["--processes", str(processes), "--gradients", "int8"]

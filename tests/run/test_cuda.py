@@ -271,6 +271,7 @@ def step(layer, x: torch.Tensor, upstream: torch.Tensor) -> list[torch.Tensor]:
     return found
 
 
+@pytest.mark.thorough
 @WHOLE_LAYERS
 def test_a_pass_that_comes_again_is_one_list_and_gives_the_same_bits(layers, monkeypatch):
     planned, fresh = layers

@@ -113,6 +113,7 @@ def written(rows=4, columns=200):
     return codes, weight, clip
 
 
+@pytest.mark.thorough
 def test_importing_lsq_hooks_no_optimizer():
     code = (
         "import lsq, lsq.optim, lsq.layers, lsq.models, torch.optim.optimizer as of;"

@@ -37,12 +37,12 @@ def engines(activations=torch.float32, sparse=False, **options) -> tuple[Engine,
 @pytest.mark.parametrize(
     "options",
     [
-        {"sparse": True},
-        {"quant": {"bits": 2, "clips": "absmax"}, "encoder_layers": 0},
         {"quant": {"weight_format": MIX}},
         *(
             pytest.param(one, marks=pytest.mark.thorough)
             for one in (
+                {"sparse": True},
+                {"quant": {"bits": 2, "clips": "absmax"}, "encoder_layers": 0},
                 {},
                 {"encoder_layers": 0, "tied": False, "pre_norm": True, "activation": "gelu"},
                 {"quant": {"weight_format": "int4"}, "pre_norm": True, "norm": "rms"},
@@ -98,6 +98,7 @@ def thoroughly(**options):
     return pytest.param(SearchOptions(**options), marks=pytest.mark.thorough)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "options",
     [

@@ -213,6 +213,7 @@ def test_a_format_of_a_user_is_read_where_nobody_declared_it(path):
         model_file.read(path)
 
 
+@pytest.mark.thorough
 def test_reading_maps_codes_and_needs_no_fairseq(path):
     model_file.write(path, exported())
     code = f"""

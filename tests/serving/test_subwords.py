@@ -16,6 +16,7 @@ def words_of(*symbols: str) -> Words:
 SMALL = words_of("\u2581cat")
 
 
+@pytest.mark.thorough
 def test_words_are_those_that_the_training_was_given(output, translator):
     vocabulary = load_vocabulary(output / "vocabulary")
     _, index = dictionary_of(vocabulary)

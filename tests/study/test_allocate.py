@@ -61,6 +61,7 @@ def test_batches_of_a_loader_that_shuffles():
     assert other.divergence == pytest.approx(one.divergence, rel=0.1)
 
 
+@pytest.mark.thorough
 def test_budgets_given_together():
     model = llama()
     formats = ["int8/row", "int4/row", "int3/row"]
@@ -77,6 +78,7 @@ def test_budgets_given_together():
     assert model(**batches()[0]).logits.isfinite().all()
 
 
+@pytest.mark.thorough
 def test_milliseconds_of_this_machine(monkeypatch):
     """Times are given, so that the test does not depend on the machine."""
     asked = []
@@ -98,6 +100,7 @@ def test_milliseconds_of_this_machine(monkeypatch):
     assert {one.rows for one in asked[0][0]} == {4} and asked[0][1] >= 1
 
 
+@pytest.mark.thorough
 def test_one_batch_is_no_list():
     single = batches()[0]
     one = lsq.allocate(llama(), single, 4.6, how=FEW, minimum_width=16)

@@ -17,6 +17,7 @@ from lsq.study.graph_allocation import GraphAllocator, buckets_of  # noqa: E402
 from lsq.study.knapsack import exact  # noqa: E402
 from lsq.study.search import Search  # noqa: E402
 from tests.ops.compare import refused  # noqa: E402
+from tests.sampling import first  # noqa: E402
 
 NODES, INPUTS, HIDDEN, CLASSES = 30, 12, 16, 16
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR:UserWarning")
@@ -131,7 +132,7 @@ def test_other_layers_have_weights_and_activations_but_no_rows_of_nodes():
     assert computation == 16 * NODES * weights
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", first(MODELS, 2))
 def test_equal_bits_are_those_of_a_converted_model(kind):
     found = allocator(kind)
     floats = said(model_of(kind))
@@ -144,7 +145,7 @@ def test_equal_bits_are_those_of_a_converted_model(kind):
         assert found.measure(found.uniform(bits)) == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", first(MODELS, 2))
 @pytest.mark.parametrize("by_layer", [True, False])
 def test_an_allocation_predicts_what_was_measured(kind, by_layer):
     found = allocator(kind, by_layer=by_layer)

@@ -58,8 +58,9 @@ def a_checkpoint_for_every_update(args, folder: Path) -> None:
     args.save_dir, args.save_interval_updates, args.no_epoch_checkpoints = str(folder), 1, False
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("model", ["--arch lsq_transformer", f"{FAIRSEQ} --task translation"])
+@pytest.mark.parametrize(
+    "model", first(["--arch lsq_transformer", f"{FAIRSEQ} --task translation"], 0, 1)
+)
 def test_a_training_goes_on_in_any_epoch_bit_by_bit(parse, tmp_path, sentences, model):
     common = f"{model} {ONE_LAYER} --max-update {LONG}"
     args = parse(common)
