@@ -5,6 +5,7 @@ import inspect
 import subprocess
 import sys
 
+import pytest
 import torch
 from torch import nn
 
@@ -39,6 +40,7 @@ def test_a_warm_pass_makes_few_calls():
     assert len(calls) <= CALLS
 
 
+@pytest.mark.thorough
 def test_a_first_step_loads_few_modules():
     code = (
         "import sys, torch, lsq; from torch import nn;model = nn.Sequential(nn.Linear(64, 64),"

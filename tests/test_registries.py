@@ -81,6 +81,7 @@ def registries(path: str, source: str, changed: set[str] = frozenset()) -> set[s
     return {f"{path}: {name}" for name in found}
 
 
+@pytest.mark.thorough
 def test_state_of_the_process_is_listed_with_its_reason():
     files = {
         str(path.relative_to(PACKAGE)): path.read_text() for path in sorted(PACKAGE.rglob("*.py"))

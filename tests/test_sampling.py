@@ -149,6 +149,7 @@ def test_on_a_gpu_its_tests_run(suite, monkeypatch):
     assert result.parseoutcomes()["passed"] == 2 and "CUDA GPU" not in result.stdout.str()
 
 
+@pytest.mark.thorough
 def test_processes_that_share_the_tests_say_so_too(suite):
     pytest.importorskip("xdist")
     result = suite("--numprocesses", "1")

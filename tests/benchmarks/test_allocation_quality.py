@@ -8,7 +8,7 @@ import pytest
 import torch
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_rows(tmp_path, capsys):
     file = tmp_path / "rows.json"
     given = ["--quick", "--threads", "1", "--budgets", "2", "--last", "1", "--trained", "exact"]

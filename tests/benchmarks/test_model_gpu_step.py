@@ -12,7 +12,7 @@ from lsq.native import compiler
 from lsq.native.launch import Launch
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(shutil.which("objdump") is None, reason="kernels are counted in the emulator")
 def test_quick_run(tmp_path, capsys):

@@ -19,6 +19,7 @@ def folder(tmp_path):
     return tmp_path
 
 
+@pytest.mark.thorough
 def test_ways_and_a_budget(folder, tmp_path, lsq):
     picture = tmp_path / "memory.svg"
     words = ["plan", "--model", folder, "--batch", "2x33", "--budget", "1GB", "--plot", picture]

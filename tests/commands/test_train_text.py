@@ -71,6 +71,7 @@ def stop_at(monkeypatch):
     return stop_at
 
 
+@pytest.mark.thorough
 def test_interrupted_run_continues_and_the_time_of_all_sittings_counts(command, tmp_path, stop_at):
     arguments = command("--updates", "4", "--mode", "float")
     folder = tmp_path / "out" / "float"
@@ -210,6 +211,7 @@ def test_options_that_go_together_and_unknown_ones(command, files, tmp_path, cap
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.thorough
 def test_other_options_need_another_name_or_overwrite(command, tmp_path):
     """They are refused before anything is written."""
     given = ("--updates", "1", "--mode", "float")

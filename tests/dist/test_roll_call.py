@@ -230,6 +230,7 @@ def test_every_survivor_names_the_one_that_is_gone(tmp_path, number):
         assert re.search("gloo.*(Connection (closed|reset) by peer|Timed out)", message)
 
 
+@pytest.mark.thorough
 def test_last_words_of_the_one_that_failed(tmp_path):
     told, process = _run(tmp_path, 0)
     assert told.pop(2) == ["ValueError", "sentence 7 is too long"]

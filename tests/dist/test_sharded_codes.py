@@ -206,6 +206,7 @@ def both_ways(rank: int) -> tuple[list[float], list[float], list[float]]:
     return tuple(losses_of(rank, 8, *how) for how in ((False, 0.0), (True, 0.0), (True, 0.02)))
 
 
+@pytest.mark.thorough
 def test_steps_in_the_backward_pass_are_those_after_it():
     both = run(both_ways, 2)
     for after, inside, clipped in both:
@@ -366,7 +367,8 @@ def gather(rank: int, folder: str, killed: bool) -> None:
     Path(folder, str(rank)).write_text(str(time.monotonic() - began))
 
 
-@pytest.mark.parametrize("killed", first([True, False], 1))
+@pytest.mark.thorough
+@pytest.mark.parametrize("killed", [True, False])
 def test_others_end_when_a_process_is_killed_or_hangs_in_a_gather(tmp_path, killed):
     try:
         run(gather, 3, str(tmp_path), killed)

@@ -40,6 +40,7 @@ def test_train_gpt(monkeypatch, capsys, tmp_path):
     assert "the text has 5 letters; --context 128 needs" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_classify(monkeypatch, capsys):
     needed("transformers", "accelerate")
     classify = example("classify", monkeypatch)
@@ -123,7 +124,7 @@ def test_finetune_large(options, monkeypatch, capsys, tmp_path):
         assert said in capsys.readouterr().err
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_fsdp(tmp_path):
     command = [

@@ -86,6 +86,7 @@ def test_the_log_says_what_is_decoded(build, caplog):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "activations, tolerance", first([("bfloat16", 6e-3), ("float32", 3e-3)], 0, 1)

@@ -30,8 +30,10 @@ USER_DIR = Path(lsq.__file__).parent / "fairseq" / "user_dir" / "lsq_fairseq"
     "options",
     [
         "--lsq-backward int8 --update-freq 2",
-        "--lsq-sparsity 2:4,every=2,begin=1",
-        *(pytest.param(one, marks=pytest.mark.thorough) for one in ("", "--lsq-mode float")),
+        *(
+            pytest.param(one, marks=pytest.mark.thorough)
+            for one in ("--lsq-sparsity 2:4,every=2,begin=1", "", "--lsq-mode float")
+        ),
     ],
 )
 def test_resuming_continues_to_the_bit(train, losses, tmp_path, options):
@@ -133,6 +135,7 @@ def test_batches_of_a_training_have_paddings(build):
             assert torch.equal(getattr(batch[PADDINGS], name), padding)
 
 
+@pytest.mark.thorough
 def test_training_logs_signals_and_summary(train, tmp_path, caplog, monkeypatch):
     monkeypatch.setattr("lsq.observe.signals.LEAST_INTERVAL", 2)
     caplog.set_level(logging.INFO)

@@ -22,7 +22,7 @@ COMMANDS = {
 }
 
 
-@trial.quick_counts
+@trial.counts(trial.QUICK)
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_file_is_used_or_refused(tmp_path, monkeypatch, name, count):
     monkeypatch.chdir(tmp_path)

@@ -228,6 +228,7 @@ def test_two_models_do_not_meet():
     alike(run, first, alone)
 
 
+@pytest.mark.thorough
 def test_memory_is_freed():
     model, _, memory = planned()
     twin = copy.deepcopy(model)

@@ -62,7 +62,7 @@ def assert_agree(
 
 
 @pytest.mark.parametrize(
-    ("kind", "options"), in_turn(("encoder", "decoder", "loss", "embedding"), OPTIONS, 1)
+    ("kind", "options"), in_turn(("encoder", "decoder", "loss", "embedding"), OPTIONS, 2)
 )
 def test_a_program_gives_the_same_on_every_backend(kind, options):
     assert_same_everywhere(kind, options)

@@ -47,6 +47,7 @@ def test_a_folder_that_is_not_there_or_too_small(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.thorough
 def test_a_killed_process_leaves_no_file(tmp_path):
     code = (
         "import os, sys, torch; from lsq.memory.scratch import Scratch;"

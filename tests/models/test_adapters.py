@@ -399,6 +399,7 @@ def test_adapters_that_no_program_has_leave_a_fused_layer_as_it_was():
     assert any("other" in name for name in assert_same(mine, expected))
 
 
+@pytest.mark.thorough
 def test_ranks_that_peft_pads():
     expected, mine = converted(LINEARS, "convert", FLOAT)
     gradients(mine)

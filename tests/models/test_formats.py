@@ -163,7 +163,7 @@ def test_linear_layers_by_themselves_have_their_own():
     "name, text",
     [
         ("llama", "int8,*gate_proj*=int4"),
-        ("t5 v1.1", "int8,*EncDecAttention.[kv]*=int4"),
+        pytest.param("t5 v1.1", "int8,*EncDecAttention.[kv]*=int4", marks=pytest.mark.thorough),
         pytest.param("llama", "int8,*[qkv]_proj*=int4", marks=pytest.mark.thorough),
         pytest.param(
             "t5 v1.1", "int8,*EncDecAttention.q*=int4,*wi_1*=int4", marks=pytest.mark.thorough

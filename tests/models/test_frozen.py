@@ -93,7 +93,7 @@ def coded(model: torch.nn.Module) -> dict[str, CodedWeight]:
 @pytest.mark.parametrize("first", sampling.first(["peft", "convert"], 1))
 @both
 @pytest.mark.parametrize(
-    "quant", sampling.first([INT4, {"clips": "learned"}, {}, {"bits": 4}], 2), ids=str
+    "quant", sampling.first([INT4, {"clips": "learned"}, {}, {"bits": 4}], 1), ids=str
 )
 def test_losses_and_gradients_are_the_same(first, fused, quant):
     before, after = (llama(first=first, fused=fused, **quant) for _ in range(2))

@@ -59,6 +59,7 @@ def callback_of(training) -> LsqCallback:
     return callback
 
 
+@pytest.mark.thorough
 def test_trainer_needs_nothing_else(tmp_path):
     training = trainer("bert", tmp_path, save_strategy="no", max_steps=30)
     training.train()
@@ -109,6 +110,7 @@ def test_a_watched_training_goes_on_bit_for_bit(tmp_path):
     assert LsqCallback(**state).monitor_options == callback.monitor_options
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "options",
     [
@@ -225,6 +227,7 @@ def test_signals_are_logged(tmp_path):
     assert first["lsq/weight_clip"] > 0
 
 
+@pytest.mark.thorough
 def test_what_is_decoded_is_logged(tmp_path, caplog):
     caplog.set_level(logging.INFO, "lsq")
     model = converted("gpt2", quant=QuantConfig(weight_format="int8,*h.0.mlp*=nvfp4"))
@@ -233,6 +236,7 @@ def test_what_is_decoded_is_logged(tmp_path, caplog):
     assert said.endswith("int8/row (2 weights), nvfp4 (2 weights), int8/tensor (5 activations)")
 
 
+@pytest.mark.thorough
 def test_noise_is_watched_and_logged(tmp_path, caplog):
     options = {"largest_batch": batch("gpt2"), "every_tensor": True}
     watched = LsqCallback(monitor=WATCHED | {"every": 2}, **options)

@@ -72,6 +72,7 @@ def test_ways_from_most_to_least():
             assert peaks[way] < peaks[Way(remainder=way.remainder, again=True)]
 
 
+@pytest.mark.thorough
 def test_layers_that_are_computed_again_keep_a_byte_a_value():
     found = counted(Way(remainder=True, again=True), layers=5)
     most = max(one.get("layer inputs", 0) for one in found.timeline)

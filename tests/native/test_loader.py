@@ -123,6 +123,7 @@ def test_a_loop_that_nobody_wrote_is_named():
         loader.call("lsq_round_pairs")
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not path_of("v1").exists(), reason="needs the C++ host library")
 def test_the_library_shares_pytorchs_openmp():
     """A second runtime would have threads of its own.

@@ -147,6 +147,7 @@ def test_every_code_of_int4_under_every_multiplier():
     assert torch.equal(run(Project(**given, out=empty(32, 32))).out.t()[:30], values[:30])
 
 
+@pytest.mark.thorough
 def test_int4_is_read_as_it_is_stored():
     """16 bytes and a multiplier for 32 values; a row's last word belongs to two steps."""
     rows, inner, outputs = 16, 512, 128

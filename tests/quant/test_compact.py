@@ -100,6 +100,7 @@ def test_random_numbers_differ_by_key_row_and_use():
     assert not torch.equal(first, compact.uniform_numbers(key + 1, compact.FIRST, like))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("second", first([True, False], 1))
 def test_moments_are_rounded_without_bias(second):
     """Also small ones, whose neighbouring codes differ by several times their value."""

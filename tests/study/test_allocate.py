@@ -33,6 +33,7 @@ def found(model, budget=4.6, **options):
     return lsq.allocate(model, batches(), budget, how=FEW, minimum_width=16, **options)
 
 
+@pytest.mark.thorough
 def test_a_model_is_converted_by_what_is_found(tmp_path):
     model = llama()
     logits = [model(**batch).logits.detach() for batch in batches()]

@@ -93,6 +93,7 @@ def test_random_search_proposes_every_mix_that_fills_the_budgets():
     assert sorted(found) == [mix for mix in every(given) if filled(given, mix)]
 
 
+@pytest.mark.thorough
 def test_the_genetic_search_comes_near_the_best():
     shares = []
     for seed in range(5):

@@ -13,15 +13,16 @@ from lsq import extras
 from lsq.study.knapsack import Problem
 from lsq.study.proposals import random_search
 from lsq.study.reinforcement import LEARNING, ddpg, td3
-from tests.sampling import first
 from tests.study import mixes
 from tests.study.mixes import UsedUp, divergence, every, proposed
+
+pytestmark = pytest.mark.thorough  # the package that learns takes seconds to import
 
 METHODS = (ddpg, td3)
 LAST = 40
 
 
-@pytest.mark.parametrize("method", first(METHODS, 1))
+@pytest.mark.parametrize("method", METHODS)
 def test_proposals_become_better_than_random_ones(method):
     given = mixes.problem(3, items=9, share=0.5)
     value = divergence(given, 3)
@@ -32,7 +33,7 @@ def test_proposals_become_better_than_random_ones(method):
     assert numpy.mean(found[-LAST:]) < 0.8 * numpy.mean(found[:LAST])
 
 
-@pytest.mark.parametrize("method", first(METHODS, 1))
+@pytest.mark.parametrize("method", METHODS)
 def test_a_seed_has_its_proposals(method):
     given = mixes.problem(2, items=7, resources=2)
     value = divergence(given, 2)
@@ -45,7 +46,7 @@ def test_a_seed_has_its_proposals(method):
     assert one != other
 
 
-@pytest.mark.parametrize("context", first([torch.inference_mode, torch.no_grad], 1))
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
 def test_it_learns_whatever_the_caller_does(context):
     given = mixes.problem(2, items=3)
     before = proposed(ddpg, given, sum, most=60)
@@ -91,7 +92,7 @@ def test_divergences_may_be_zero_or_huge(method, begun):
     assert len(found) == 60
 
 
-@pytest.mark.parametrize("method", first(METHODS, 1))
+@pytest.mark.parametrize("method", METHODS)
 def test_a_search_ends_where_there_is_nothing_new(method):
     given = mixes.problem(5, items=2, choices=2)
     assert set(proposed(method, given, given.cost)) <= set(every(given))
