@@ -68,7 +68,7 @@ def rounded(rows, inner, outputs, *end, **given):
     return rounded_project(rows, outputs, *end, **operands(rows, inner, outputs) | given)
 
 
-def project_turns(tiles=TURNED):
+def project_turns(tiles=TURNED[1:]):
     """Three steps along K and more, and all rows of a tile's quarter."""
     for tile in tiles:
         in_one(rounded(150, 272, 144, Activation.gelu, 0.1), tile)
@@ -168,7 +168,7 @@ def compare_input(rows, tile, **given):
     return found
 
 
-def input_turns(tiles=TURNED):
+def input_turns(tiles=TURNED[1:]):
     """Three steps along K and more, and all rows of a tile's quarter."""
     options = {"kind": Activation.relu, "dropout": 0.1, "learned_step": True}
     for tile in tiles:
@@ -194,7 +194,7 @@ def compare_weight(rows, tile, **given):
     return found
 
 
-def weight_turns(tiles=TURNED):
+def weight_turns(tiles=TURNED[1:]):
     """Three steps along K and more, all rows of a tile's quarter, and three blocks for a tile."""
     for tile in (*tiles, *(in_parts(tile, 4) for tile in tiles)):
         compare_weight(272, tile, learned_step=True, columns=144, outputs=139, padded=144)
@@ -289,7 +289,7 @@ def loss_by(tile, operation):
     return in_one(operation, tile, exact=False)
 
 
-def loss_turns(tiles=TURNED):
+def loss_turns(tiles=TURNED[1:]):
     """Three steps along K and more, all rows of a tile's quarter, and many tiles of a row."""
     for tile in tiles:
         operation = of_codes(150, 290, 304, inner=272)
@@ -358,7 +358,7 @@ def test_a_row_of_logits_that_is_not_finite_has_no_codes():
 # All of them
 
 
-def words_turns(tiles=TURNED):
+def words_turns(tiles=TURNED[1:]):
     """Three steps along the inner dimension, a tile's quarter, many parts and groups."""
     for tile in tiles:
         in_one(plain_words(150, 290, 3, 1, inner=272), tile, exact=False)
