@@ -27,7 +27,8 @@ SHARED = sources.FOLDER / "include"
 MAGIC = b"lsq-emulated-module\n"
 DRIVER_SOURCES = (
     *("contexts.cpp", "streams.cpp", "memory.cpp", "order.cpp", "driver.cpp", "scheduler.cpp"),
-    *("threads.cpp", "fibers.cpp", "asynchronous.cpp", "races.cpp", "counters.cpp"),
+    *("threads.cpp", "fibers.cpp", "barriers.cpp", "asynchronous.cpp", "races.cpp"),
+    "counters.cpp",
 )
 PRODUCTS_SOURCES = ("products.cpp",)
 

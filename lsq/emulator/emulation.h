@@ -151,6 +151,14 @@ EMULATOR_ATOMIC unsigned atomicMax(unsigned* address, unsigned value) {
 
 inline void __syncthreads(EMULATOR_SITE) { emulator_barrier(site); }
 
+// bar.sync and bar.arrive
+inline void emulator_sync_barrier(int barrier, int count, EMULATOR_SITE) {
+    emulator_named_barrier(barrier, count, true, site);
+}
+inline void emulator_arrive_barrier(int barrier, int count, EMULATOR_SITE) {
+    emulator_named_barrier(barrier, count, false, site);
+}
+
 inline void __syncwarp(unsigned mask = 0xffffffff, EMULATOR_SITE) {
     emulator_collective(emulator::Collective::synchronize, "__syncwarp", mask, 0, 0, site);
 }

@@ -1,5 +1,8 @@
-// Finds warps that use the same byte of shared memory between two barriers, one of them writing;
-// other memory goes to order.h.
+// Finds warps that use the same byte of shared memory with no barrier between them, one of them
+// writing; other memory goes to order.h.
+//
+// A warp has a vector clock: the time of every warp up to which its accesses come before this warp's
+// next one. Times begin anew, later than all before, whenever all threads meet.
 //
 // Kernels are compiled with -fsanitize=thread, which calls a function before each access; these
 // replace ThreadSanitizer's library. Nothing is reported within a warp: the order of its lanes
@@ -8,7 +11,9 @@
 
 #include <algorithm>
 #include <iterator>
+#include <map>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "counters.h"
@@ -23,33 +28,42 @@ namespace emulator {
 namespace {
 
 constexpr uint64_t WARPS = 64, SEVERAL = WARPS - 1;  // of a block there are at most 32
+static_assert(std::tuple_size<Seen>() == WARPS, "warps, and SEVERAL");
 // Or-ed with the thread whose copy will write this byte.
 constexpr uint64_t COPYING = uint64_t{1} << 63;
 
-// Last accesses of a byte: WARPS * epoch + warp, or SEVERAL, or COPYING; writer: THREADS * fences +
-// thread.
+// Last accesses of a byte: WARPS * time + warp, or WARPS * number of a crowd + SEVERAL, or COPYING;
+// read: since the last write; writer: THREADS * fences + thread.
 struct Accesses {
     uint64_t write, read, writer;
 };
 constexpr uint64_t THREADS = 1024;
 
-uint64_t epoch = 1;                // barriers and blocks so far, in all launches
+uint64_t latest = 1;               // of the times, in all launches
+Seen seen[WARPS / 2];              // by each warp
 std::vector<Accesses> shadows[2];  // of shared memory, static and dynamic
-uint64_t fences[THREADS];          // of each thread so far, in all launches
+std::vector<uint64_t> fences[THREADS];  // times of each thread's, in this block
+
+// Reads of several warps, by warp, or 0: one crowd for all bytes with the same reads.
+using Crowd = std::array<uint64_t, WARPS / 2>;
+std::vector<Crowd> crowds;  // since all threads met
+uint64_t old_crowds = 0;    // before that, in all launches
+std::map<std::pair<uint64_t, uint64_t>, uint64_t> joined;  // a byte's reads and one more
 // Multiplications that read a chunk of dynamic shared memory.
 uint32_t readers[LARGEST_SHARED / 16];
 uint64_t all_readers = 0;
-uint64_t first_epoch = 1;  // of the block that runs
+uint64_t first_time = 1;  // of the block that runs
 
-bool others(uint64_t access, uint64_t warp) {
-    return access / WARPS == epoch && access % WARPS != warp;
+uint64_t now(uint64_t warp) { return WARPS * seen[warp][warp] + warp; }
+
+// Whether nothing orders an access before the next one of a warp; of a crowd: whether it is new.
+bool unseen(uint64_t access, uint64_t warp) {
+    return access / WARPS > seen[warp][access % WARPS];
 }
 
 [[noreturn]] void report(const char* does, const char* did, uint64_t access) {
-    const uint64_t warp = access % WARPS;
-    const std::string who = warp == SEVERAL ? "several warps" : "warp " + std::to_string(warp);
-    fail_thread(std::string(does) + " shared memory that " + who + did +
-                " with no __syncthreads between the two" + waited());
+    fail_thread(std::string(does) + " shared memory that warp " + std::to_string(access % WARPS) +
+                did + " with no barrier between the two" + waited());
 }
 
 [[noreturn]] void report_copy(const char* does, uint64_t thread) {
@@ -57,18 +71,49 @@ bool others(uint64_t access, uint64_t warp) {
                 std::to_string(thread) + " still fills, which has not waited for it" + waited());
 }
 
-uint64_t writer() { return THREADS * fences[current] + current; }
+uint64_t writer() { return THREADS * fences[current].size() + current; }
+
+Crowd& crowd_of(uint64_t reads) { return crowds[reads / WARPS - old_crowds - 1]; }
+
+// One of a byte's reads that nothing orders before the next access of a warp, or 0.
+uint64_t unseen_read(uint64_t reads, uint64_t warp) {
+    if (!unseen(reads, warp)) return 0;
+    if (reads % WARPS != SEVERAL) return reads;
+    for (const uint64_t read : crowd_of(reads)) {
+        if (unseen(read, warp)) return read;
+    }
+    return 0;
+}
+
+// A byte's reads and that of a warp.
+uint64_t with_read(uint64_t reads, uint64_t warp) {
+    static uint64_t last_reads = 0, last_read = 0, last = 0;
+    const uint64_t read = now(warp);
+    if (!unseen(reads, warp)) return read;
+    if (reads == last_reads && read == last_read) return last;
+    const bool several = reads % WARPS == SEVERAL;
+    if (several && crowd_of(reads)[warp] == read) return reads;
+    const auto [found, is_new] = joined.emplace(std::make_pair(reads, read), 0);
+    if (is_new) {
+        Crowd crowd = {};
+        if (several) crowd = crowd_of(reads);
+        if (!several) crowd[reads % WARPS] = reads;
+        crowd[warp] = read;
+        crowds.push_back(crowd);
+        found->second = WARPS * (old_crowds + crowds.size()) + SEVERAL;
+    }
+    last_reads = reads, last_read = read, last = found->second;
+    return last;
+}
 
 void record(Accesses& byte, uint64_t warp, bool writes) {
     if (byte.write & COPYING) report_copy(writes ? "writes" : "reads", byte.write & ~COPYING);
-    if (others(byte.write, warp)) report(writes ? "writes" : "reads", " wrote", byte.write);
-    const uint64_t now = WARPS * epoch + warp;
+    if (unseen(byte.write, warp)) report(writes ? "writes" : "reads", " wrote", byte.write);
     if (writes) {
-        if (others(byte.read, warp)) report("writes", " read", byte.read);
-        byte.write = now;
-        byte.writer = writer();
+        if (const uint64_t read = unseen_read(byte.read, warp)) report("writes", " read", read);
+        byte = {now(warp), 0, writer()};
     } else {
-        byte.read = others(byte.read, warp) ? WARPS * epoch + SEVERAL : now;
+        byte.read = with_read(byte.read, warp);
     }
 }
 
@@ -119,7 +164,26 @@ inline void touch(const void* address, size_t size, bool writes, const void* sit
 
 }  // namespace
 
-void order_accesses() { ++epoch; }
+void order_accesses() {
+    old_crowds += crowds.size();
+    crowds.clear();
+    joined.clear();
+    for (size_t warp = 0; warp * WARP < threads.size(); ++warp) {
+        seen[warp].fill(latest);
+        seen[warp][warp] = latest + 1;
+        seen[warp][SEVERAL] = old_crowds;
+    }
+    ++latest;
+}
+
+void release(unsigned warp, Seen& barrier) {
+    for (size_t i = 0; i < SEVERAL; ++i) barrier[i] = std::max(barrier[i], seen[warp][i]);
+    seen[warp][warp] = ++latest;
+}
+
+void acquire(unsigned warp, const Seen& barrier) {
+    for (size_t i = 0; i < SEVERAL; ++i) seen[warp][i] = std::max(seen[warp][i], barrier[i]);
+}
 
 void begin_copy(const void* to, size_t size, const void* site) {
     touch(to, size, true, site);
@@ -128,16 +192,18 @@ void begin_copy(const void* to, size_t size, const void* site) {
 }
 
 void end_copy(const void* to, size_t size) {
-    const Accesses now = {WARPS * epoch + running_warp(), 0, writer()};
-    for_shared(to, size,
-               [&now](Accesses& byte) { byte.write = now.write, byte.writer = now.writer; });
+    const Accesses written = {now(running_warp()), 0, writer()};
+    for_shared(to, size, [&written](Accesses& byte) { byte = written; });
 }
 
 void begin_reading(const void* from, size_t size) {
     for_shared(from, size, [](Accesses& byte) {
         record(byte, running_warp(), false);
-        const uint64_t thread = byte.writer % THREADS;
-        if (byte.write / WARPS < first_epoch || byte.writer / THREADS != fences[thread]) return;
+        const uint64_t thread = byte.writer % THREADS, before = byte.writer / THREADS;
+        if (byte.write / WARPS < first_time) return;
+        // The first fence behind the write must itself come before.
+        const std::vector<uint64_t>& times = fences[thread];
+        if (before < times.size() && times[before] <= seen[running_warp()][thread / WARP]) return;
         fail_thread("begins wgmma of shared memory that thread " + std::to_string(thread) +
                     " wrote with no fence.proxy.async behind it" + waited());
     });
@@ -152,7 +218,8 @@ void end_reading(const void* from, size_t size) {
 void end_readers() {
     if (all_readers) std::fill(std::begin(readers), std::end(readers), 0);
     all_readers = 0;
-    first_epoch = epoch + 1;
+    for (std::vector<uint64_t>& times : fences) times.clear();
+    first_time = latest + 1;
 }
 
 }  // namespace emulator
@@ -169,7 +236,9 @@ HOOK emulator_atomic(const void* address, size_t size) {
     if (watching && !in_shared(address)) touch_global(address, size, true);
 }
 
-HOOK emulator_fence_shared() { ++fences[current]; }
+HOOK emulator_fence_shared() {
+    fences[current].push_back(seen[running_warp()][running_warp()]);
+}
 
 HOOK __tsan_init() {}
 HOOK __tsan_read_range(const void* address, size_t size) { touch(address, size, false, SITE); }
@@ -205,6 +274,8 @@ UNALIGNED(16)
 namespace emulator {
 
 void order_accesses() {}
+void release(unsigned, Seen&) {}
+void acquire(unsigned, const Seen&) {}
 void begin_copy(const void*, size_t, const void*) {}
 void end_copy(const void*, size_t) {}
 void begin_reading(const void*, size_t) {}

@@ -1,6 +1,8 @@
 // Unordered accesses to shared memory, and copies (cp.async) and multiplications (wgmma) under way.
 #pragma once
 
+#include <array>
+#include <cstdint>
 #include <string>
 
 #include "services.h"
@@ -9,6 +11,14 @@ namespace emulator {
 
 // All threads have met at a barrier, or the next block begins.
 void order_accesses();
+
+// By warp: its time when it did the last accesses that come before what somebody does next. The
+// last one is of races.cpp.
+using Seen = std::array<uint64_t, 64>;
+
+// A warp comes to a barrier: who acquires `seen` later comes after all that it has done or seen.
+void release(unsigned warp, Seen& seen);
+void acquire(unsigned warp, const Seen& seen);
 
 // The running thread begins a copy to shared memory, by an instruction before `site`: nobody may
 // touch that memory until it ends; then the thread's warp counts as its writer.

@@ -163,17 +163,17 @@ void try_collective(unsigned arrived) {
         if (kind == Collective::together && thread.together != threads[arrived].together) return;
         ballot |= static_cast<uint32_t>(thread.value != 0) << lane;
     }
-    if (kind == Collective::together) {
-        void* operands[WARP];
-        for (unsigned lane = 0; lane < WARP; ++lane) operands[lane] = threads[warp + lane].operands;
-        threads[arrived].together(operands);
-    }
     for (unsigned lane = 0; lane < WARP; ++lane) {
         if (!(mask >> lane & 1)) continue;
         Thread& thread = threads[warp + lane];
         if (kind == Collective::ballot) thread.result = ballot;
         if (kind == Collective::shuffle) thread.result = threads[warp + thread.source].value;
         thread.state = State::ready;
+    }
+    if (kind == Collective::together) {
+        void* operands[WARP];
+        for (unsigned lane = 0; lane < WARP; ++lane) operands[lane] = threads[warp + lane].operands;
+        threads[arrived].together(operands);
     }
     const size_t lanes = std::min<size_t>(WARP, threads.size() - warp);
     if (counting && mask == static_cast<uint32_t>((uint64_t{1} << lanes) - 1)) settle_warp();
@@ -184,9 +184,10 @@ void try_collective(unsigned arrived) {
 std::string describe_waits() {
     const auto wait_of = [](const Thread& thread) -> std::string {
         if (thread.state == State::finished) return " finished";
-        const std::string mask =
-            thread.state == State::collective ? ", mask " + hexadecimal(thread.mask) : "";
-        return std::string(": wait at ") + thread.operation + " (" + describe(thread.site) + mask +
+        std::string more;
+        if (thread.state == State::collective) more = ", mask " + hexadecimal(thread.mask);
+        if (thread.state == State::named_barrier) more = ", " + describe_barrier(thread);
+        return std::string(": wait at ") + thread.operation + " (" + describe(thread.site) + more +
                ")";
     };
     std::vector<std::string> waits;
@@ -231,8 +232,8 @@ bool run_warp(unsigned warp, Order& order, std::vector<unsigned>& lanes) {
                     fault = describe(thread) + " " +
                             (overflown ? "needs more stack than it has" : describe(crash));
                 }
+                if (fault.empty() && thread.state == State::collective) try_collective(current);
                 if (!fault.empty()) return false;
-                if (thread.state == State::collective) try_collective(current);
             }
         }
     }
@@ -240,13 +241,22 @@ bool run_warp(unsigned warp, Order& order, std::vector<unsigned>& lanes) {
     return true;
 }
 
-// Lets all threads pass the barrier that they have reached. False after a fault.
+bool any(State state) {
+    return std::any_of(threads.begin(), threads.end(),
+                       [state](const Thread& thread) { return thread.state == state; });
+}
+
+// Lets all threads pass the __syncthreads that they have reached. False after a fault.
 bool pass_barrier() {
     const Site site = threads.front().site;
     for (const Thread& thread : threads) {
         if (thread.state != State::collective) continue;
         fault = std::string("some lanes of the mask of ") + thread.operation +
                 " do not arrive with the same mask and function: " + describe_waits();
+        return false;
+    }
+    if (any(State::named_barrier)) {
+        fault = "no thread can go on: " + describe_waits() + open_barriers();
         return false;
     }
     for (const Thread& thread : threads) {
@@ -281,6 +291,7 @@ bool run_block(Order& order) {
     static std::vector<unsigned> warps, lanes;
     clear_shared();
     order_accesses();
+    close_barriers();
     if (counting) begin_counted_block();
     for (size_t i = 0; i < threads.size(); ++i) {
         threads[i].state = State::ready;
@@ -295,10 +306,15 @@ bool run_block(Order& order) {
         for (unsigned warp : warps) {
             if (!run_warp(warp, order, lanes)) return false;
         }
-        fault = different_multiplications();
+        if (any(State::ready)) continue;  // others have come to their named barrier
+        if (!any(State::named_barrier)) fault = different_multiplications();
         if (!fault.empty()) return false;
         const auto finished = [](const Thread& thread) { return thread.state == State::finished; };
-        if (std::all_of(threads.begin(), threads.end(), finished)) return true;
+        if (std::all_of(threads.begin(), threads.end(), finished)) {
+            const std::string open = open_barriers();
+            if (!open.empty()) fault = "all threads have finished" + open;
+            return open.empty();
+        }
         if (!pass_barrier()) return false;
     }
 }

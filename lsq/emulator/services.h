@@ -39,6 +39,11 @@ EMULATOR_VISIBLE extern unsigned char emulator_dynamic_shared[];
 // Returns when every thread of the block has called it.
 EMULATOR_VISIBLE void emulator_barrier(emulator::Site site);
 
+// Comes with all lanes of the warp to a named barrier, 1 to 15, of `count` threads. `waits`: returns
+// when so many have come.
+EMULATOR_VISIBLE void emulator_named_barrier(int barrier, int count, bool waits,
+                                             emulator::Site site);
+
 // Returns when every lane of `mask` has called it with the same mask and kind. ballot: the lanes
 // whose value is not 0; shuffle: the value of lane `source`; synchronize: 0.
 EMULATOR_VISIBLE uint32_t emulator_collective(emulator::Collective kind, const char* name,

@@ -27,7 +27,7 @@ struct Launch {
     void** arguments;
 };
 
-enum class State { ready, barrier, collective, finished };
+enum class State { ready, barrier, named_barrier, collective, finished };
 
 struct Thread {
     Index index;
@@ -74,6 +74,15 @@ std::string describe(Index index);
 
 // Ends the launch, from a thread of a kernel.
 [[noreturn]] void fail_thread(const std::string& message);
+
+// Closes the named barriers, for a new block.
+void close_barriers();
+
+// "barrier 3 waits for 64 threads, of which 32 have come: ...", of each that is open, or empty.
+std::string open_barriers();
+
+// "barrier 3", of a thread that is at a named barrier.
+std::string describe_barrier(const Thread& thread);
 
 // The running thread's last wait in words, or empty.
 std::string waited();

@@ -141,10 +141,10 @@ def test_copies_arrive_in_groups(order, size):
     ("fault", "message"),
     [
         (1, r"reads shared memory that a copy of thread \d+ still .*, after it waited"),
-        (2, rf"shared memory that ({STILL}|warp \d (wrote|read) with no __syncthreads)"),
+        (2, rf"shared memory that ({STILL}|warp \d (wrote|read) with no barrier)"),
         (3, rf"writes shared memory that {STILL}"),
         (4, rf"writes shared memory that {STILL}"),
-        (5, rf"shared memory that ({STILL}|warp \d (wrote|read) with no __syncthreads)"),
+        (5, rf"shared memory that ({STILL}|warp \d (wrote|read) with no barrier)"),
         (6, r"accesses 0x\w+ as a vector .* not aligned to 8 bytes"),
         (7, r"gives 0x\w+ to cp.async \(.*\), which is not shared memory"),
     ],
@@ -214,7 +214,7 @@ def test_a_product(order, columns):
     [
         (1, r"begins wgmma of shared memory that thread \d+ wrote with no fence.proxy.async"),
         (2, r"begins wgmma of shared memory that thread \d+ wrote with no fence.proxy.async"),
-        (3, r"that (a copy|wgmma|warp \d|several warps) .*(still|with no __syncthreads)"),
+        (3, r"that (a copy|wgmma|warp \d|several warps) .*(still|with no barrier)"),
         (4, r"gives the descriptor 0x\w+ to wgmma \(.*\), whose matrix is not swizzled"),
         (5, r"whose rows of 32 values do not begin within the first row of its swizzle"),
         (6, r"gives 0x\w+ to wgmma \(warpgroup.cuh:\d+\), which is not shared memory"),
@@ -223,7 +223,7 @@ def test_a_product(order, columns):
         (9, r"the warps of its warpgroup 0 do not begin the same wgmma"),
         (10, r"writes shared memory that wgmma still reads, which has not been waited for"),
         (11, r"writes shared memory that wgmma still reads, which has not been waited for"),
-        (13, r"writes .* that (wgmma still|(warp \d|several warps) read with no __syncthreads)"),
+        (13, r"writes .* that (wgmma still|(warp \d|several warps) read with no barrier)"),
         (14, r"begins wgmma \(.*\) with no wgmma.fence"),
     ],
 )

@@ -1,0 +1,129 @@
+// Named barriers of the running block.
+#include <algorithm>
+
+#include "races.h"
+#include "report.h"
+#include "threads.h"
+
+namespace emulator {
+
+namespace {
+
+constexpr int BARRIERS = 16;
+
+// What a lane calls, on its own stack until it goes on.
+struct Call {
+    int barrier, count;
+    bool waits;
+    Site site;
+};
+
+// A barrier is open as long as some warps have come, and not all.
+struct Barrier {
+    std::vector<unsigned> warps;  // that have come
+    std::vector<Call> calls;      // of each
+    Seen seen;                    // by all of them
+};
+
+Barrier barriers[BARRIERS];
+
+const char* name_of(const Call& call) { return call.waits ? "bar.sync" : "bar.arrive"; }
+
+// "barrier 3 of 64 threads by bar.sync (barriers.cuh:21)"
+std::string describe(const Call& call) {
+    return "barrier " + std::to_string(call.barrier) + " of " + std::to_string(call.count) +
+           " threads by " + name_of(call) + " (" + describe(call.site) + ")";
+}
+
+const Call& call_of(const Thread& thread) { return *static_cast<const Call*>(thread.operands); }
+
+// Lets all go on who wait at a barrier to which the last warp has come.
+void complete(Barrier& barrier) {
+    for (size_t i = 0; i < barrier.warps.size(); ++i) {
+        if (!barrier.calls[i].waits) continue;
+        const unsigned warp = barrier.warps[i];
+        acquire(warp, barrier.seen);
+        for (unsigned lane = 0; lane < WARP; ++lane)
+            threads[warp * WARP + lane].state = State::ready;
+    }
+    barrier = {};
+}
+
+// The running warp, whose lanes have met, comes to a barrier.
+void come(void* const* operands) {
+    const unsigned warp = running_warp(), first = warp * WARP;
+    const Call call = *static_cast<const Call*>(operands[0]);
+    for (unsigned lane = 1; lane < WARP; ++lane) {
+        const Call& other = *static_cast<const Call*>(operands[lane]);
+        if (other.barrier == call.barrier && other.count == call.count &&
+            other.waits == call.waits && other.site.line == call.site.line)
+            continue;
+        fault = describe(threads[first]) + " comes to " + describe(call) + ", but " +
+                describe(threads[first + lane]) + " of its warp to " + describe(other);
+        return;
+    }
+    Barrier& barrier = barriers[call.barrier];
+    for (size_t i = 0; i < barrier.warps.size(); ++i) {
+        const bool again = barrier.warps[i] == warp;
+        if (!again && barrier.calls[i].count == call.count) continue;
+        fault = "warp " + std::to_string(warp) + " comes to " + describe(call) + ", to which " +
+                (again ? "it has come already, and not all others"
+                       : "warp " + std::to_string(barrier.warps[i]) + " has come as " +
+                             describe(barrier.calls[i]));
+        return;
+    }
+    barrier.warps.push_back(warp);
+    barrier.calls.push_back(call);
+    release(warp, barrier.seen);
+    if (call.waits) {
+        for (unsigned lane = 0; lane < WARP; ++lane)
+            threads[first + lane].state = State::named_barrier;
+    }
+    if (barrier.warps.size() * WARP == static_cast<size_t>(call.count)) complete(barrier);
+}
+
+}  // namespace
+
+void close_barriers() {
+    for (Barrier& barrier : barriers) barrier = {};
+}
+
+std::string open_barriers() {
+    std::string text;
+    for (const Barrier& barrier : barriers) {
+        if (barrier.warps.empty()) continue;
+        const Call& call = barrier.calls.front();
+        text += "; barrier " + std::to_string(call.barrier) + " waits for " +
+                std::to_string(call.count) + " threads, of which " +
+                std::to_string(barrier.warps.size() * WARP) + " have come:";
+        for (size_t i = 0; i < barrier.warps.size(); ++i) {
+            text += (i ? ", warp " : " warp ") + std::to_string(barrier.warps[i]) + " by " +
+                    name_of(barrier.calls[i]) + " (" + describe(barrier.calls[i].site) + ")";
+        }
+    }
+    return text;
+}
+
+std::string describe_barrier(const Thread& thread) {
+    return "barrier " + std::to_string(call_of(thread).barrier);
+}
+
+}  // namespace emulator
+
+using namespace emulator;
+
+extern "C" {
+
+void emulator_named_barrier(int barrier, int count, bool waits, Site site) {
+    Call call = {barrier, count, waits, site};
+    const auto check = [&call](bool allowed, const std::string& wanted) {
+        if (!allowed) fail_thread("comes to " + describe(call) + ", but " + wanted);
+    };
+    check(barrier > 0 && barrier < BARRIERS, "named barriers are 1 to 15");
+    check(count > 0 && count % WARP == 0 && static_cast<size_t>(count) <= threads.size(),
+          "its threads are whole warps of 32, and its block has " +
+              std::to_string(threads.size()));
+    emulator_together(name_of(call), come, &call, site);
+}
+
+}  // extern "C"
