@@ -1,6 +1,4 @@
 // Named barriers of the running block.
-#include <algorithm>
-
 #include "races.h"
 #include "report.h"
 #include "threads.h"
@@ -11,7 +9,7 @@ namespace {
 
 constexpr int BARRIERS = 16;
 
-// What a lane calls, on its own stack until it goes on.
+// What a lane calls.
 struct Call {
     int barrier, count;
     bool waits;
@@ -34,8 +32,6 @@ std::string describe(const Call& call) {
     return "barrier " + std::to_string(call.barrier) + " of " + std::to_string(call.count) +
            " threads by " + name_of(call) + " (" + describe(call.site) + ")";
 }
-
-const Call& call_of(const Thread& thread) { return *static_cast<const Call*>(thread.operands); }
 
 // Lets all go on who wait at a barrier to which the last warp has come.
 void complete(Barrier& barrier) {
@@ -102,10 +98,6 @@ std::string open_barriers() {
         }
     }
     return text;
-}
-
-std::string describe_barrier(const Thread& thread) {
-    return "barrier " + std::to_string(call_of(thread).barrier);
 }
 
 }  // namespace emulator

@@ -184,10 +184,9 @@ void try_collective(unsigned arrived) {
 std::string describe_waits() {
     const auto wait_of = [](const Thread& thread) -> std::string {
         if (thread.state == State::finished) return " finished";
-        std::string more;
-        if (thread.state == State::collective) more = ", mask " + hexadecimal(thread.mask);
-        if (thread.state == State::named_barrier) more = ", " + describe_barrier(thread);
-        return std::string(": wait at ") + thread.operation + " (" + describe(thread.site) + more +
+        const std::string mask =
+            thread.state == State::collective ? ", mask " + hexadecimal(thread.mask) : "";
+        return std::string(": wait at ") + thread.operation + " (" + describe(thread.site) + mask +
                ")";
     };
     std::vector<std::string> waits;
@@ -311,9 +310,8 @@ bool run_block(Order& order) {
         if (!fault.empty()) return false;
         const auto finished = [](const Thread& thread) { return thread.state == State::finished; };
         if (std::all_of(threads.begin(), threads.end(), finished)) {
-            const std::string open = open_barriers();
-            if (!open.empty()) fault = "all threads have finished" + open;
-            return open.empty();
+            if (!open_barriers().empty()) fault = "all threads have finished" + open_barriers();
+            return fault.empty();
         }
         if (!pass_barrier()) return false;
     }

@@ -78,11 +78,8 @@ std::string describe(Index index);
 // Closes the named barriers, for a new block.
 void close_barriers();
 
-// "barrier 3 waits for 64 threads, of which 32 have come: ...", of each that is open, or empty.
+// "; barrier 3 waits for 64 threads, of which 32 have come: ...", of each that is open.
 std::string open_barriers();
-
-// "barrier 3", of a thread that is at a named barrier.
-std::string describe_barrier(const Thread& thread);
 
 // The running thread's last wait in words, or empty.
 std::string waited();

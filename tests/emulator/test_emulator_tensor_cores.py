@@ -214,7 +214,7 @@ def test_a_product(order, columns):
     [
         (1, r"begins wgmma of shared memory that thread \d+ wrote with no fence.proxy.async"),
         (2, r"begins wgmma of shared memory that thread \d+ wrote with no fence.proxy.async"),
-        (3, r"that (a copy|wgmma|warp \d|several warps) .*(still|with no barrier)"),
+        (3, r"that (a copy|wgmma|warp \d) .*(still|with no barrier)"),
         (4, r"gives the descriptor 0x\w+ to wgmma \(.*\), whose matrix is not swizzled"),
         (5, r"whose rows of 32 values do not begin within the first row of its swizzle"),
         (6, r"gives 0x\w+ to wgmma \(warpgroup.cuh:\d+\), which is not shared memory"),
@@ -243,3 +243,31 @@ def test_sums_that_nobody_waited_for_are_rubbish():
 def test_all_lanes_of_a_warpgroup_come_together(order):
     with fails("some lanes of the mask of wgmma.fence do not arrive"):
         warpgroup(order).launch("halves", 1, 128, memory(128))
+
+
+def handed_over(order, fault=0):
+    """What a warpgroup makes of the operands that another one copies, and what was to be found."""
+    a, b = codes(64, 64), codes(64, 64)
+    sums = torch.zeros(64, 64, dtype=torch.int32)
+    warpgroup(order).launch("handed_over", 1, 256, a, b, sums, fault, shared=64 * 128)
+    return sums, a.int() @ b.int().t()
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_warpgroup_multiplies_what_another_one_copies(order):
+    found, expected = handed_over(order)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (1, r"warp \d (wrote|read) with no barrier|wgmma still reads|has come already"),
+        (2, r"begins wgmma of shared memory that thread \d+ wrote with no fence.proxy.async"),
+        (3, r"writes shared memory that (wgmma still reads|warp \d read with no barrier)|still f"),
+    ],
+)
+def test_warpgroups_that_do_not_wait_for_each_other(order, fault, message):
+    with fails(message):
+        handed_over(order, fault)

@@ -121,6 +121,36 @@ def test_copies(order):
     assert copied(0, order)
 
 
+def added_up(steps: int, fault: int, order: int) -> bool:
+    """Two warps add up what another one copies to a ring."""
+    x = torch.arange(32 * steps, dtype=torch.int32).reshape(steps, 32)
+    out = torch.zeros(64, dtype=torch.int32)
+    given = module(FOLDER / "barriers.cu")
+    given.launch("ring", x, out, steps, fault, block=(96, 1, 1), order=order)
+    return torch.equal(out, x.sum(0).int().flip(0).repeat(2))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_warps_that_take_turns(order):
+    assert added_up(7, 0, order)
+
+
+FAULTS_OF_TURNS = {
+    1: "nobody has written it|no barrier lies between|has not been waited for",
+    2: "nobody has written it|no barrier lies between|has not been waited for",
+    5: "cp.async to it has not been waited for",
+    6: "thread 5 wrote it, and no barrier lies between|warp . read it, and no barrier lies between",
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("fault", FAULTS_OF_TURNS)
+def test_faults_of_warps_that_take_turns(fault, order):
+    """Readers who come and do not wait, a lane that writes after it has come, and others."""
+    with fails(rf"ring, block 0 0 0, thread \d+, line \d+ .*({FAULTS_OF_TURNS[fault]})"):
+        added_up(2, fault, order)
+
+
 FAULTS_OF_COPIES = {
     1: "cp.async to it has not been waited for",
     2: "nobody has written it|cp.async to it has not been waited for",
@@ -470,6 +500,12 @@ WAITS = {
     "16 of the block's threads wait at line": BRANCHES.format("bar.sync 0", "bar.sync 1"),
     "another number of threads than others": BRANCHES.format("bar.sync 0", "bar.sync 0, 64"),
     "waits for ever; 16 of the block's threads have ended": BRANCHES.format("bar.sync 0", "ret"),
+    "the block ends when 32 of 64 threads have come to barrier 3": (
+        "bar.arrive 3, 64; mov.b32 %d, %a"
+    ),
+    "16 of the block's threads wait at line .*bar.arrive 1": BRANCHES.format(
+        "bar.arrive 1, 32", "bar.arrive 1, 32"
+    ),
     "the thread does not end": "$A: bra $A",
 }
 

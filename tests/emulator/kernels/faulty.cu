@@ -144,3 +144,34 @@ extern "C" __global__ void unwritten(float* out) {
     out[threadIdx.x] = threadIdx.x % 2 ? values[threadIdx.x] : dynamic[threadIdx.x];
 }
 LSQ_EXPORT(unwritten)
+
+// Misuses named barriers: a block of three warps.
+extern "C" __global__ void misused(float* out, int64_t fault) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (fault == 0 && warp < 2) emulator_sync_barrier(3, 96);
+    if (fault == 1 && warp < 2) emulator_sync_barrier(1, warp ? 64 : 96);
+    if (fault == 2 && warp == 1) {
+        emulator_arrive_barrier(2, 64);
+        emulator_arrive_barrier(2, 64);
+    }
+    if (fault == 3) emulator_sync_barrier(16, 96);
+    if (fault == 4) emulator_arrive_barrier(0, 96);
+    if (fault == 5) emulator_sync_barrier(1, 128);
+    if (fault == 6) emulator_sync_barrier(1, 40);
+    if (fault == 7 && lane < 16) emulator_sync_barrier(1, 96);
+    if (fault == 8) emulator_sync_barrier(lane < 16 ? 1 : 2, 96);
+    if (fault == 9) {
+        if (lane < 16) {
+            emulator_sync_barrier(1, 96);
+        } else {
+            emulator_arrive_barrier(1, 96);
+        }
+    }
+    if (fault == 10 && warp == 2) emulator_arrive_barrier(4, 96);
+    if (fault == 11) {
+        if (warp < 2) __syncthreads();
+        if (warp == 2) emulator_sync_barrier(5, 96);
+    }
+    out[threadIdx.x] = 1.0f;
+}
+LSQ_EXPORT(misused)

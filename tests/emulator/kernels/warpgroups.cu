@@ -1,6 +1,7 @@
 // What warpgroup.cuh has, on [64, COLUMNS] sums of 64 values; `fault` plants one, 0 none.
 #define TILE_M 64
 #define TILE_N COLUMNS
+#include "barriers.cuh"
 #include "product_copies.cuh"
 #include "vectors.cuh"
 #include "warpgroup.cuh"
@@ -82,3 +83,41 @@ LSQ_KERNEL halves(Out<int32_t> out) {
     out[threadIdx.x] = sums[0][0];
 }
 LSQ_EXPORT(halves)
+
+// out [64, COLUMNS] = a [64, 64] times b [COLUMNS, 64] transposed: a warpgroup copies, and hands over
+// to another one, which multiplies. Twice, in the same memory.
+LSQ_KERNEL handed_over(In<int8_t> a, In<int8_t> b, Out<int32_t> out, int64_t fault) {
+    extern __shared__ __align__(kPattern) unsigned char rows[];
+    constexpr int kFull = 1, kEmpty = 2, kAll = 2 * kWarpgroup;
+    if (threadIdx.x < kWarpgroup) {
+        for (int turn = 0; turn < 2; ++turn) {
+            if (turn && fault != 1) sync_barrier<kAll>(kEmpty);
+            if (turn && fault == 1) arrive_barrier<kAll>(kEmpty);
+            TileCopy<128, 64>{a, 0, 64, 64}.begin(rows, 0);
+            TileCopy<128, COLUMNS>{b, 0, COLUMNS, 64}.begin(rows + 64 * kStep, 0);
+            commit_copies();
+            wait_copies<0>();
+            if (fault != 2) fence_shared();
+            arrive_barrier<kAll>(kFull);
+            if (fault == 2) fence_shared();  // too late
+        }
+        return;
+    }
+    int32_t sums[TILES][4] = {};
+    const uint64_t of_a = swizzled_matrix(rows), of_b = swizzled_matrix(rows + 64 * kStep);
+    for (int turn = 0; turn < 2; ++turn) {
+        sync_barrier<kAll>(kFull);
+        fence_sums(sums);
+        begin_multiplication(sums, moved(of_a, 32 * turn), moved(of_b, 32 * turn));
+        commit_multiplications();
+        if (fault == 3 && turn == 0) arrive_barrier<kAll>(kEmpty);  // too early
+        wait_multiplications<0>(sums);
+        if (fault != 3 && turn == 0) arrive_barrier<kAll>(kEmpty);
+    }
+    const int lane = threadIdx.x % 32, first = 16 * (threadIdx.x / 32 % 4) + lane / 4;
+    for (int j = 0; j < TILES; ++j) {
+        for (int i = 0; i < 4; ++i)
+            out[(first + i / 2 * 8) * COLUMNS + 8 * j + lane % 4 * 2 + i % 2] = sums[j][i];
+    }
+}
+LSQ_EXPORT(handed_over)

@@ -638,6 +638,8 @@ private:
         need_operands(1 + made_.flag, 2), made_.a = in(0, 32);
         if (operands() == 2) made_.b = in(1, 32);
         made_.aligned = aligned, made_.run = with_block;
+        // A lane that does not wait must not run on before the others have come.
+        if (made_.flag && aligned) collective(perform_arrival, true);
     }
 
     const std::vector<int>& table(const std::string& name) const {

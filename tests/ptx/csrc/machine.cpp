@@ -137,6 +137,13 @@ void Block::run() {
         if (!left) break;
         if (!ran) deadlock();
     }
+    for (const auto& [number, barrier] : barriers) {
+        if (!barrier.arrived) continue;
+        fault(threads.front(), kernel.code.back(),
+              "the block ends when " + std::to_string(barrier.arrived) + " of " +
+                  std::to_string(barrier.wanted) + " threads have come to barrier " +
+                  std::to_string(number));
+    }
     for (const Warp& warp : warps) {
         if (warp.products == warps[warp.number / 4 * 4].products) continue;
         const Thread& thread = *warp.lanes[0];

@@ -1,6 +1,7 @@
 #include "together.h"
 
 #include <algorithm>
+#include <map>
 
 namespace ptx {
 namespace {
@@ -26,6 +27,43 @@ void try_together(Warp& warp, const Instruction& i, uint32_t mask) {
     i.perform(warp, lanes, i);
     each_lane(warp, lanes,
               [](Thread& thread) { thread.state = State::RUNNING, thread.waits = nullptr; });
+}
+
+// A thread comes to a barrier of its block.
+Barrier& come(Thread& thread, const Instruction& i) {
+    Block& block = *thread.block;
+    Barrier& barrier = block.barriers[get<int32_t>(thread, i.a)];
+    const size_t wanted = i.b < 0 ? block.threads.size() : get<uint32_t>(thread, i.b);
+    if (barrier.arrived && barrier.wanted != wanted)
+        fault(thread, i, "another number of threads than others wait for");
+    barrier.wanted = wanted;
+    barrier.clock.resize(block.warps.size());
+    for (size_t w = 0; w < barrier.clock.size(); ++w)
+        barrier.clock[w] = std::max(barrier.clock[w], thread.warp->clock[w]);
+    barrier.blocks.join(thread.warp->blocks);
+    ++barrier.arrived;
+    return barrier;
+}
+
+// Lets those who wait at a barrier go on if all have come.
+void try_to_pass(Barrier& barrier) {
+    if (barrier.arrived < barrier.wanted) return;
+    std::map<Warp*, const Instruction*> of_warp;
+    for (Thread* other : barrier.waiting) {
+        Warp& warp = *other->warp;
+        const Instruction*& at = of_warp[&warp];
+        if (at && at != other->waits && other->waits->aligned)
+            fault(*other, *other->waits, "lanes of a warp wait at different barriers");
+        if (!at) {
+            at = other->waits;
+            for (size_t w = 0; w < barrier.clock.size(); ++w)
+                warp.clock[w] = std::max(warp.clock[w], barrier.clock[w]);
+            warp.blocks.join(barrier.blocks);
+            ++warp.clock[warp.number];
+        }
+    }
+    for (Thread* other : barrier.waiting) other->state = State::RUNNING, other->waits = nullptr;
+    barrier = {};
 }
 
 // Value number `v` of a fragment whose values have `bits` bits.
@@ -322,40 +360,19 @@ void perform_warpgroup_wait(Warp& warp, uint32_t lanes, const Instruction& i) {
 }
 
 void with_block(Thread& thread, const Instruction& i) {
-    Block& block = *thread.block;
-    Barrier& barrier = block.barriers[get<int32_t>(thread, i.a)];
-    const size_t wanted = i.b < 0 ? block.threads.size() : get<uint32_t>(thread, i.b);
-    if (barrier.arrived && barrier.wanted != wanted)
-        fault(thread, i, "another number of threads than others wait for");
-    barrier.wanted = wanted;
-    barrier.clock.resize(block.warps.size());
-    for (size_t w = 0; w < barrier.clock.size(); ++w)
-        barrier.clock[w] = std::max(barrier.clock[w], thread.warp->clock[w]);
-    barrier.blocks.join(thread.warp->blocks);
-    ++barrier.arrived;
+    Barrier& barrier = come(thread, i);
     if (i.flag) {
         ++thread.warp->clock[thread.warp->number];
     } else {
         thread.state = State::WAITING, thread.waits = &i;
         barrier.waiting.push_back(&thread);
     }
-    if (barrier.arrived < wanted) return;
-    std::vector<const Instruction*> of_warp(block.warps.size());
-    for (Thread* other : barrier.waiting) {
-        Warp& warp = *other->warp;
-        const Instruction*& at = of_warp[warp.number];
-        if (at && at != other->waits && i.aligned)
-            fault(*other, *other->waits, "lanes of a warp wait at different barriers");
-        if (!at) {
-            at = other->waits;
-            for (size_t w = 0; w < barrier.clock.size(); ++w)
-                warp.clock[w] = std::max(warp.clock[w], barrier.clock[w]);
-            warp.blocks.join(barrier.blocks);
-            ++warp.clock[warp.number];
-        }
-    }
-    for (Thread* other : barrier.waiting) other->state = State::RUNNING, other->waits = nullptr;
-    barrier = {};
+    try_to_pass(barrier);
+}
+
+void perform_arrival(Warp& warp, uint32_t lanes, const Instruction& i) {
+    each_lane(warp, lanes, [&](Thread& thread) { try_to_pass(come(thread, i)); });
+    ++warp.clock[warp.number];
 }
 
 void fence_proxy(Thread& thread, const Instruction&) {

@@ -25,6 +25,7 @@ void perform_warpgroup_wait(Warp& warp, uint32_t lanes, const Instruction& i);
 
 // Of a block: barrier in slot `a`, number of threads in slot `b`, or all. `flag`: it does not wait.
 void with_block(Thread& thread, const Instruction& i);
+void perform_arrival(Warp& warp, uint32_t lanes, const Instruction& i);
 
 // Shows what the thread has written to the asynchronous proxy.
 void fence_proxy(Thread& thread, const Instruction& i);
