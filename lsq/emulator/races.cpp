@@ -54,10 +54,10 @@ uint32_t readers[LARGEST_SHARED / 16];
 uint64_t all_readers = 0;
 uint64_t first_time = 1;  // of the block that runs
 
-uint64_t now(uint64_t warp) { return WARPS * seen[warp][warp] + warp; }
+inline uint64_t now(uint64_t warp) { return WARPS * seen[warp][warp] + warp; }
 
 // Whether nothing orders an access before the next one of a warp; of a crowd: whether it is new.
-bool unseen(uint64_t access, uint64_t warp) {
+inline bool unseen(uint64_t access, uint64_t warp) {
     return access / WARPS > seen[warp][access % WARPS];
 }
 
@@ -71,9 +71,9 @@ bool unseen(uint64_t access, uint64_t warp) {
                 std::to_string(thread) + " still fills, which has not waited for it" + waited());
 }
 
-uint64_t writer() { return THREADS * fences[current].size() + current; }
+inline uint64_t writer() { return THREADS * fences[current].size() + current; }
 
-Crowd& crowd_of(uint64_t reads) { return crowds[reads / WARPS - old_crowds - 1]; }
+inline Crowd& crowd_of(uint64_t reads) { return crowds[reads / WARPS - old_crowds - 1]; }
 
 // One of a byte's reads that nothing orders before the next access of a warp, or 0.
 uint64_t unseen_read(uint64_t reads, uint64_t warp) {
@@ -86,13 +86,14 @@ uint64_t unseen_read(uint64_t reads, uint64_t warp) {
 }
 
 // A byte's reads and that of a warp.
-uint64_t with_read(uint64_t reads, uint64_t warp) {
+inline uint64_t with_read(uint64_t reads, uint64_t warp) {
     static uint64_t last_reads = 0, last_read = 0, last = 0;
     const uint64_t read = now(warp);
+    if (read == last_read && (reads == last || reads == last_reads)) return last;
     if (!unseen(reads, warp)) return read;
-    if (reads == last_reads && read == last_read) return last;
+    last_reads = reads, last_read = read, last = reads;
     const bool several = reads % WARPS == SEVERAL;
-    if (several && crowd_of(reads)[warp] == read) return reads;
+    if (several && crowd_of(reads)[warp] == read) return last;
     const auto [found, is_new] = joined.emplace(std::make_pair(reads, read), 0);
     if (is_new) {
         Crowd crowd = {};
@@ -102,11 +103,10 @@ uint64_t with_read(uint64_t reads, uint64_t warp) {
         crowds.push_back(crowd);
         found->second = WARPS * (old_crowds + crowds.size()) + SEVERAL;
     }
-    last_reads = reads, last_read = read, last = found->second;
-    return last;
+    return last = found->second;
 }
 
-void record(Accesses& byte, uint64_t warp, bool writes) {
+inline void record(Accesses& byte, uint64_t warp, bool writes) {
     if (byte.write & COPYING) report_copy(writes ? "writes" : "reads", byte.write & ~COPYING);
     if (unseen(byte.write, warp)) report(writes ? "writes" : "reads", " wrote", byte.write);
     if (writes) {
