@@ -1,7 +1,7 @@
 // Finds warps that use the same byte of shared memory with no barrier between them, one of them
 // writing; other memory goes to order.h.
 //
-// A warp has a vector clock: the time of every warp up to which its accesses come before this warp's
+// A warp has a vector clock: the time of every warp up to which its accesses come before its own
 // next one. Times begin anew, later than all before, whenever all threads meet.
 //
 // Kernels are compiled with -fsanitize=thread, which calls a function before each access; these

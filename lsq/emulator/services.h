@@ -39,8 +39,8 @@ EMULATOR_VISIBLE extern unsigned char emulator_dynamic_shared[];
 // Returns when every thread of the block has called it.
 EMULATOR_VISIBLE void emulator_barrier(emulator::Site site);
 
-// Comes with all lanes of the warp to a named barrier, 1 to 15, of `count` threads. `waits`: returns
-// when so many have come.
+// Comes with all lanes of the warp to a named barrier, 1 to 15, of `count` threads. `waits`:
+// returns when so many have come.
 EMULATOR_VISIBLE void emulator_named_barrier(int barrier, int count, bool waits,
                                              emulator::Site site);
 

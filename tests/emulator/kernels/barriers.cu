@@ -39,8 +39,8 @@ LSQ_KERNEL ring(In<uint32_t> x, Out<uint32_t> out, int64_t steps, int64_t fault)
 }
 LSQ_EXPORT(ring)
 
-// out [64]: words that two groups of two warps share; in its turn, thread t of a group adds t + 1 to
-// word 63 - t.
+// out [64]: words that two groups of two warps share; in its turn, thread t of a group adds t + 1
+// to word 63 - t.
 LSQ_KERNEL turns(Out<uint32_t> out, int64_t rounds, int64_t fault) {
     __shared__ uint32_t words[64];
     const int group = threadIdx.x / 64, thread = threadIdx.x % 64;

@@ -84,8 +84,8 @@ LSQ_KERNEL halves(Out<int32_t> out) {
 }
 LSQ_EXPORT(halves)
 
-// out [64, COLUMNS] = a [64, 64] times b [COLUMNS, 64] transposed: a warpgroup copies, and hands over
-// to another one, which multiplies. Twice, in the same memory.
+// out [64, COLUMNS] = a [64, 64] times b [COLUMNS, 64] transposed: a warpgroup copies, and hands
+// over to another one, which multiplies. Twice, in the same memory.
 LSQ_KERNEL handed_over(In<int8_t> a, In<int8_t> b, Out<int32_t> out, int64_t fault) {
     extern __shared__ __align__(kPattern) unsigned char rows[];
     constexpr int kFull = 1, kEmpty = 2, kAll = 2 * kWarpgroup;
