@@ -44,8 +44,8 @@ FIELDS = {
     "lanes": (GUIDE_AND_SHEET, 1),
     "mma": (f"{ASSUMED}: what mma.sync reaches of wgmma on Hopper", 1),
     "wgmma": (
-        f"{ASSUMED}; measured in bfloat16, of cuBLAS: 0.61 without warps that only copy, 0.80 with"
-        " them (github.com/pranjalssh/fast.cu)",
+        f"{ASSUMED}; measured in bfloat16, of cuBLAS: 0.80 with warps that only copy, by TMA, and"
+        " tiles of 128 x 256 (github.com/pranjalssh/fast.cu); lsq's copy by cp.async",
         1,
     ),
     "multicast": (f"{ASSUMED}: clusters of two blocks with tiles of 128 x 256, as in fast.cu", 1),
@@ -61,6 +61,7 @@ FIELDS = {
 OTHERS = {
     "TILES": (gpu_model.TILES, f"{ASSUMED}; 128 x 64 from a product of 1,024 ({SIZES_4090})"),
     "RAMP": (gpu_model.RAMP, ASSUMED),
+    "ONE_WARPGROUP": (f"{gpu_model.ONE_WARPGROUP:.2f}", f"{ASSUMED}: four warps instead of eight"),
     "LATENCY": (f"{gpu_model.LATENCY * GIGA:.0f} ns", ASSUMED),
     "IN_FLIGHT": (f"{gpu_model.IN_FLIGHT} bytes", f"{ASSUMED}: two loads of 16 bytes by each lane"),
     "SLOTS": ("by instruction", f"{GUIDE}; division, root, logarithm: {ASSUMED}"),

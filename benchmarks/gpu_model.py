@@ -4,8 +4,8 @@ A kernel takes as long as the slowest of what it needs: memory, the L2 cache, th
 shared memory, instructions of each kind; and a gap before the next one. Blocks that do not fit
 beside the others come after them. A product takes as long as its multiplications in tiles of the
 best size, or its operands in memory or in the L2 cache, from which tiles read them again; one that
-a kernel ends, as its multiplications by mma.sync or wgmma in its own tiles and then the
-instructions of its end, as if they never overlapped. What an earlier kernel has left in the L2
+a kernel ends, as its multiplications by mma.sync or wgmma in its own tiles and those instructions
+of its end that do not run beside them. What an earlier kernel has left in the L2
 cache is not read from memory again. `SOURCES` says of each number where it is from.
 """
 
@@ -108,6 +108,8 @@ TILES = ((256, 128, 1.0), (128, 128, 0.93), (128, 64, 0.88), (64, 64, 0.55))
 or not."""
 RAMP = 128
 """A product with this many multiplications to a result runs at half of its rate."""
+ONE_WARPGROUP = 2 / 3
+"""Part of the instructions' rate of all warps that reaches a warpgroup which ends a tile alone."""
 LATENCY = 700e-9
 """Seconds until a read from memory comes back."""
 IN_FLIGHT = 1024
@@ -158,8 +160,7 @@ class Gpu:
     """Part of a library's int8 rate that mma.sync can reach; of the rest, where it is less, a
     library makes use."""
     wgmma: float = 1.0
-    """Part of it that lsq's loop by wgmma reaches: its warps copy, too, and a block is alone on a
-    multiprocessor."""
+    """Part of it that lsq's loop by wgmma reaches, of which copies have their own warps."""
     multicast: float = 1.0
     """Part of the reads of tiles that a library's kernels leave to the L2 cache: blocks share some.
     """
@@ -254,7 +255,7 @@ H100 = Gpu(
     limits=Limits(warps=64, blocks=32, shared=228 * 1024),
     lanes=_lanes(128, 32),
     mma=0.62,
-    wgmma=0.7,
+    wgmma=0.85,
     multicast=2 / 3,
     overlapped=0.6,
 )
@@ -388,13 +389,20 @@ class Clock:
         peak = gpu.int8 * gpu.int8_reached * getattr(gpu, tile.instruction)
         shape = next(one for one in TILES if {*one[:2]} == {tile.rows, tile.columns})
         shape = tile.rows, tile.columns, shape[2]
-        multiplied = work / peak / tile_rate(product, shape, gpu.multiprocessors, tile.split)
         cycles = gpu.multiprocessors * gpu.gigahertz * GIGA
         ended = instruction_cycles(end.instructions, gpu) / cycles / gpu.reached
-        beside = gpu.beside if tile.instruction == "mma" else 0.0  # wgmma's block is alone
         of_tiles = tile_bytes(product, tile.rows, tile.columns)
+        if tile.instruction == "mma":
+            multiplied = work / peak / tile_rate(product, shape, gpu.multiprocessors, tile.split)
+            taken = multiplied + ended - gpu.beside * min(multiplied, ended)
+        else:  # blocks stay, and only the last tile's end runs beside no multiplications
+            tiles = tile.split * math.prod(tile.blocks(product.m, product.n))
+            turns = math.ceil(tiles / gpu.multiprocessors)
+            rate = tile_rate(product, shape, gpu.multiprocessors, tile.split, RAMP / turns)
+            multiplied, ended = work / peak / rate, ended / ONE_WARPGROUP
+            taken = max(multiplied + ended / turns, ended)
         parts = {
-            "products": multiplied + ended - beside * min(multiplied, ended),
+            "products": taken,
             "memory": traffic / gpu.copy,
             "L2 cache": (touched - sum(product.reads.values()) + of_tiles) / gpu.l2,
         }
@@ -450,12 +458,16 @@ def instruction_cycles(instructions: Mapping[str, float], gpu: Gpu) -> float:
 
 
 def tile_rate(
-    product: Multiplied, tile: tuple[int, int, float], multiprocessors: int, split: int = 1
+    product: Multiplied,
+    tile: tuple[int, int, float],
+    multiprocessors: int,
+    split: int = 1,
+    ramp: float = RAMP,
 ) -> float:
     """Part of a large product's rate that this shape reaches with a tile as in `TILES`."""
     rows, columns, beside = tile
     inner = product.k / split
-    return beside * filled(product, rows, columns, split, multiprocessors) * inner / (inner + RAMP)
+    return beside * filled(product, rows, columns, split, multiprocessors) * inner / (inner + ramp)
 
 
 def tile_bytes(product: Multiplied, rows: int, columns: int) -> float:

@@ -18,13 +18,16 @@ ALGORITHM_BYTES = 64
 TILE_ROWS = (64, 128)
 TILE_COLUMNS = {"mma": (64, 128), "wgmma": (64, 128, 256)}
 """By instruction."""
-TILE_STAGES = {"mma": (2, 8), "wgmma": (3, 8)}
+TILE_STAGES = {"mma": (2, 8), "wgmma": (3, 5)}
 """Least and most, by instruction."""
 WGMMA_SM = 90
 """10 times the compute capability of the GPUs that have "wgmma"."""
 MOST_SPLIT = 32
-TILE_STEP = 64
-"""Values along K in a stage of csrc/cuda/product.cuh; codes, so each row takes this many bytes."""
+TILE_STEP = {"mma": 64, "wgmma": 128}
+"""Values along K in a stage of csrc/cuda/product_copies.cuh, by instruction; codes, so each row
+takes this many bytes."""
+WGMMA_SUMS = 128 * 128
+"""Most sums of a tile by wgmma: 128 in each thread of a warpgroup."""
 MOST_TILE_ROWS = 65535
 """Most rows of tiles in a grid."""
 LARGEST_TIME = 1e12
@@ -36,21 +39,21 @@ BLOCKS = 128
 """Blocks that fill a GPU, about its multiprocessors. Tiles shrink until there are this many."""
 SIDES = {
     "mma": ((128, 128), (128, 64), (64, 64)),
-    "wgmma": ((128, 256), (128, 128), (128, 64), (64, 64)),
+    "wgmma": ((128, 128), (128, 64), (64, 64)),
 }
 """Rows and columns of tiles, the fastest first."""
 FEW_ROWS = 64
 """Products of at most this many rows have tiles of this many rows."""
-SHARED_BYTES = {"mma": 48 * 1024, "wgmma": 192 * 1024}
+SHARED_BYTES = {"mma": 48 * 1024, "wgmma": 227 * 1024}
 """Most bytes of shared memory of a block, by instruction. With mma, two blocks fit a multiprocessor
-of every GPU; with wgmma one block fits, or two with small tiles."""
-STAGES = {"mma": 4, "wgmma": 8}
+of every GPU; with wgmma one block takes a multiprocessor, and no tile needs more."""
+STAGES = {"mma": 4, "wgmma": 5}
 INNER_OF_A_PART = 1024
 """Least values along K in a part."""
 MOST_PARTS = 8
 FASTER_LIBRARIES = range(90, 120)
 """10 times the compute capabilities of GPUs whose libraries multiply faster."""
-LONGEST_BESIDE_FASTER_PRODUCTS = {"mma": 512, "wgmma": 1024}
+LONGEST_BESIDE_FASTER_PRODUCTS = {"mma": 512, "wgmma": 4096}
 """Largest K of tiles there. For longer K, sums in memory cost less than slower multiplication."""
 _DATE = "%Y-%m-%dT%H:%M:%SZ"
 
@@ -114,18 +117,44 @@ class TileConfiguration:
                 )
         check_whole("stages", self.stages, *TILE_STAGES[self.instruction])
         check_whole("split", self.split, 1, MOST_SPLIT)
+        if self.instruction != "wgmma":
+            return
+        if self.rows * self.columns > WGMMA_SUMS:
+            raise ValueError(
+                f"columns is {self.columns}; with {self.rows} rows wgmma has at most"
+                f" {WGMMA_SUMS // self.rows}: tune again"
+            )
+        if self.shared_bytes > SHARED_BYTES["wgmma"]:
+            most = self.stages - -(-(self.shared_bytes - SHARED_BYTES["wgmma"]) // self.stage_bytes)
+            raise ValueError(
+                f"stages is {self.stages}; shared memory holds at most {most} of {self.rows} x"
+                f" {self.columns}: tune again"
+            )
 
     @property
     def warps(self) -> tuple[int, int]:
-        return (self.rows // 16, 1) if self.instruction == "wgmma" else (2, 2)
+        """Warps that share a tile's sums, down and across."""
+        return (4, 1) if self.instruction == "wgmma" else (2, 2)
+
+    @property
+    def block_warps(self) -> int:
+        """Warps of a block: those of its tiles, and by wgmma those that copy."""
+        return 12 if self.instruction == "wgmma" else 4
 
     @property
     def stage_bytes(self) -> int:
-        return (self.rows + self.columns) * TILE_STEP
+        return (self.rows + self.columns) * TILE_STEP[self.instruction]
+
+    @property
+    def end_bytes(self) -> int:
+        """Shared memory beside the stages: kEndBytes of csrc/cuda/product_wgmma.cuh, twice."""
+        if self.instruction != "wgmma":
+            return 0
+        return 2 * (math.prod(self.warps) * 8 * 16 * (self.columns // 4 + 2) + 36 * self.rows)
 
     @property
     def shared_bytes(self) -> int:
-        return self.stages * self.stage_bytes
+        return self.stages * self.stage_bytes + self.end_bytes
 
     def blocks(self, m: int, n: int) -> tuple[int, int]:
         """Return (tiles across, tiles down) of a product [M, N]; one row of tiles if M is 0."""
@@ -173,7 +202,8 @@ def default_tile(key: ProductKey, sm: int | None = None) -> TileConfiguration | 
         tiles = -(-key.m // rows) * -(-key.n // columns)
         if tiles * parts >= BLOCKS:
             break
-    stages = min(STAGES[instruction], SHARED_BYTES[instruction] // (TILE_STEP * (rows + columns)))
+    stages = SHARED_BYTES["mma"] // (TILE_STEP["mma"] * (rows + columns))
+    stages = STAGES["wgmma"] if instruction == "wgmma" else min(STAGES["mma"], stages)
     split = min(parts, math.ceil(BLOCKS / tiles))
     return TileConfiguration(
         rows=rows, columns=columns, stages=stages, split=split, instruction=instruction

@@ -64,10 +64,14 @@ def summing_blocks() -> int:
     """Return the most blocks of a kernel that sums over rows: as many as the current GPU runs at a
     time, so that none waits for another. Sums are the same on all GPUs with as many
     multiprocessors."""
-    count = MULTIPROCESSORS
-    if torch.cuda.is_available():
-        count = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
-    return BLOCKS_OF_MULTIPROCESSOR * count
+    return BLOCKS_OF_MULTIPROCESSOR * multiprocessors()
+
+
+def multiprocessors() -> int:
+    """Return the number of multiprocessors of the current GPU."""
+    if not torch.cuda.is_available():
+        return MULTIPROCESSORS
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
 
 
 def warp_blocks(rows: int) -> int:

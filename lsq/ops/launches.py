@@ -10,7 +10,7 @@ import torch
 
 from lsq import gemm
 from lsq.gemm.configuration import MOST_TILE_ROWS, TileConfiguration
-from lsq.native.geometry import VECTOR, patches, tiles
+from lsq.native.geometry import VECTOR, multiprocessors, patches, strided, tiles
 from lsq.native.launch import FLOATS, TICKETS, Launch, Product, check, launch
 from lsq.program.cuda import Spec
 from lsq.program.values import Coded
@@ -157,13 +157,16 @@ def tiled(
         f"{tile}: a product of {m} x {n} has more than {TICKETS} of them, which are not made in"
         " parts: tune again",
     )
-    by = {"WGMMA": 1} if tile.instruction == "wgmma" else {}
+    by = {}
+    if tile.instruction == "wgmma":  # blocks stay and make one tile after another
+        by = {"WGMMA": 1}
+        grid = strided(math.prod(grid), max(1, multiprocessors() // tile.split)), 1
     return launch(
         source,
         name,
         *arguments,
         grid=(*grid, tile.split),
-        block=WARP * math.prod(tile.warps),
+        block=WARP * tile.block_warps,
         shared=tile.shared_bytes,
         TILE_M=tile.rows,
         TILE_N=tile.columns,

@@ -114,16 +114,19 @@ def test_a_product_that_its_kernel_ends_takes_part_of_it_longer_and_keeps_its_su
     found, rate = ended(gpu), 1979e12 * 0.65 * 0.62 * 0.93 * 8192 / (8192 + 128)
     assert found.bytes == 2e6 and found.bound == "products"
     assert found.seconds == pytest.approx(2 * 8448 * 8192 * 8192 / rate)
-    alone, wide = 1e8 / 4 / (132 * 1.7e9) / 0.6, dataclasses.replace(TILE, instruction="wgmma")
-    for tile, beside in ((TILE, 0.5), (wide, 0.0)):  # of wgmma a multiprocessor has one block
+    alone = 1e8 / 4 / (132 * 1.7e9) / 0.6
+    taking_turns = dataclasses.replace(TILE, stages=3, instruction="wgmma")
+    # A block makes 32 tiles, of which nothing hides the last one's end, by half of the warps.
+    for tile, beside in ((TILE, 0.5), (taking_turns, 1 - 1.5 / 32)):
         pair = [ended(gpu, tile=tile, instructions={"float": count}) for count in (1e8, 0)]
         assert pair[0].seconds - pair[1].seconds == pytest.approx((1 - beside) * alone)
 
 
 def test_wgmma_reaches_a_part_of_a_library():
     gpu = dataclasses.replace(GPU, l2=1e15)
-    wide = dataclasses.replace(TILE, columns=256, instruction="wgmma")
-    assert ended(gpu).seconds / ended(gpu, tile=wide).seconds == pytest.approx(0.7 / 0.62 / 0.93)
+    taking_turns = dataclasses.replace(TILE, stages=3, instruction="wgmma")
+    ratio = 0.85 / 0.62 * (8192 + 128) / (8192 + 128 / 32)  # the next tile's copies have begun
+    assert ended(gpu).seconds / ended(gpu, tile=taking_turns).seconds == pytest.approx(ratio)
 
 
 def test_a_library_reads_tiles_from_the_l2_cache_again():

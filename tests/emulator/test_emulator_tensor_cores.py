@@ -195,7 +195,7 @@ def multiplied(order=0, columns=64, fault=0):
     a, b = codes(64, 64), codes(columns, 64)
     sums = torch.arange(64 * columns, dtype=torch.int32).reshape(64, columns)
     expected = sums + a.int() @ b.int().t()
-    shared = 64 * (64 + columns)
+    shared = 128 * (64 + columns)
     given = a, b, sums, fault
     warpgroup(order, COLUMNS=columns).launch("one_product", 1, 128, *given, shared=shared)
     return sums, expected
@@ -218,7 +218,7 @@ def test_a_product(order, columns):
         (4, r"gives the descriptor 0x\w+ to wgmma \(.*\), whose matrix is not swizzled"),
         (5, r"whose rows of 32 values do not begin within the first row of its swizzle"),
         (6, r"gives 0x\w+ to wgmma \(warpgroup.cuh:\d+\), which is not shared memory"),
-        (7, r"whose groups of eight rows do not lie at a multiple of 512"),
+        (7, r"whose groups of eight rows do not lie at a multiple of 1024"),
         (8, r"begins wgmma \(.*\) with no wgmma.fence"),
         (9, r"the warps of its warpgroup 0 do not begin the same wgmma"),
         (10, r"writes shared memory that wgmma still reads, which has not been waited for"),
@@ -249,7 +249,7 @@ def handed_over(order, fault=0):
     """What a warpgroup makes of the operands that another one copies, and what was to be found."""
     a, b = codes(64, 64), codes(64, 64)
     sums = torch.zeros(64, 64, dtype=torch.int32)
-    warpgroup(order).launch("handed_over", 1, 256, a, b, sums, fault, shared=64 * 128)
+    warpgroup(order).launch("handed_over", 1, 256, a, b, sums, fault, shared=128 * 128)
     return sums, a.int() @ b.int().t()
 
 

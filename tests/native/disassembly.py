@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 import struct
 import subprocess
 import tempfile
@@ -129,6 +130,19 @@ def early_accesses(instructions: Sequence[Instruction]) -> Iterator[str]:
             return
         if one.parts[0] in OF_GLOBAL_MEMORY:
             yield f"{one.code} before ACQBULK"
+
+
+def registers_beyond(instructions: Sequence[Instruction], most: int) -> Iterator[str]:
+    """Registers that threads use after they have given up all but `most`, until the kernel ends."""
+    codes = [one.code for one in instructions]
+    given = [i for i, code in enumerate(codes) if code.startswith("USETMAXREG.DEALLOC")]
+    if len(given) != 1:
+        yield f"gives up registers {len(given)} times, not once"
+        return
+    for one in instructions[given[0] : codes.index("EXIT", given[0])]:
+        used = [int(number) for number in re.findall(r"\bR(\d+)", one.operands)]
+        if max(used, default=0) >= most:
+            yield f"{one.code} {one.operands} after all but {most} registers were given up"
 
 
 def groups_of_wgmma(instructions: Sequence[Instruction]) -> list[int]:

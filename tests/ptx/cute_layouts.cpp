@@ -72,9 +72,10 @@ static void chunks_of(int layout_type, Atom atom) {
     }
 
 int main() {
-    alignas(1024) static int8_t memory[64 * 64];
-    const auto tile = tile_to_shape(GMMA::Layout_K_SW64_Atom<int8_t>{}, Shape<_64, _64>{});
-    const auto tensor = make_tensor(make_smem_ptr(memory), tile);
+    alignas(1024) static int8_t memory[64 * 128];
+    const auto tile = tile_to_shape(GMMA::Layout_K_SW128_Atom<int8_t>{}, Shape<_64, _128>{});
+    const auto whole = make_tensor(make_smem_ptr(memory), tile);
+    const auto tensor = local_tile(whole, Shape<_64, _32>{}, make_coord(0, 0));
     // The host has no shared addresses, as a line with ERROR says.
     const uint64_t found = SM90::GMMA::make_gmma_desc<SM90::GMMA::Major::K>(tensor).desc_;
     std::printf("{");
@@ -101,6 +102,6 @@ int main() {
     FIELD(stride_byte_offset)
     FIELD(base_offset)
     FIELD(layout_type)
-    std::printf(",\n  \"descriptor of a [64, 64] int8 without its address\": %llu\n}\n",
+    std::printf(",\n  \"descriptor of a [64, 128] int8 without its address\": %llu\n}\n",
                 static_cast<unsigned long long>(found & ~0x3fffull));
 }

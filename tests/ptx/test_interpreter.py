@@ -175,7 +175,7 @@ def multiplied(fault: int, order: int) -> bool:
     expected = sums + a.int() @ b.int().t()
     given = module(FOLDER / "warpgroups.cu", COLUMNS=64)
     given.launch(
-        "one_product", a, b, sums, fault, block=(128, 1, 1), shared=2 * 64 * 64, order=order
+        "one_product", a, b, sums, fault, block=(128, 1, 1), shared=2 * 64 * 128, order=order
     )
     return torch.equal(sums, expected)
 
@@ -189,7 +189,7 @@ FAULTS_OF_WARPGROUPS = {
     1: "no fence.proxy.async lies between its write and wgmma",
     2: "no fence.proxy.async lies between its write and wgmma",
     3: "no barrier lies between|nobody has written it|cp.async to it has not been waited for",
-    6: "the block has 8192 bytes|nobody has written it",
+    6: "the block has 16384 bytes|nobody has written it",
     8: "no wgmma.fence lies between a write of its sums and wgmma",
     9: "the warps of its warpgroup have not begun the same products",
     10: "wgmma still reads it",
@@ -401,6 +401,9 @@ WORDS: dict[str, Callable] = {
     "bfe.u32 %d, %a, 5, 7": lambda a, b, c: a >> 5 & 127,
     "bfe.s32 %d, %a, 8, 8": lambda a, b, c: ((a >> 8 & 255) + 128) % 256 - 128,
     "bfe.s32 %d, %a, 28, 8": lambda a, b, c: signed(a) >> 28,
+    "dp2a.lo.u32.u32 %d, %a, %b, %c": lambda a, b, c: (
+        (a & 65535) * (b & 255) + (a >> 16) * (b >> 8 & 255) + c
+    ),
     "dp4a.s32.s32 %d, %a, %b, %c": dotted,
     "lop3.b32 %d, %a, %b, %c, 0xe2": lambda a, b, c: a & b | ~b & c,
 }

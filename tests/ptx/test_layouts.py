@@ -132,9 +132,9 @@ def test_loads_of_matrices(kernels, count, transposed):
 
 
 def swizzled(matrix: torch.Tensor) -> torch.Tensor:
-    """Rows of 64 bytes as CuTe's layout for wgmma with that swizzle has them."""
-    chunks = numpy.array(WORDS["wgmma chunks of layout_type 2"])
-    pattern = matrix.reshape(-1, 32, 16)
+    """Rows of 128 bytes as CuTe's layout for wgmma with that swizzle has them."""
+    chunks = numpy.array(WORDS["wgmma chunks of layout_type 1"])
+    pattern = matrix.reshape(-1, 64, 16)
     found = torch.empty_like(pattern)
     found[:, torch.from_numpy(chunks)] = pattern
     return found.reshape(matrix.shape)
@@ -142,31 +142,32 @@ def swizzled(matrix: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("columns", [64, 128, 256])
 def test_a_product_of_a_warpgroup(kernels, columns):
-    """Of the second half of rows of 64 values."""
-    a, b = integers(64, 64), integers(columns, 64)
+    """Of the second quarter of rows of 128 values."""
+    a, b = integers(64, 128), integers(columns, 128)
     name = f"wgmma.m64n{columns}k32.s8 C"
     out = torch.empty(128, columns // 2, dtype=torch.int32)
-    kernels("layouts.cu", KIND=0, COLUMNS=columns).launch(
-        "product_of_warpgroup", 128, swizzled(a), swizzled(b), out, shared=64 * (64 + columns)
+    kernels("layouts.cu", KIND=0, COLUMNS=columns, WGMMA=1).launch(
+        "product_of_warpgroup", 128, swizzled(a), swizzled(b), out, shared=128 * (64 + columns)
     )
     found = whole(table(name), out, 64)
-    assert torch.equal(found, a[:, 32:].int() @ b[:, 32:].int().t())
+    assert torch.equal(found, a[:, 32:64].int() @ b[:, 32:64].int().t())
 
 
-@pytest.mark.parametrize("fields, layout_type", [(0, 2), (4, 1)])
-def test_places(kernels, fields, layout_type):
-    """Rows of 64 bytes, and of 128 beside packed fields."""
+@pytest.mark.parametrize("by, layout_type", [("", 2), ("WGMMA", 1), ("FIELD_BITS", 1)])
+def test_places(kernels, by, layout_type):
+    """Rows of 64 bytes, and of 128 by wgmma or beside packed fields."""
     pattern = numpy.array(WORDS[f"wgmma chunks of layout_type {layout_type}"])
     chunks, descriptors = torch.empty(64, len(pattern) // 8).int(), torch.zeros(2).long()
-    given = kernels("layouts.cu", KIND=0, COLUMNS=64, FIELD_BITS=fields)
+    given = kernels("layouts.cu", KIND=0, COLUMNS=64, **({by: 1} if by else {}))
     given.launch("places", 64, chunks, descriptors, shared=1024)
     expected = pattern + len(pattern) * numpy.arange(8)[:, None]
     assert numpy.array_equal(chunks.numpy().reshape(expected.shape), expected)
 
 
 def test_descriptors(kernels):
-    chunks, descriptors = torch.empty(64, 4).int(), torch.zeros(2).long()
-    kernels("layouts.cu", KIND=0, COLUMNS=64).launch("places", 64, chunks, descriptors, shared=512)
-    plain = WORDS["descriptor of a [64, 64] int8 without its address"]
+    chunks, descriptors = torch.empty(64, 8).int(), torch.zeros(2).long()
+    given = kernels("layouts.cu", KIND=0, COLUMNS=64, WGMMA=1)
+    given.launch("places", 64, chunks, descriptors, shared=1024)
+    plain = WORDS["descriptor of a [64, 128] int8 without its address"]
     assert descriptors[0].item() % 2**64 == plain
     assert descriptors[1].item() == 32 >> 4

@@ -1,5 +1,5 @@
-// An int8 product, a [M, K] times b [N, K] transposed, up to its sums in registers: `accumulate`,
-// by wgmma or mma.sync. Epilogues (product_rows.cuh) know a block's warps and their sums.
+// An int8 product, a [M, K] times b [N, K] transposed, up to sums in registers: `for_tiles`, by
+// wgmma or mma.sync. Epilogues (product_rows.cuh) know a tile's warps and their sums.
 //
 // The kernel's file defines TRANSPOSED_ROWS if a is TransposedRows, and TRANSPOSED_COLUMNS if b is
 // TransposedColumns; for_sums puts their rows and columns in order.

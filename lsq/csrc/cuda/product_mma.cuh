@@ -7,6 +7,8 @@
 namespace lsq {
 
 constexpr int kProductThreads = 128, kProductBlocks = 2;  // blocks that a multiprocessor is to hold
+constexpr int kTileThreads = kProductThreads, kTilesAtOnce = 1, kCopyThreads = kProductThreads;
+constexpr int kEndBytes = STAGES * kStageBytes;  // of shared memory to end a tile
 constexpr int kWarpsDown = 2, kWarpsAcross = 2;
 constexpr int kWarpRows = TILE_M / kWarpsDown, kWarpColumns = TILE_N / kWarpsAcross;
 // Tiles of mma in a warp's quarter.
@@ -20,8 +22,14 @@ struct Sums {
     int32_t of[kRowTiles][kColumnTiles][4];
 };
 
+LSQ_INLINE int tile_thread() { return threadIdx.x; }
+LSQ_INLINE int tile_of_block() { return 0; }
+LSQ_INLINE void sync_tile() { __syncthreads(); }
+
 LSQ_INLINE int warp_row() { return threadIdx.x / kWarp / kWarpsAcross * kWarpRows; }
 LSQ_INLINE int warp_column() { return threadIdx.x / kWarp % kWarpsAcross * kWarpColumns; }
+// First row, of a warp's, of the `half`th eight that its sums have.
+LSQ_INLINE int row_of_eight(int half) { return 8 * half; }
 
 // A lane's fragments of 32 values along K.
 using RowFragments = uint32_t[kRowTiles][4];
@@ -68,25 +76,31 @@ LSQ_INLINE void multiply_fragments(const RowFragments& a, const ColumnFragments&
 // STAGES * kStageBytes bytes, at a multiple of kPattern.
 template <class OfA, class OfB, class Work>
 LSQ_INLINE void for_steps(const OfA& a, const OfB& b, unsigned char* stages, const Work& work) {
-    const StepCopies copies(a, b, stages);
+    const Steps steps(a.inner);
 #pragma unroll
-    for (int stage = 0; stage < STAGES - 1; ++stage) copies.begin(stage, copies.first + stage);
+    for (int stage = 0; stage < STAGES - 1; ++stage)
+        begin_copies(a, b, stages + stage * kStageBytes, steps.first + stage, steps);
     int now = 0, next = STAGES - 1;
 #pragma unroll 1
-    for (int64_t step = copies.first; step < copies.last; ++step) {
+    for (int64_t step = steps.first; step < steps.last; ++step) {
         wait_copies<STAGES - 2>();
         __syncthreads();  // this step is there for all warps, and all have read the one before
-        copies.begin(next, step + STAGES - 1);
+        begin_copies(a, b, stages + next * kStageBytes, step + STAGES - 1, steps);
         work(stages + now * kStageBytes, step);
         next = now;
         now = now + 1 == STAGES ? 0 : now + 1;
     }
 }
 
-// The sums of this block's tile, over its part of K.
-template <class OfA = TileCopy<kProductThreads, TILE_M>,
-          class OfB = TileCopy<kProductThreads, TILE_N>>
-LSQ_INLINE void accumulate(const OfA& a, const OfB& b, unsigned char* stages, Sums& sums) {
+// Calls work(tile, sums, shared) for the block's tile, over its part of K. rows_of(tile) and
+// columns_of(tile) are the operands. `shared`: the stages, which all have read.
+template <class RowsOf, class ColumnsOf, class Work>
+LSQ_INLINE void for_tiles(int64_t, int64_t, int64_t, unsigned char* stages, const RowsOf& rows_of,
+                          const ColumnsOf& columns_of, const Work& work) {
+    const Tile tile{blockIdx.x, blockIdx.y, blockIdx.y * gridDim.x + blockIdx.x};
+    const auto a = rows_of(tile);
+    const auto b = columns_of(tile);
+    Sums sums = {};
     for_steps(a, b, stages, [&](const unsigned char* stage, int64_t step) {
 #pragma unroll
         for (int chunk = 0; chunk < kChunks; chunk += 2) {
@@ -97,6 +111,8 @@ LSQ_INLINE void accumulate(const OfA& a, const OfB& b, unsigned char* stages, Su
             multiply_fragments(rows, columns, sums);
         }
     });
+    __syncthreads();
+    work(tile, sums, stages);
 }
 
 }  // namespace lsq

@@ -18,34 +18,33 @@ constexpr int kRowQuads = kWarpColumns / 4 + 4;
 #else
 constexpr int kRowQuads = kWarpColumns / 4 + 2;
 #endif
-// Bytes of the stages that for_sums uses.
-constexpr int kRowsBytes = kProductThreads / kWarp * 8 * kRowQuads * 16;
+// Bytes that for_sums uses.
+constexpr int kRowsBytes = kTileThreads / kWarp * 8 * kRowQuads * 16;
 
 static_assert(kWarpColumns % 32 == 0 && kWarpColumns <= 256, "as the places of quads are chosen");
-static_assert(kRowsBytes <= STAGES * kStageBytes, "fits where the stages were");
+static_assert(kRowsBytes <= kEndBytes, "fits");
 
 LSQ_INLINE int4* quad_of(int4* rows, int row, int quad) {
     return rows + row * kRowQuads + (quad ^ ((quad / 8 ^ row) & 1));
 }
 
 // First of the eight columns of a thread's sums.
-LSQ_INLINE int64_t sums_column() {
-    return block_column() + warp_column() + kVector * (threadIdx.x % kRowGroups);
+LSQ_INLINE int64_t sums_column(Tile tile) {
+    return tile.column() + warp_column() + kVector * (threadIdx.x % kRowGroups);
 }
 
-// Calls work(row, sum) for every row of the thread's sums; `stages` as for `accumulate`. All
-// threads must call this.
+// Calls work(row, sum) for every row of the thread's sums; `shared` as of for_tiles. All threads of
+// the tile must call this.
 template <class Work>
-LSQ_INLINE void for_sums(const Sums& sums, unsigned char* stages, const Work& work) {
+LSQ_INLINE void for_sums(Tile tile, const Sums& sums, unsigned char* shared, const Work& work) {
     const int lane = threadIdx.x % kWarp, first = lane / kRowGroups;
-    int4* rows = reinterpret_cast<int4*>(stages) + threadIdx.x / kWarp * 8 * kRowQuads;
-    const int64_t warp_first = block_row() + warp_row();
+    int4* rows = reinterpret_cast<int4*>(shared) + tile_thread() / kWarp * 8 * kRowQuads;
+    const int64_t warp_first = tile.row() + warp_row();
 #if TRANSPOSED_ROWS
     const auto row_of_sums = [](int i, int row) { return i / 2 * 16 + row_of(i % 2, row); };
 #else
-    const auto row_of_sums = [](int i, int row) { return 8 * i + row; };
+    const auto row_of_sums = [](int i, int row) { return row_of_eight(i) + row; };
 #endif
-    __syncthreads();  // all have read the last stage
 #pragma unroll 1
     for (int i = 0; i < 2 * kRowTiles; ++i) {
 #pragma unroll

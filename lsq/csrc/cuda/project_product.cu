@@ -10,33 +10,39 @@ using Columns = Int4Columns;
 #include "product_fields.cuh"
 using Columns = FieldColumns;
 #else
-using Columns = TileCopy<kProductThreads, TILE_N>;
+using Columns = TileCopy<kCopyThreads, TILE_N>;
 #endif
 
 LSQ_KERNEL __launch_bounds__(kProductThreads, kProductBlocks)
     lsq_project_product(const Project op, int64_t inner, Out<uint32_t> ticket) {
     wait_for_launches();
     extern __shared__ __align__(kPattern) unsigned char stages[];
-    Sums sums = {};
-    const Columns columns(op.weight.codes, block_column(), op.columns, inner);
-    accumulate({op.x.coded.codes, block_row(), op.rows, inner}, columns, stages, sums);
-#if FIELD_BITS
-    Columns::finish(sums);
-#endif
     const ProjectEnd end{op};
-    const int64_t column = sums_column();
-    float added[kVector] = {}, factor[kVector] = {};
-    if (column < op.columns) {
-        end.bias8(column, added);
-        factor8(op, column, factor);
-    }
     Magnitude largest = 0;
-    for_sums(sums, stages, [&](int64_t row, const int32_t (&sum)[kVector]) {
-        if (row >= op.rows || column >= op.columns) return;
-        float y[kVector];
-        scale_sums8(sum, factor, row_scale(op.x.coded, row) * row_factor(op, row), y);
-        largest = Largest::join(largest, end.write8(row * op.columns + column, added, y));
-    });
+    const auto rows_of = [&](Tile tile) {
+        return TileCopy<kCopyThreads, TILE_M>(op.x.coded.codes, tile.row(), op.rows, inner);
+    };
+    const auto columns_of = [&](Tile tile) {
+        return Columns(op.weight.codes, tile.column(), op.columns, inner);
+    };
+    const auto end_tile = [&](Tile tile, Sums& sums, unsigned char* shared) {
+#if FIELD_BITS
+        Columns::finish(sums);
+#endif
+        const int64_t column = sums_column(tile);
+        float added[kVector] = {}, factor[kVector] = {};
+        if (column < op.columns) {
+            end.bias8(column, added);
+            factor8(op, column, factor);
+        }
+        for_sums(tile, sums, shared, [&](int64_t row, const int32_t (&sum)[kVector]) {
+            if (row >= op.rows || column >= op.columns) return;
+            float y[kVector];
+            scale_sums8(sum, factor, row_scale(op.x.coded, row) * row_factor(op, row), y);
+            largest = Largest::join(largest, end.write8(row * op.columns + column, added, y));
+        });
+    };
+    for_tiles(op.rows, op.columns, inner, stages, rows_of, columns_of, end_tile);
     end.codes.finish<kProductThreads>(ticket, largest);
 }
 LSQ_EXPORT(lsq_project_product)

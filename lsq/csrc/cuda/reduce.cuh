@@ -87,19 +87,27 @@ LSQ_INLINE bool block_any(bool flag) {
     return group_reduce<Largest, THREADS, THREADS>(static_cast<uint32_t>(flag)) != 0;
 }
 
-// Whether this block is the last of `count` to call with the same ticket, which is left at zero. It
-// may read the others' earlier writes. All threads of the block must call this.
-LSQ_INLINE bool last_of(uint32_t* ticket, uint32_t count) {
-    __shared__ bool last;
+// Whether the calling threads, which sync() joins, are the last of `count` groups to call with the
+// same ticket, which is left at zero. They may read the others' earlier writes. All must call this,
+// one of them as `first`; `last` is in shared memory and is theirs alone.
+template <class Sync>
+LSQ_INLINE bool last_of(uint32_t* ticket, uint32_t count, bool first, bool& last,
+                        const Sync& sync) {
     __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0) {
+    sync();
+    if (first) {
         last = atomicAdd(ticket, 1u) + 1 == count;
         if (last) atomicExch(ticket, 0u);
     }
-    __syncthreads();
+    sync();
     __threadfence();
     return last;
+}
+
+// The same for blocks. All threads of the block must call this.
+LSQ_INLINE bool last_of(uint32_t* ticket, uint32_t count) {
+    __shared__ bool last;
+    return last_of(ticket, count, threadIdx.x == 0, last, [] { __syncthreads(); });
 }
 
 // Whether this block is the last of all to call; `flag_of_all` then says whether any thread of any

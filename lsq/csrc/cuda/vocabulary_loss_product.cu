@@ -1,12 +1,12 @@
-// Logits of codes, one tile per block, summed in registers: M rows, P words, K values, both
+// Logits of codes, by tiles that are summed in registers: M rows, P words, K values, both
 // multiples of 16. lsq/ops/vocabulary_loss.py is the reference; vocabulary_sums.cu joins the tiles
 // of a row.
 #include "vocabulary_loss_tile.cuh"
 
 namespace {
 
-static_assert(TILE_M <= kProductThreads, "a thread joins a row");
-static_assert(kRowsBytes + TILE_M * (kWarpsAcross * 2 * sizeof(float4) + 4) <= STAGES * kStageBytes,
+static_assert(TILE_M <= kTileThreads, "a thread joins a row");
+static_assert(kRowsBytes + TILE_M * (kWarpsAcross * 2 * sizeof(float4) + 4) <= kEndBytes,
               "fits beside the rows");
 
 // Over the threads that share a row.
@@ -22,7 +22,7 @@ LSQ_INLINE TwoLargest of_all_groups(TwoLargest largest) {
 
 }  // namespace
 
-// parts [2, gridDim.x, M]: halves of LogitSums; chosen [M]: logits of known targets.
+// parts [2, tiles across, M]: halves of LogitSums; chosen [M]: logits of known targets.
 LSQ_KERNEL __launch_bounds__(kProductThreads, kProductBlocks)
     lsq_vocabulary_loss_product(const VocabularyLoss op, int64_t inner, Out<float> parts,
                                 Out<float> chosen) {
@@ -30,70 +30,74 @@ LSQ_KERNEL __launch_bounds__(kProductThreads, kProductBlocks)
     extern __shared__ __align__(kPattern) unsigned char stages[];
     const Prediction& given = op.prediction;
     const int64_t rows = given.rows;
-    Sums sums = {};
-    accumulate_logits(given, inner, stages, sums);
-    constexpr int kWarpRows = kWarpsAcross * TILE_M;
-    // [2, kWarpRows] halves of LogitSums.
-    float4* of_warps = reinterpret_cast<float4*>(beside_rows(stages));
-    int32_t* targets =
-        reinterpret_cast<int32_t*>(of_warps + 2 * kWarpRows);  // [TILE_M], of targets
-    const int thread = threadIdx.x;
-    const int64_t own = block_row() + thread;
-    const bool has_row = thread < TILE_M && own < rows;
-    __syncthreads();  // all have read the last stage
-    if (thread < TILE_M) targets[thread] = has_row ? index_in_tile(given.target[own]) : -1;
-    const LogitColumns columns(given.x.coded, given.weight, given.vocabulary);
-    const int first = static_cast<int>(columns.first - block_column());
-    for_sums(sums, stages, [&](int64_t row, const int32_t (&sum)[kVector]) {
-        const int line = static_cast<int>(row - block_row());
-        LogitSums part;
-        float x[kVector];
-#pragma unroll
-        for (int i = 0; i < kVector; ++i) {
-            x[i] = static_cast<float>(sum[i]) * columns.alpha[i];
-            part.total += x[i];
-        }
-        fill_up(columns.words, -infinity(), x);
-        const int at = targets[line] - first;
-        const bool has_target = at >= 0 && at < columns.words;
-        if (has_target) {
+    const auto end_tile = [&](Tile tile, const Sums& sums, unsigned char* shared) {
+        constexpr int kWarpRows = kWarpsAcross * TILE_M;
+        // [2, kWarpRows] halves of LogitSums.
+        float4* of_warps = reinterpret_cast<float4*>(beside_rows(shared));
+        int32_t* targets =
+            reinterpret_cast<int32_t*>(of_warps + 2 * kWarpRows);  // [TILE_M], of targets
+        const int thread = tile_thread();
+        const int64_t own = tile.row() + thread;
+        const bool has_row = thread < TILE_M && own < rows;
+        if (thread < TILE_M)
+            targets[thread] = has_row ? index_in_tile(tile, given.target[own]) : -1;
+        sync_tile();
+        const LogitColumns columns(tile, given.x.coded, given.weight, given.vocabulary);
+        const int first = static_cast<int>(columns.first - tile.column());
+        for_sums(tile, sums, shared, [&](int64_t row, const int32_t (&sum)[kVector]) {
+            const int line = static_cast<int>(row - tile.row());
+            LogitSums part;
+            float x[kVector];
 #pragma unroll
             for (int i = 0; i < kVector; ++i) {
-                if (i == at) chosen[row] = x[i];
+                x[i] = static_cast<float>(sum[i]) * columns.alpha[i];
+                part.total += x[i];
             }
+            fill_up(columns.words, -infinity(), x);
+            const int at = targets[line] - first;
+            const bool has_target = at >= 0 && at < columns.words;
+            if (has_target) {
+#pragma unroll
+                for (int i = 0; i < kVector; ++i) {
+                    if (i == at) chosen[row] = x[i];
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < kVector; ++i) part.largest = Maximum::join(x[i], part.largest);
+            part.largest = warp_reduce<Maximum, kRowGroups>(part.largest);
+            const float shift = shift_of(part.largest);
+#pragma unroll
+            for (int i = 0; i < kVector; ++i) {
+                x[i] = bounded_exponential(x[i] - shift);
+                part.sum += x[i];
+            }
+            if (has_target) {
+#pragma unroll
+                for (int i = 0; i < kVector; ++i) x[i] = i == at ? 0.0f : x[i];
+            }
+#pragma unroll
+            for (int i = 0; i < kVector; ++i) {
+                part.others.add(
+                    {x[i] * columns.scale[i], 0.0f, static_cast<uint32_t>(columns.first + i)});
+            }
+            part.others = of_all_groups(part.others);
+            part.sum = warp_reduce<Sum, kRowGroups>(part.sum);
+            part.total = warp_reduce<Sum, kRowGroups>(part.total);
+            if (thread % kRowGroups == 0)
+                part.store(of_warps + first / kWarpColumns * TILE_M + line, kWarpRows);
+        });
+        sync_tile();
+        if (!has_row) return;
+        LogitSums whole = LogitSums::load(of_warps + thread, kWarpRows);
+#pragma unroll
+        for (int warp = 1; warp < kWarpsAcross; ++warp) {
+            whole.add(LogitSums::load(of_warps + warp * TILE_M + thread, kWarpRows));
         }
-#pragma unroll
-        for (int i = 0; i < kVector; ++i) part.largest = Maximum::join(x[i], part.largest);
-        part.largest = warp_reduce<Maximum, kRowGroups>(part.largest);
-        const float shift = shift_of(part.largest);
-#pragma unroll
-        for (int i = 0; i < kVector; ++i) {
-            x[i] = bounded_exponential(x[i] - shift);
-            part.sum += x[i];
-        }
-        if (has_target) {
-#pragma unroll
-            for (int i = 0; i < kVector; ++i) x[i] = i == at ? 0.0f : x[i];
-        }
-#pragma unroll
-        for (int i = 0; i < kVector; ++i) {
-            part.others.add(
-                {x[i] * columns.scale[i], 0.0f, static_cast<uint32_t>(columns.first + i)});
-        }
-        part.others = of_all_groups(part.others);
-        part.sum = warp_reduce<Sum, kRowGroups>(part.sum);
-        part.total = warp_reduce<Sum, kRowGroups>(part.total);
-        if (thread % kRowGroups == 0)
-            part.store(of_warps + first / kWarpColumns * TILE_M + line, kWarpRows);
-    });
-    __syncthreads();
-    if (!has_row) return;
-    LogitSums whole = LogitSums::load(of_warps + thread, kWarpRows);
-#pragma unroll
-    for (int warp = 1; warp < kWarpsAcross; ++warp) {
-        whole.add(LogitSums::load(of_warps + warp * TILE_M + thread, kWarpRows));
-    }
-    float* to = parts;
-    whole.store(reinterpret_cast<float4*>(to) + blockIdx.x * rows + own, gridDim.x * rows);
+        float* to = parts;
+        whole.store(reinterpret_cast<float4*>(to) + tile.across * rows + own,
+                    tiles_across(given.columns) * rows);
+    };
+    for_logits(given.x.coded.codes, rows, given.weight.codes, given.columns, inner, stages,
+               end_tile);
 }
 LSQ_EXPORT(lsq_vocabulary_loss_product)

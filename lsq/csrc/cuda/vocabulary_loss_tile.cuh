@@ -1,4 +1,4 @@
-// A tile of logits of codes in a block's registers, for both passes of the vocabulary's loss and
+// Tiles of logits of codes in registers, for both passes of the vocabulary's loss and
 // the search for the next words.
 #pragma once
 
@@ -7,11 +7,17 @@
 
 namespace lsq {
 
-// The sums of this block's tile: M rows of x, P words, `inner` values to multiply.
-LSQ_INLINE void accumulate_logits(const Prediction& given, int64_t inner, unsigned char* stages,
-                                  Sums& sums) {
-    accumulate({given.x.coded.codes, block_row(), given.rows, inner},
-               {given.weight.codes, block_column(), given.columns, inner}, stages, sums);
+// for_tiles of sums [rows, columns] of codes: rows of x, words, `inner` values to multiply.
+template <class Work>
+LSQ_INLINE void for_logits(const int8_t* x, int64_t rows, const int8_t* weight, int64_t columns,
+                           int64_t inner, unsigned char* stages, const Work& work) {
+    const auto rows_of = [&](Tile tile) {
+        return TileCopy<kCopyThreads, TILE_M>(x, tile.row(), rows, inner);
+    };
+    const auto columns_of = [&](Tile tile) {
+        return TileCopy<kCopyThreads, TILE_N>(weight, tile.column(), columns, inner);
+    };
+    for_tiles(rows, columns, inner, stages, rows_of, columns_of, work);
 }
 
 // A thread's eight columns: factors from sums to logits, and the weight's scales; zeros beyond the
@@ -21,8 +27,8 @@ struct LogitColumns {
     int words;  // of the vocabulary, among them
     float alpha[kVector] = {}, scale[kVector] = {};
 
-    LSQ_INLINE LogitColumns(const Coded& x, const Weight& weight, int64_t vocabulary)
-        : first(sums_column()) {
+    LSQ_INLINE LogitColumns(Tile tile, const Coded& x, const Weight& weight, int64_t vocabulary)
+        : first(sums_column(tile)) {
         words = static_cast<int>(min(max(vocabulary - first, int64_t{0}), int64_t{kVector}));
         if (!words) return;
         load8(weight.scale + first, scale);
@@ -35,13 +41,13 @@ struct LogitColumns {
     }
 };
 
-// The index of a word in this block's tile; -1 if it lies elsewhere.
-LSQ_INLINE short index_in_tile(int64_t word) {
-    const int64_t index = word - block_column();
+// The index of a word in a tile; -1 if it lies elsewhere.
+LSQ_INLINE short index_in_tile(Tile tile, int64_t word) {
+    const int64_t index = word - tile.column();
     return index >= 0 && index < TILE_N ? static_cast<short>(index) : -1;
 }
 
-// Part of the stages that for_sums does not use.
-LSQ_INLINE unsigned char* beside_rows(unsigned char* stages) { return stages + kRowsBytes; }
+// Shared memory of a tile that for_sums does not use.
+LSQ_INLINE unsigned char* beside_rows(unsigned char* shared) { return shared + kRowsBytes; }
 
 }  // namespace lsq

@@ -12,11 +12,11 @@ namespace lsq {
 
 constexpr int kWarpgroup = 128;
 
-// A matrix of 64-byte rows in shared memory, from a multiple of 512 bytes on, chunk c of row r at
-// chunk c ^ r / 2 % 4 of it ("64-byte swizzle"): as wgmma takes it.
+// A matrix of 128-byte rows in shared memory, from a multiple of 1,024 bytes on, chunk c of row r
+// at chunk c ^ r % 8 of it ("128-byte swizzle"): as wgmma takes it.
 LSQ_INLINE uint64_t swizzled_matrix(const void* first) {
-    constexpr uint64_t kSwizzle64 = 2, kEightRows = 8 * 64;
-    return kSwizzle64 << 62 | kEightRows / 16 << 32 | 1ull << 16 |
+    constexpr uint64_t kSwizzle128 = 1, kEightRows = 8 * 128;
+    return kSwizzle128 << 62 | kEightRows / 16 << 32 | 1ull << 16 |
            (shared_address(first) & 0x3ffff) / 16;
 }
 
@@ -47,6 +47,21 @@ LSQ_INLINE uint64_t moved(uint64_t matrix, int k) { return matrix + k / 16; }
     "{.reg .pred add; setp.eq.b32 add, 0, 0; wgmma.mma_async.sync.aligned.m64n" columns \
     "k32.s32.s8.s8 {" registers "}, " a ", " b ", add;}"
 #endif
+
+// Gives up registers of this warpgroup's threads, down to REGISTERS for each, or takes as many from
+// those that others of the block have given up. A multiple of 8.
+template <int REGISTERS>
+LSQ_INLINE void give_registers() {
+#ifndef LSQ_EMULATOR
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(REGISTERS));
+#endif
+}
+template <int REGISTERS>
+LSQ_INLINE void take_registers() {
+#ifndef LSQ_EMULATOR
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(REGISTERS));
+#endif
+}
 
 // Sums that were touched may be used by multiplications from now on. TILES: of eight columns.
 template <int TILES>

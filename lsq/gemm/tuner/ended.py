@@ -5,6 +5,7 @@ Both are lists of launches of the same operation. Sums of cuBLASLt are checked b
 Outputs of tiles are compared with outputs from exact sums; integers must be equal.
 """
 
+import contextlib
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -34,7 +35,7 @@ from lsq.program.samples import Sampler
 
 Operations = Mapping[str, Callable[[ProductKey], Operation]]
 """`ProductKey.op` -> makes a representative operation with that product, of virtual tensors."""
-STAGES = {"mma": (2, 3, 4, 6), "wgmma": (3, 4, 6, 8)}
+STAGES = {"mma": (2, 3, 4, 6), "wgmma": (3, 4, 5)}
 """Stages of the tiles that are tried, by instruction; GPUs with little shared memory refuse
 most."""
 SPLITS = (1, 2, 4, 8)
@@ -48,15 +49,16 @@ TOLERANCE = 1e-3
 def tiles(key: ProductKey, sm: int | None) -> list[TileConfiguration]:
     """Return every tile that is tried for a product on a GPU of compute capability `sm`."""
     splits = SPLITS if key.op == OVER_TOKENS else (1,)
-    all_tiles = [
-        TileConfiguration(
-            rows=rows, columns=columns, stages=stages, split=split, instruction=instruction
-        )
-        for instruction in (("mma", "wgmma") if sm == WGMMA_SM else ("mma",))
+    all_tiles = []
+    for instruction in ("mma", "wgmma") if sm == WGMMA_SM else ("mma",):
         for rows, columns, stages, split in itertools.product(
             TILE_ROWS, TILE_COLUMNS[instruction], STAGES[instruction], splits
-        )
-    ]
+        ):
+            with contextlib.suppress(ValueError):  # a block cannot hold it
+                tile = TileConfiguration(
+                    rows=rows, columns=columns, stages=stages, split=split, instruction=instruction
+                )
+                all_tiles.append(tile)
     return [
         tile
         for tile in all_tiles

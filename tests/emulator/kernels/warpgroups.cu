@@ -1,6 +1,7 @@
 // What warpgroup.cuh has, on [64, COLUMNS] sums of 64 values; `fault` plants one, 0 none.
 #define TILE_M 64
 #define TILE_N COLUMNS
+#define WGMMA 1
 #include "barriers.cuh"
 #include "product_copies.cuh"
 #include "vectors.cuh"
@@ -32,8 +33,8 @@ LSQ_KERNEL one_product(In<int8_t> a, In<int8_t> b, Out<int32_t> out, int64_t fau
     if (fault != 3) __syncthreads();
     uint64_t of_a = swizzled_matrix(rows), of_b = swizzled_matrix(rows + 64 * kStep);
     if (fault == 4) of_a = of_a << 2 >> 2;                      // no swizzle
-    if (fault == 5) of_a += 1;                                  // values 16 to 48, and 48 to 80
-    if (fault == 6) of_b = moved(of_b, COLUMNS * kStep + 512);  // beyond all rows
+    if (fault == 5) of_a += 7;                                  // values 112 to 144
+    if (fault == 6) of_b = moved(of_b, COLUMNS * kStep + 1024);  // beyond all rows
     if (fault == 7) of_b += 1ull << 32;                         // eight rows do not fill a pattern
     if (fault != 8) fence_sums(sums);
     if (fault != 9 || warp != 2) {

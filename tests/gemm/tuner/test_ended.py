@@ -76,7 +76,7 @@ def test_products_over_tokens_are_tried_in_parts():
 
 
 def test_hopper_tries_both_instructions():
-    wide = tile(rows=128, columns=256, stages=8, instruction="wgmma")
+    wide = tile(rows=128, columns=128, stages=5, instruction="wgmma")
     for sm in (None, 80, 90, 100):
         found = ended.tiles(KEY, sm)
         assert (

@@ -404,6 +404,10 @@ private:
         made_.a = in(1, type.bits), made_.b = in(2, 32), made_.c = in(3, 32);
         made_.run = with_integer(type, [](auto x) -> Run { return extract_bits<decltype(x)>; });
     }
+    void dp2a() {
+        need("lo"), need("u32"), need("u32"), need_operands(4, 4), result(32);
+        made_.a = in(1, 32), made_.b = in(2, 32), made_.c = in(3, 32), made_.run = dot_halves;
+    }
     void dp4a() {
         need("s32"), need("s32"), need_operands(4, 4), result(32);
         made_.a = in(1, 32), made_.b = in(2, 32), made_.c = in(3, 32), made_.run = dot;
@@ -576,6 +580,12 @@ private:
     // Launches run one after another.
     void griddepcontrol() {
         if (!take("wait")) need("launch_dependents");
+        made_.run = [](Thread&, const Instruction&) {};
+    }
+    // Registers have no limit here.
+    void setmaxnreg() {
+        if (!take("inc")) need("dec");
+        need("sync"), need("aligned"), need("u32"), need_operands(1, 1);
         made_.run = [](Thread&, const Instruction&) {};
     }
     void fence() {
@@ -769,6 +779,7 @@ const std::map<std::string, Decoder::Make>& Decoder::makers() {
         {"cvt", &Decoder::cvt},
         {"cvta", &Decoder::cvta},
         {"div", &Decoder::with_rounding<Divide>},
+        {"dp2a", &Decoder::dp2a},
         {"dp4a", &Decoder::dp4a},
         {"fence", &Decoder::fence},
         {"fma", &Decoder::fma},
@@ -791,6 +802,7 @@ const std::map<std::string, Decoder::Make>& Decoder::makers() {
         {"rem", &Decoder::rem},
         {"ret", &Decoder::ret},
         {"selp", &Decoder::selp},
+        {"setmaxnreg", &Decoder::setmaxnreg},
         {"setp", &Decoder::setp},
         {"shfl", &Decoder::shfl},
         {"shl", &Decoder::shift_by<ShiftLeft>},

@@ -105,6 +105,14 @@ inline void dot(Thread& t, const Instruction& i) {
                                      static_cast<int8_t>(t.r[i.b] >> 8 * byte));
     set(t, i.d, sum);
 }
+// Two halves of a word times the two low bytes of another.
+inline void dot_halves(Thread& t, const Instruction& i) {
+    auto sum = get<uint32_t>(t, i.c);
+    for (int at = 0; at < 2; ++at)
+        sum += static_cast<uint32_t>(static_cast<uint16_t>(t.r[i.a] >> 16 * at)) *
+               static_cast<uint8_t>(t.r[i.b] >> 8 * at);
+    set(t, i.d, sum);
+}
 
 template <class To, class From>
 void convert(Thread& t, const Instruction& i) {

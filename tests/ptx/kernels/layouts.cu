@@ -33,13 +33,13 @@ LSQ_EXPORT(product_of_fragments)
 LSQ_KERNEL product_of_warpgroup(In<uint32_t> a, In<uint32_t> b, Out<int32_t> out) {
     extern __shared__ __align__(kPattern) unsigned char rows[];
     auto* words = reinterpret_cast<uint32_t*>(rows);
-    for (int i = threadIdx.x; i < 64 * 16; i += 128) words[i] = a[i];
-    for (int i = threadIdx.x; i < COLUMNS * 16; i += 128) words[64 * 16 + i] = b[i];
+    for (int i = threadIdx.x; i < 64 * 32; i += 128) words[i] = a[i];
+    for (int i = threadIdx.x; i < COLUMNS * 32; i += 128) words[64 * 32 + i] = b[i];
     fence_shared();
     __syncthreads();
     int32_t sums[COLUMNS / 8][4] = {};
     fence_sums(sums);
-    const uint64_t of_a = swizzled_matrix(rows), of_b = swizzled_matrix(rows + 64 * 64);
+    const uint64_t of_a = swizzled_matrix(rows), of_b = swizzled_matrix(rows + 64 * kStep);
     begin_multiplication(sums, moved(of_a, 32), moved(of_b, 32));
     commit_multiplications();
     wait_multiplications<0>(sums);
