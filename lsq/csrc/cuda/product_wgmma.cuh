@@ -23,8 +23,9 @@ constexpr int kWarpColumns = TILE_N;
 constexpr int kRowTiles = TILE_M / 64, kColumnTiles = kWarpColumns / 8;
 // Shared memory to end a tile: eight rows of each warp (product_rows.cuh), 36 bytes for each row.
 constexpr int kEndBytes = kWarpsDown * 8 * 16 * (kWarpColumns / 4 + 2) + 36 * TILE_M;
-// Steps whose copies are under way while the next one begins. With one more, the warpgroups would
-// wait for a step that the copies cannot announce before these have read another.
+// Steps whose copies are under way while the next one begins. At most STAGES - 2: who copies waits
+// until a stage was read, who reads has begun the step behind it, and that one must be announced.
+// With one fewer, a step is announced ahead of that.
 constexpr int kCopiesAhead = STAGES > 3 ? STAGES - 3 : 1;
 
 static_assert(TILE_M % 64 == 0, "whole warpgroups");
