@@ -82,7 +82,7 @@ TOKENS = 4096
 """Nothing is specialised for it."""
 TILES = tuple(
     default_tile(ProductKey(op="project", m=rows, n=512, k=512), sm)
-    for sm, many in ((None, (8192, 2047, 64)), (WGMMA_SM, (8192, 4096, 2048, 64)))
+    for sm, many in ((None, (8192, 2047, 64)), (WGMMA_SM, (8192, 2048, 64)))
     for rows in many
 )
 """What the rule for products makes of many rows, fewer and few, on GPUs without wgmma and with it.

@@ -113,8 +113,8 @@ def test_one_kernel_is_modelled_where_it_ends_its_product(monkeypatch):
         for name, times, _ in step.times(gpu):
             found[gpu.name][name] += times
     ended = {name: counts["lsq_project_product"] for name, counts in found.items()}
-    assert ended == {"A100 80 GB": 66, "RTX 4090": 66, "H100 SXM": 54}
-    assert all(counts["lsq_end"] == 66 - ended[name] for name, counts in found.items())
+    assert set(ended.values()) == {66}
+    assert not any(counts["lsq_end"] for counts in found.values())
     of_all = {
         name: sum(counts[kernel] for kernel in model_gpu_step.ENDED.values())
         for name, counts in found.items()
