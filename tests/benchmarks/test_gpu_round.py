@@ -28,7 +28,7 @@ def verdicts(done: subprocess.CompletedProcess) -> dict[str, str]:
     return dict(re.findall(r"^(\w+) +(\S.*?) +\d+ s$", done.stdout, re.MULTILINE))
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.timeout(400)
 def test_a_rehearsal_names_what_is_planted(tmp_path):
     done = round_of("--rehearse", "probe", "tests", out=tmp_path, seconds=390)

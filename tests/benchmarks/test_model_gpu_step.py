@@ -45,7 +45,7 @@ def test_every_kernel_of_a_step_was_counted(counts, size, transposed):
     assert keys <= counts.keys(), "lists have changed: run benchmarks/model_gpu_step.py --count"
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.timeout(900)
 def test_the_command_of_the_page_runs(capsys):
     try:

@@ -188,7 +188,7 @@ def test_full_disk_keeps_the_previous_checkpoint(lsq_train, tmp_path, monkeypatc
     assert (folder / name).read_bytes() != before
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_two_processes_of_torchrun_continue_one_training(prepared, lsq_train, tmp_path):
     lsq_train(tmp_path, *FLOAT, "--max-update", "2", "--disable-validation")
     launcher = ["-m", "torch.distributed.run", *ONE_MACHINE, "--nproc-per-node", "2"]

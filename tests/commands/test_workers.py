@@ -58,7 +58,7 @@ def _process(rank: int, port: int, folder: Path, arguments: list[str]) -> None:
     sys.exit(dying.main(signal.SIGKILL, 1, 3, arguments))
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_killed_process_is_named_and_the_training_goes_on_alone(prepared, lsq_train, tmp_path):
     model = tmp_path / "model"
     with socket.create_server(("127.0.0.1", 0)) as free:

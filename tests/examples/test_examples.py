@@ -124,7 +124,7 @@ def test_finetune_large(options, monkeypatch, capsys, tmp_path):
         assert said in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.timeout(300)
 def test_fsdp(tmp_path):
     command = [

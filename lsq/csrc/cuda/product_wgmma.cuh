@@ -23,12 +23,13 @@ constexpr int kWarpColumns = TILE_N;
 constexpr int kRowTiles = TILE_M / 64, kColumnTiles = kWarpColumns / 8;
 // Shared memory to end a tile: eight rows of each warp (product_rows.cuh), 36 bytes for each row.
 constexpr int kEndBytes = kWarpsDown * 8 * 16 * (kWarpColumns / 4 + 2) + 36 * TILE_M;
-// Steps whose copies are under way while the next one begins. At most STAGES - 2: who copies waits
-// until a stage was read, who reads has begun the step behind it, and that one must be announced.
-// With one fewer, a step is announced ahead of that.
+// Steps whose copies are under way while the next one begins. More than STAGES - 2 would wait for
+// ever: a stage is read when the next step begins to multiply, which must have been announced. One
+// fewer announces a step earlier than that.
 constexpr int kCopiesAhead = STAGES > 3 ? STAGES - 3 : 1;
 
 static_assert(TILE_M % 64 == 0, "whole warpgroups");
+static_assert(TILE_M * TILE_N <= 128 * 128, "128 sums of a thread");
 static_assert(STAGES >= 3 && STAGES <= 5, "one is filled while two are read; 16 barriers");
 
 // Named barriers, of each stage and each warpgroup.
@@ -95,23 +96,24 @@ struct BlockTiles {
 template <class RowsOf, class ColumnsOf>
 LSQ_INLINE void copy_tiles(const BlockTiles& tiles, unsigned char* stages, const RowsOf& rows_of,
                            const ColumnsOf& columns_of) {
-    int next = 0, begun = 0, announced = 0;  // stages, and how many of them were begun, at most all
+    int next = 0, announced = 0;  // stages
+    int used = 0;                 // stages that have been filled once
+    int ahead = 0;                // steps that are not announced yet
     const auto announce = [&] {
         fence_shared();
         arrive_barrier<kStageThreads>(barrier_filled(announced));
         announced = after(announced);
     };
-    int ahead = 0;
 #pragma unroll 1
     for (uint32_t number = blockIdx.x; number < tiles.all; number += gridDim.x) {
         const auto a = rows_of(tiles.at(number));
         const auto b = columns_of(tiles.at(number));
 #pragma unroll 1
         for (int64_t step = tiles.steps.first; step < tiles.steps.last; ++step) {
-            if (begun == STAGES)
+            if (used == STAGES)
                 sync_barrier<kStageThreads>(barrier_read(next));
             else
-                ++begun;
+                ++used;
             begin_copies(a, b, stages + next * kStageBytes, step, tiles.steps);
             next = after(next);
             if (ahead < kCopiesAhead) {
@@ -124,8 +126,8 @@ LSQ_INLINE void copy_tiles(const BlockTiles& tiles, unsigned char* stages, const
     }
     wait_copies<0>();
     for (; ahead; --ahead) announce();
-    // Every barrier is met as often as it is come to.
-    for (next = begun == STAGES ? next : 0; begun; --begun, next = after(next))
+    // Waits until the last stages have been read, so that no barrier stays open.
+    for (next = used == STAGES ? next : 0; used; --used, next = after(next))
         sync_barrier<kStageThreads>(barrier_read(next));
 }
 

@@ -48,14 +48,14 @@ LSQ_INLINE uint64_t moved(uint64_t matrix, int k) { return matrix + k / 16; }
     "k32.s32.s8.s8 {" registers "}, " a ", " b ", add;}"
 #endif
 
-// Gives up registers of this warpgroup's threads, down to REGISTERS for each, or takes as many from
-// those that others of the block have given up. A multiple of 8.
+// Lowers the registers of each thread of this warpgroup to REGISTERS, a multiple of 8.
 template <int REGISTERS>
 LSQ_INLINE void give_registers() {
 #ifndef LSQ_EMULATOR
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(REGISTERS));
 #endif
 }
+// Raises them to REGISTERS, when other warpgroups of the block have given up enough.
 template <int REGISTERS>
 LSQ_INLINE void take_registers() {
 #ifndef LSQ_EMULATOR
