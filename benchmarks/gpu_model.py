@@ -5,8 +5,8 @@ shared memory, instructions of each kind; and a gap before the next one. Blocks 
 beside the others come after them. A product takes as long as its multiplications in tiles of the
 best size, or its operands in memory or in the L2 cache, from which tiles read them again; one that
 a kernel ends, as its multiplications by mma.sync or wgmma in its own tiles and those instructions
-of its end that do not run beside them. What an earlier kernel has left in the L2
-cache is not read from memory again. `SOURCES` says of each number where it is from.
+of its end that do not run beside them. What an earlier kernel has left in the L2 cache is not read
+from memory again. gpu_assumptions.py says of each number where it is from.
 """
 
 import math
