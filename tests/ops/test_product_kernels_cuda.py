@@ -194,7 +194,7 @@ def compare_weight(rows, tile, **given):
     return found
 
 
-def weight_turns(tiles=TURNED[1:]):
+def weight_turns(tiles=TURNED):
     """Three steps along K and more, all rows of a tile's quarter, and three blocks for a tile."""
     for tile in (*tiles, *(in_parts(tile, 4) for tile in tiles)):
         compare_weight(272, tile, learned_step=True, columns=144, outputs=139, padded=144)

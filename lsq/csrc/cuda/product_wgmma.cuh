@@ -125,7 +125,9 @@ LSQ_INLINE void copy_tiles(const BlockTiles& tiles, unsigned char* stages, const
         }
     }
     wait_copies<0>();
-    for (; ahead; --ahead) announce();
+#pragma unroll
+    for (int step = 0; step < kCopiesAhead; ++step)
+        if (step < ahead) announce();
     // Waits until the last stages have been read, so that no barrier stays open.
     for (next = used == STAGES ? next : 0; used; --used, next = after(next))
         sync_barrier<kStageThreads>(barrier_read(next));
