@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Checks and measures everything on a GPU, in one command of at most ten minutes. A stage that fails, hangs or runs out
 # of time does not stop the others, and what was found until then is kept. Run it in the repository's root, without
-# installing lsq.
+# installing lsq. Without a GPU it says so, with exit status 2, and writes nothing.
 #
 #   benchmarks/gpu_round.sh [--device cuda|emulator] [--rehearse] [--minutes N] [--python COMMAND] [STAGE ...]
 #
@@ -44,6 +44,11 @@ cuda) ;;
 emulator) quick=--quick ;;
 *) echo "--device is cuda or emulator, not $device" >&2 && exit 2 ;;
 esac
+
+if [[ $device == cuda ]] && ! "$python" -c 'import torch; exit(not torch.cuda.is_available())'; then
+    echo "$python has no PyTorch that sees a GPU, so nothing was run; --device emulator tries the round without one" >&2
+    exit 2
+fi
 
 declare -A shares=([probe]=8 [step]=23 [tests]=28 [products]=22 [smoke]=19 [kernels]=20 [sanitizer]=10)
 declare -A verdicts=() took=()
@@ -202,7 +207,7 @@ main() {
         run_stage "$stage" "$(left "${shares[$stage]}" "$total")"
         total=$((total - shares[$stage]))
     done
-    files=$(cd "$OUT" && ls -t -- *.json | grep -v tuned.json) &&
+    files=$(cd "$OUT" && ls -t -- *.json 2>/dev/null | grep -v tuned.json) &&
         (cd "$OUT" && "$python" "$OLDPWD/benchmarks/gpu.py" $files --output results.md)
     for stage in "${stages[@]}"; do
         printf '%-10s %-12s %4d s\n' "$stage" "${verdicts[$stage]}" "${took[$stage]}"

@@ -80,6 +80,16 @@ def test_a_stage_of_the_round_that_fails_does_not_stop_the_others(tmp_path):
     )
 
 
+def test_a_round_without_a_gpu_says_so_and_writes_nothing(tmp_path):
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexit 1\n")
+    python.chmod(0o755)
+    done = round_of(out=tmp_path / "out", seconds=60, python=str(python))
+    assert done.returncode == 2 and not done.stdout
+    assert "no PyTorch that sees a GPU, so nothing was run" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
 def test_the_round_explains_itself():
     command = [str(BENCHMARKS / "gpu_round.sh"), "everything"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
