@@ -57,7 +57,7 @@ class Timing:
 def parser(description: str) -> argparse.ArgumentParser:
     """The options that every benchmark takes."""
     options = argparse.ArgumentParser(
-        description=description.strip().partition("\n")[0],
+        description=description.strip().partition("\n\n")[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     options.add_argument(

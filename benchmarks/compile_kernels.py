@@ -410,7 +410,7 @@ def compare(libraries: Sequence[Path], targets: Sequence[str]) -> tuple[str, lis
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--target", choices=TARGETS, help="compile for that GPU alone")
     parser.add_argument(
         "--round",

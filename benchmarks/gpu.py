@@ -407,7 +407,7 @@ def markdown_table(rows: list[Mapping]) -> list[str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("results", type=Path, nargs="+", metavar="FILE", help="lines of JSON")
     parser.add_argument(
         "--output",

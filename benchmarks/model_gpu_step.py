@@ -520,7 +520,7 @@ def draw(results: list[dict], path: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument(
         "--quick", action="store_true", help="tiny shapes, counted anew: only checks that it runs"
     )

@@ -43,9 +43,9 @@ class Kernel:
     """A function of a file in csrc/cuda, specialised by -D."""
 
     source: str
-    """File name, e.g. "quantize.cu"."""
+    """File name, e.g. "rounding.cu"."""
     name: str
-    """Function name, e.g. "lsq_quantize"."""
+    """Function name, e.g. "lsq_round"."""
     defines: tuple[tuple[str, int], ...] = ()
     """(name, value) of each -D, sorted."""
 

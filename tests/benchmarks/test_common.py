@@ -25,6 +25,10 @@ def test_quick_sides_are_repeated(monkeypatch):
     assert repeats == [1, 1, 10, 10]
 
 
+def test_help_has_the_whole_first_paragraph():
+    assert common.parser("One\nsentence.\n\nMore.\n").description == "One\nsentence."
+
+
 def test_timing():
     assert common.timing([3.0, 1.0, 10.0]) == common.Timing(median=3.0, fastest=1.0)
 
