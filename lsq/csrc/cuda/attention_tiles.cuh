@@ -142,7 +142,7 @@ template <class Mine, class Theirs, class T>
 LSQ_INLINE void multiply_rows(const Mine& mine, const Theirs& theirs, int count,
                               T (&products)[TILE / 8][4]) {
     // More of a wide head's would take too many registers.
-    constexpr int kAtOnce = Mine::kSteps > 4 ? 4 : Mine::kSteps;
+    [[maybe_unused]] constexpr int kAtOnce = Mine::kSteps > 4 ? 4 : Mine::kSteps;
     constexpr int kMost = Mine::kCount > Theirs::kCount ? Mine::kCount : Theirs::kCount;
 #pragma unroll
     for (int eight = 0; eight < TILE / 8; ++eight) {
