@@ -66,7 +66,7 @@ others are of ends."""
 GROUPS = {
     "products": ("product", *ENDED.values()),
     "attention": ("attention", "lsq_attention"),
-    "ends and norms": tuple(
+    "epilogues and norms": tuple(
         "lsq_end lsq_residual lsq_project lsq_finish norm activation addition".split()
     ),
     "rounding, transposes": tuple(
@@ -78,6 +78,8 @@ GROUPS = {
 }
 """Parts of a step, by the beginnings of the names of kernels."""
 GAPS = "gaps"
+LABELS = {"compiled": "bfloat16", "int8": "torchao int8", LSQ: LSQ}
+"""Side -> its name in the picture."""
 LUCK = (-1.0, 1.0)
 
 
@@ -498,7 +500,7 @@ def draw(results: list[dict], path: Path) -> None:
     for result in results:
         axes = panels[models.index(result["model"]), names.index(result["gpu"])]
         begins = [0.0] * len(result["sides"])
-        labels = [side["side"] for side in result["sides"]]
+        labels = [LABELS[side["side"]] for side in result["sides"]]
         for group, colour in zip((*GROUPS, GAPS), COLOURS, strict=True):
             heights = [side["groups"][group] for side in result["sides"]]
             axes.bar(labels, heights, bottom=begins, color=colour, label=group)
