@@ -3,8 +3,8 @@
 Few faults need more than two options to show, and where three or more options are multiplied out, a
 small part of the combinations holds every pair of their values. `make test` runs such a part; the
 rest is marked `thorough`. In the emulator a case takes far longer than on the CPU: there `make
-test` runs a part with every value, `make test-thorough` one with every pair, and the rest is marked
-`slow`.
+test` runs one combination of each test, `make test-thorough` a part with every pair, and the rest
+is marked `slow`.
 """
 
 from collections import defaultdict
@@ -20,7 +20,7 @@ THOROUGH = "for `make test-thorough`"
 SLOW = "marked slow (`pytest -m slow`, or by name)"
 
 
-def pairwise(given: Sequence[Mapping[str, Hashable]], of: int = 2) -> list[int]:
+def pairwise(given: Sequence[Mapping[str, Hashable]]) -> list[int]:
     """A small part of the combinations of options `given` that holds every pair of values that any
     of them holds.
 
@@ -29,12 +29,11 @@ def pairwise(given: Sequence[Mapping[str, Hashable]], of: int = 2) -> list[int]:
 
     Args:
         given: name of each option -> its value, for each combination.
-        of: 1: every value is enough.
 
     Returns:
         Their numbers in `given`, ascending.
     """
-    missing = {number: _parts(combination, of) for number, combination in enumerate(given)}
+    missing = {number: _parts(combination) for number, combination in enumerate(given)}
     chosen = []
     while missing:
         best = max(missing, key=lambda number: len(missing[number]))
@@ -100,7 +99,7 @@ def mark_rest(items: Sequence[pytest.Item]) -> None:
 
     What one `parametrize` lists is one option, however many arguments it names. What runs on a GPU
     is sampled apart from what does not, and so is what runs in the emulator, of which `thorough`
-    are the pairs, and `slow` is the rest.
+    one is left, `thorough` are the pairs, and `slow` is the rest.
     """
     tests = defaultdict(list)
     for item in items:
@@ -109,8 +108,8 @@ def mark_rest(items: Sequence[pytest.Item]) -> None:
             tests[item.nodeid.partition("[")[0], *where].append(item)
     for (_, _, emulated), parametrized in tests.items():
         options = [_options(item) for item in parametrized]
-        pairs = set(pairwise(options))
-        sample = set(pairwise(options, 1)) if emulated else pairs
+        pairs = pairwise(options)
+        sample = pairs[:1] if emulated else pairs
         for number, item in enumerate(parametrized):
             if number not in sample:
                 slow = emulated and number not in pairs
@@ -145,10 +144,10 @@ def leave_out(items: list[pytest.Item], config: pytest.Config) -> dict[str, int]
     return {reason: len(left) for reason, left in left_out.items()}
 
 
-def _parts(combination: Mapping[str, Hashable], of: int) -> frozenset[tuple]:
-    """Every option with its value, and with `of` 2 every two of them."""
+def _parts(combination: Mapping[str, Hashable]) -> frozenset[tuple]:
+    """Every option with its value, and every two of them."""
     options = sorted(combination.items(), key=lambda option: option[0])
-    return frozenset(combinations_with_replacement(options, of))
+    return frozenset(combinations_with_replacement(options, 2))
 
 
 def _options(item: pytest.Item) -> dict[str, tuple | int]:

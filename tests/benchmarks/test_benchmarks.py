@@ -19,6 +19,7 @@ MARKS = {
     "bench_language": pytest.mark.thorough,  # imports transformers
     "bench_local_updates": pytest.mark.slow,  # starts processes that import transformers
     "bench_gradients_wire": pytest.mark.thorough,  # starts processes
+    "bench_memory": pytest.mark.thorough,  # trains a model in several ways
     "bench_gpu_step": pytest.mark.thorough,  # torch.compile traces a model of fairseq's
     "bench_models": pytest.mark.slow,  # test_bench_models.py runs all sides but torch.compile
     "bench_numbers": pytest.mark.slow,  # trains two models, for two minutes

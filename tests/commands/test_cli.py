@@ -94,6 +94,7 @@ def test_every_command_has_help_and_refuses_unknown_options(name, lsq):
 OF_EXTRAS = tuple(module for extra in extras.EXTRAS.values() for module in extra.modules)
 
 
+@pytest.mark.thorough
 def test_every_command_has_help_without_what_an_extra_brings():
     found = run_lsq([[name, "--help"] for name in COMMANDS], missing=OF_EXTRAS)
     for name, (status, out, err) in zip(COMMANDS, found, strict=True):

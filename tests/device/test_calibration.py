@@ -52,6 +52,7 @@ def test_a_step_that_calibrates_waits_once_at_most(name):
         assert lists <= most_lists
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", LAYERS)
 def test_clips_are_the_emulators_bit_by_bit(name):
     torch.manual_seed(3)

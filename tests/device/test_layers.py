@@ -16,7 +16,6 @@ from lsq.layers import (
 from lsq.run.backends import backend
 from tests.device.standin import PLACE
 from tests.layers.shapes import HIDDEN, config_of, padding_mask
-from tests.sampling import first
 
 INT8 = {"dropout": 0.1, "backward": "int8"}
 
@@ -70,7 +69,8 @@ def outcome(layer, run, to) -> dict[str, torch.Tensor]:
     return {name: tensor.cpu() for name, tensor in {"y": y.detach(), **found}.items()}
 
 
-@pytest.mark.parametrize("name", first(LAYERS, 1))
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", LAYERS)
 def test_a_layer_gives_what_the_emulator_gives(name):
     layer, run = LAYERS[name]()
     layer.backend = backend("emulated")

@@ -19,8 +19,10 @@ sys.modules.setdefault("torchaudio", None)  # one that cannot be loaded would st
 
 LONG = (
     "CHANGELOG.md",
+    "CONTRIBUTING.md",
     "README.md",
     "benchmarks/README.md",
+    "docs/architecture.md",
     "docs/distributed.md",
     "docs/fairseq.md",
     "docs/gpu.md",

@@ -6,6 +6,8 @@ from lsq.commands import cli
 from tests.fuzz import trial
 from tests.fuzz.mutations import mutated_table
 
+pytestmark = pytest.mark.thorough
+
 BUFFERS = (
     b"id,lower,upper,size,alignment\na,0,3,100,\nb,1,4,64,64\n"
     b"c,2,9,4096,256\nd,3,5,0,1\ne,4,12,1000,16\n"

@@ -13,6 +13,8 @@ from tests.fuzz.mutations import mutated_json
 from tests.gemm.tuned import cublas_entry, entry, file
 from tests.study.test_costs import COSTS
 
+pytestmark = pytest.mark.thorough
+
 TUNED = file(entry(8), cublas_entry(), cublas_entry(m=4096, n=1024, k=1024))
 
 

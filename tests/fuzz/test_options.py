@@ -17,6 +17,8 @@ from tests.fuzz.mutations import mutated_options
 from tests.sampling import first
 from tests.serving.test_model_file import exported
 
+pytestmark = pytest.mark.thorough
+
 NOT_ADDED = {"--user-dir", "--help", "--device-id", "--local_rank"}
 NOT_ADDED |= {"--distributed-init-method", "--distributed-port"}
 """Options that run other code, or wait for other machines."""
@@ -108,7 +110,6 @@ def test_a_command_line_is_followed_or_refused(folder, name, count):
     assert refused > count / 10, (worked, refused)
 
 
-@pytest.mark.thorough
 @trial.counts(10, 200)
 def test_a_training_is_done_or_refused(folder, prepared, count):
     line = " ".join(["train", str(prepared.data), *TRAINING])
@@ -120,7 +121,6 @@ def test_a_training_is_done_or_refused(folder, prepared, count):
     attempts("train", line, may_add, "--max-update 1", folder, count)
 
 
-@pytest.mark.thorough
 @trial.counts(10, 200)
 def test_a_translation_is_done_or_refused(folder, prepared, trained, count):
     line = (

@@ -16,8 +16,9 @@ from tests.commands.conftest import WORDS
 from tests.fuzz import trial
 from tests.fuzz.mutations import mutated_bytes, mutated_text
 
+pytestmark = pytest.mark.thorough
 
-@pytest.mark.thorough
+
 @trial.counts(60)
 def test_a_corpus_is_prepared_or_refused(tmp_path, monkeypatch, count):
     monkeypatch.chdir(tmp_path)

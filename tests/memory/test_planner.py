@@ -202,6 +202,7 @@ def test_the_portfolio_is_at_least_as_good_as_its_parts():
         assert plan(buffers).peak == min(parts)
 
 
+@pytest.mark.thorough
 @given(small_instances(most=6, alignments=(1, 2, 4)))
 @QUICK
 def test_no_plan_is_better_than_the_best(buffers):

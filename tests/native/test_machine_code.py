@@ -18,6 +18,8 @@ from tests.native import disassembly
 from tests.native.disassembly import Instruction
 from tests.sampling import first
 
+pytestmark = pytest.mark.thorough
+
 BENCHMARKS = str(Path(__file__).resolve().parents[2] / "benchmarks")
 PRODUCTS = (
     "lsq_input_gradient_product",

@@ -49,7 +49,7 @@ def level(request):
         loader.call("lsq_limit_attention", max(tiles.INSTRUCTIONS.values()))
 
 
-@pytest.mark.parametrize("options, level", in_turn(CASES, WAYS, 2), indirect=["level"])
+@pytest.mark.parametrize("options, level", in_turn(CASES, WAYS, 1), indirect=["level"])
 def test_long_sentences(options, level):
     forward = attention(**{"lengths": LONG} | options)
     compare(forward)

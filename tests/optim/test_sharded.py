@@ -65,5 +65,6 @@ def other_moments(rank: int) -> None:
             assert kept.shape == (len(parameter), 1) and len(kept.to_local()) < len(parameter)
 
 
+@pytest.mark.thorough
 def test_moments_of_shards_change_their_bits():
     run(other_moments, 2)

@@ -15,7 +15,10 @@ from tests.emulator.emulated import FOLDER
 from tests.ptx.interpreter import Module, ptx_of
 
 KERNELS = Path(__file__).parent / "kernels"
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+pytestmark = [
+    pytest.mark.thorough,
+    pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++"),
+]
 ORDERS = (0, 1, 77)
 
 

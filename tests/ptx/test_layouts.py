@@ -17,7 +17,10 @@ from tests.ptx.interpreter import Module, ptx_of
 from tests.ptx.layouts import LANES, WORDS, matrix_load, table, tables
 
 KERNELS = Path(__file__).parent / "kernels"
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+pytestmark = [
+    pytest.mark.thorough,
+    pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++"),
+]
 
 
 class InEmulator:

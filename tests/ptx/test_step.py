@@ -40,7 +40,10 @@ from tests.ptx import interpreter
 from tests.ptx.interpreter import InterpretedCUDA, ptx_of
 from tests.sampling import first, in_turn
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+pytestmark = [
+    pytest.mark.thorough,
+    pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++"),
+]
 TARGETS = ("compute_80", "compute_90a", "compute_120")
 INDIRECT = {"indirect": ["interpreted"], "ids": lambda one: getattr(one, "__name__", str(one))}
 MMA, WGMMA = SMALL, WARPGROUPS[4]
