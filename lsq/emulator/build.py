@@ -111,7 +111,7 @@ def compile_kernels(
     operations = _operations()
     includes = [f"-I{folder}" for folder in (KERNELS, SHARED, SOURCES, operations.parent)]
     beside = [] if path.parent == KERNELS else sorted(path.parent.glob("*.cuh"))
-    headers = [*_headers(), *beside, operations]
+    headers = [*_headers(), *sorted(KERNELS.glob("*.cuh")), *beside, operations]
     target = _target(path.stem, [path, *headers], [*flags, *KERNEL_LINK, os.fspath(driver)])
     if not target.exists():
         text = _declare_shared(
@@ -138,9 +138,10 @@ def _build_library(
 
 
 def _headers() -> list[Path]:
+    """Return those of the emulator: a process that runs has one driver, whatever becomes of the
+    kernels' headers."""
     return [
         *sorted(SOURCES.glob("*.h")),
-        *sorted(KERNELS.glob("*.cuh")),
         *sorted(SHARED.glob("*.h")),
     ]
 
