@@ -17,6 +17,9 @@ DISASSEMBLER = "nvidia-cuda-nvdisasm"
 """The package of it."""
 OF_GLOBAL_MEMORY = {"LD", "LDG", "LDGSTS", "ST", "STG", "ATOM", "ATOMG", "RED", "REDG"}
 """Instructions, by their first part."""
+INSTRUCTION_BYTES = 16
+WIDE = {"64": 2, "128": 4, "WIDE": 2}
+"""Part of an instruction's code -> registers that each of its operands may be the first of."""
 TO_GROUP = "gsb0"
 """Operand of a wgmma that ends a group."""
 
@@ -28,6 +31,8 @@ class Instruction:
     code: str
     """With its modifiers, e.g. "LDG.E.128"."""
     operands: str = ""
+    condition: str = ""
+    """The predicate under which it runs, e.g. "@!P0"."""
 
     @property
     def parts(self) -> list[str]:
@@ -66,7 +71,11 @@ def disassembled(image: bytes) -> dict[str, list[Instruction]]:
     _, functions = json.loads(done.stdout)
     return {
         function["function-name"]: [
-            Instruction(code=one["opcode"], operands=one.get("operands", ""))
+            Instruction(
+                code=one["opcode"],
+                operands=one.get("operands", ""),
+                condition=one.get("predicate", ""),
+            )
             for one in function["sass-instructions"]
         ]
         for function in functions
@@ -133,16 +142,36 @@ def early_accesses(instructions: Sequence[Instruction]) -> Iterator[str]:
 
 
 def registers_beyond(instructions: Sequence[Instruction], most: int) -> Iterator[str]:
-    """Registers that threads use after they have given up all but `most`, until the kernel ends."""
-    codes = [one.code for one in instructions]
-    given = [i for i, code in enumerate(codes) if code.startswith("USETMAXREG.DEALLOC")]
+    """Registers that threads use after they have given up all but `most`, wherever they go on."""
+    given = [i for i, one in enumerate(instructions) if one.code.startswith("USETMAXREG.DEALLOC")]
     if len(given) != 1:
         yield f"gives up registers {len(given)} times, not once"
         return
-    for one in instructions[given[0] : codes.index("EXIT", given[0])]:
-        used = [int(number) for number in re.findall(r"\bR(\d+)", one.operands)]
+    for one in (instructions[i] for i in sorted(_reached(instructions, given[0]))):
+        wide = max(WIDE.get(part, 1) for part in one.parts)
+        used = [int(number) + wide - 1 for number in re.findall(r"\bR(\d+)", one.operands)]
         if max(used, default=0) >= most:
             yield f"{one.code} {one.operands} after all but {most} registers were given up"
+
+
+def _reached(instructions: Sequence[Instruction], first: int) -> set[int]:
+    """Numbers of the instructions that may run from one on; a call may return behind any other."""
+    calls = [i + 1 for i, one in enumerate(instructions) if one.parts[0] == "CALL"]
+    found, left = set(), [first]
+    while left:
+        at = left.pop()
+        if at in found or at >= len(instructions):
+            continue
+        found.add(at)
+        one, kind = instructions[at], instructions[at].parts[0]
+        if kind in ("BRA", "CALL"):
+            left.append(int(one.operands.rpartition(",")[2], 16) // INSTRUCTION_BYTES)
+        if kind == "RET":
+            left.extend(calls)
+        conditional = one.condition or "," in one.operands  # such as BRA.DIV UR4,0x30
+        if conditional or kind not in ("BRA", "EXIT", "RET"):
+            left.append(at + 1)
+    return found
 
 
 def groups_of_wgmma(instructions: Sequence[Instruction]) -> list[int]:
@@ -165,7 +194,7 @@ def groups_of_wgmma(instructions: Sequence[Instruction]) -> list[int]:
         elif one.code.startswith("WARPGROUP.DEPBAR"):
             if open_group:
                 raise ValueError("waits within a group")
-            waited = True
+            waited = one.operands.endswith("0x0")
     if open_group or not waited:
         raise ValueError("ends while it multiplies")
     return groups

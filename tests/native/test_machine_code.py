@@ -298,7 +298,8 @@ def wgmma(*codes: str) -> list[Instruction]:
     found = []
     for code, following in zip(codes, (*codes[1:], ""), strict=True):
         ends = code == "IGMMA" and following.startswith("WARPGROUP")
-        found.append(Instruction(code=code, operands="R24,gsb0" if ends else "R24"))
+        operands = "R24,gsb0" if ends else "gsb0,0x0" if code == WAIT else "R24"
+        found.append(Instruction(code=code, operands=operands))
     return found
 
 
@@ -325,6 +326,36 @@ def test_groups_of_multiplications():
 def test_groups_that_are_not_fenced_or_not_waited_for_are_found(codes, fault):
     with pytest.raises(ValueError, match=fault):
         disassembly.groups_of_wgmma(wgmma(*codes))
+
+
+def test_multiplications_whose_last_group_is_not_waited_for_are_found():
+    *loop, wait = wgmma(ARRIVE, "IGMMA", WAIT)
+    with pytest.raises(ValueError, match="while it multiplies"):
+        disassembly.groups_of_wgmma([*loop, replace(wait, operands="gsb0,0x1")])
+
+
+@pytest.mark.parametrize(
+    ("lines", "found"),
+    [
+        ([" MOV R39,UR40", " EXIT", " MOV R40,R2"], 0),
+        ([" MOV R40,R2", " EXIT"], 1),
+        (["@P0 EXIT", " MOV R2,R40", " EXIT"], 1),
+        ([" STG.E.128 desc[UR4][R36.64],R2", " EXIT"], 0),
+        ([" LDG.E.128 R37,desc[UR4][R2.64]", " EXIT"], 1),
+        ([" BRA 0x30", " MOV R40,R2", " EXIT"], 0),
+        ([" BRA.DIV UR4,0x30", " MOV R40,R2", " EXIT"], 1),
+        (["@!P0 BRA 0x30", " EXIT", " MOV R40,R2", " EXIT"], 1),
+        ([" CALL.REL.NOINC 0x40", " MOV R40,R2", " EXIT", " RET.REL.NODEC R4 0x0"], 1),
+        ([" USETMAXREG.DEALLOC.CTAPOOL 0x28"], 1),
+    ],
+)
+def test_registers_that_were_given_up_are_found_wherever_the_threads_go_on(lines, found):
+    words = (line.split(" ", 2) for line in ["@P1 USETMAXREG.DEALLOC.CTAPOOL 0x28", *lines])
+    instructions = [
+        Instruction(condition=condition, code=code, operands="".join(operands))
+        for condition, code, *operands in words
+    ]
+    assert len(list(disassembly.registers_beyond(instructions, 40))) == found
 
 
 @pytest.mark.parametrize(("between", "groups"), [("", [2]), ("sums[0][0] += i;", [1, 1])])

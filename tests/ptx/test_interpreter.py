@@ -512,6 +512,8 @@ WAITS = {
     "16 of the block's threads wait at line .*bar.arrive 1": BRANCHES.format(
         "bar.arrive 1, 32", "bar.arrive 1, 32"
     ),
+    "barrier 16; a block has 0 to 15": "mov.b32 %d, %a; bar.sync 16, 32",
+    "a barrier of 48 threads, not of whole warps": "mov.b32 %d, %a; bar.arrive 1, 48",
     "the thread does not end": "$A: bra $A",
 }
 

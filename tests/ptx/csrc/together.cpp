@@ -6,6 +6,8 @@
 namespace ptx {
 namespace {
 
+constexpr int kBarriers = 16;  // of a block
+
 template <class Work>
 void each_lane(const Warp& warp, uint32_t lanes, const Work& work) {
     for (int lane = 0; lane < kWarp; ++lane)
@@ -32,8 +34,13 @@ void try_together(Warp& warp, const Instruction& i, uint32_t mask) {
 // A thread comes to a barrier of its block.
 Barrier& come(Thread& thread, const Instruction& i) {
     Block& block = *thread.block;
-    Barrier& barrier = block.barriers[get<int32_t>(thread, i.a)];
+    const auto number = get<int32_t>(thread, i.a);
+    if (number < 0 || number >= kBarriers)
+        fault(thread, i, "barrier " + std::to_string(number) + "; a block has 0 to 15");
+    Barrier& barrier = block.barriers[number];
     const size_t wanted = i.b < 0 ? block.threads.size() : get<uint32_t>(thread, i.b);
+    if (i.b >= 0 && (wanted % kWarp || !wanted))
+        fault(thread, i, "a barrier of " + std::to_string(wanted) + " threads, not of whole warps");
     if (barrier.arrived && barrier.wanted != wanted)
         fault(thread, i, "another number of threads than others wait for");
     barrier.wanted = wanted;
