@@ -20,8 +20,9 @@
 # that hangs and one that is wrong, and with such tests: the report must name each.
 #
 # Everything is kept in the folder $OUT, by default a new one in /tmp, as soon as it is there: log.txt, probe.json,
-# step.json, gemm.json, tuned.json, smoke.json (kernels: operations.json), results.md; all but the log can
-# go into benchmarks/results. The exit status is 1 if a stage failed or ran out of time.
+# step.json, tuned.json, smoke.json (kernels: operations.json), results.md; all but the log can go into
+# benchmarks/results. Ctrl-C ends the stage that runs; what was found is kept. The exit status is 1 if a stage failed,
+# ran out of time or was stopped.
 set -uo pipefail
 
 device=cuda quick="" minutes=10 python=python3 rehearse=""
@@ -44,6 +45,7 @@ cuda) ;;
 emulator) quick=--quick ;;
 *) echo "--device is cuda or emulator, not $device" >&2 && exit 2 ;;
 esac
+[[ $minutes =~ ^[1-9][0-9]*$ ]] || { echo "--minutes is a whole number from 1 on, not $minutes" >&2 && exit 2; }
 
 if [[ $device == cuda ]] && ! "$python" -c 'import torch; exit(not torch.cuda.is_available())'; then
     echo "$python has no PyTorch that sees a GPU, so nothing was run; --device emulator tries the round without one" >&2
@@ -60,16 +62,31 @@ not_run=78 lost=77
 failures=0
 
 OUT=${OUT:-$(mktemp -d /tmp/gpu_round.XXXXXX)}
-mkdir -p "$OUT"
-rm -f "$OUT"/*.json
+# Of a round before in the same folder nothing may stay.
+if ! mkdir -p "$OUT" || ! : >"$OUT/log.txt" || ! rm -f "$OUT"/{probe,step,operations,smoke,tuned}.json "$OUT/results.md"; then
+    echo "nothing can be kept in $OUT: name another folder in OUT" >&2 && exit 2
+fi
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 export PYTHONPATH=$PWD PYTHONUNBUFFERED=1 XDG_CONFIG_HOME=$work/config TMPDIR=$work
 [[ $device == cuda && -d .carry/cache ]] && export XDG_CACHE_HOME=$PWD/.carry/cache
 
-# limited SECONDS COMMAND...: ask the command to end when its time is up, and end it soon after.
+# limited SECONDS COMMAND...: ask the command to end when its time is up or the round is stopped, and end it soon after.
 limited() {
-    timeout --signal="${signal:-TERM}" --kill-after=10 "$@"
+    set -m # else it would ignore SIGINT
+    timeout --signal="${signal:-TERM}" --kill-after=10 "$@" &
+    set +m
+    child=$!
+    wait "$child" && return
+    local status=$?
+    [[ -z $stopped ]] || wait "$child" # the signal has ended the wait before
+    return $status
+}
+child="" stopped=""
+
+stop() {
+    stopped=yes
+    [[ -z $child ]] || kill -TERM "$child" 2>/dev/null
 }
 
 install_wheels() {
@@ -82,10 +99,10 @@ install_wheels() {
 # of a checkout stay, whatever fails.
 build_libraries() {
     local load="from lsq.native import loader, runtime; loader.library(), runtime.library()"
-    "$python" -c "$load" 2>/dev/null && return
+    limited "$setup_seconds" "$python" -c "$load" 2>/dev/null && return
     if compgen -G ".carry/libraries/*.so" >/dev/null; then
         cp --remove-destination .carry/libraries/*.so lsq/native/
-        "$python" -c "$load" && return
+        limited "$setup_seconds" "$python" -c "$load" && return
         rm -f lsq/native/*.so
     fi
     limited "$setup_seconds" "$python" setup.py --quiet build_ext --inplace
@@ -178,10 +195,16 @@ stage_sanitizer() {
 
 run_stage() {
     local stage=$1 seconds=$2 begun=$SECONDS status
+    verdicts[$stage]=stopped took[$stage]=0
+    [[ -z $stopped ]] || return
     echo "== $stage, at most $seconds seconds"
     "stage_$stage" "$seconds"
     status=$?
     took[$stage]=$((SECONDS - begun))
+    [[ -z $stopped ]] || return
+    if ((status == 137 && took[$stage] < seconds)); then
+        echo "$stage was killed before its time was up, perhaps for the memory it took" && status=1
+    fi
     case $status in
     0) verdicts[$stage]=ok ;;
     "$not_run") verdicts[$stage]="not run" ;;
@@ -198,8 +221,8 @@ left() {
 }
 
 main() {
-    local stage total=0 files
-    [[ $device != cuda ]] || nvidia-smi
+    local stage total=0 files=()
+    [[ $device != cuda ]] || limited "$setup_seconds" nvidia-smi
     install_wheels || { echo "the wheels cannot be installed" && failures=1; }
     build_libraries || { echo "the libraries cannot be built" && failures=1; }
     for stage in "${stages[@]}"; do total=$((total + shares[$stage])); done
@@ -207,14 +230,24 @@ main() {
         run_stage "$stage" "$(left "${shares[$stage]}" "$total")"
         total=$((total - shares[$stage]))
     done
-    files=$(cd "$OUT" && ls -t -- *.json 2>/dev/null | grep -v tuned.json) &&
-        (cd "$OUT" && "$python" "$OLDPWD/benchmarks/gpu.py" $files --output results.md)
+    for stage in probe step operations smoke; do
+        [[ ! -e $OUT/$stage.json ]] || files+=("$OUT/$stage.json")
+    done
+    if ((${#files[@]})) && ! limited "$close_seconds" "$python" benchmarks/gpu.py "${files[@]}" --output "$OUT/results.md"; then
+        echo "the tables cannot be written" && failures=1
+    fi
     for stage in "${stages[@]}"; do
         printf '%-10s %-12s %4d s\n' "$stage" "${verdicts[$stage]}" "${took[$stage]}"
     done
     echo "kept in $OUT"
-    return $failures
+    [[ -z $stopped ]] && return $failures
 }
 
-main 2>&1 | tee "$OUT/log.txt"
-exit "${PIPESTATUS[0]}"
+exec > >(trap '' INT TERM && exec tee "$OUT/log.txt") 2>&1
+log=$!
+trap stop INT TERM
+main
+status=$?
+exec >&- 2>&-
+wait "$log"
+exit $status

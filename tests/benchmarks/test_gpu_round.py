@@ -4,8 +4,11 @@ kept."""
 import json
 import os
 import re
+import shlex
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -65,9 +68,7 @@ def test_a_round_in_the_emulator_keeps_its_log(tmp_path):
 
 
 def test_a_stage_of_the_round_that_fails_does_not_stop_the_others(tmp_path):
-    broken = tmp_path / "python"
-    broken.write_text("#!/bin/sh\nexit 3\n")
-    broken.chmod(0o755)
+    broken = program(tmp_path, "exit 3")
     libraries = sorted((BENCHMARKS.parent / "lsq" / "native").glob("*.so"))
     done = round_of("--device", "emulator", out=tmp_path / "out", seconds=60, python=str(broken))
     assert done.returncode == 1 and "the libraries cannot be built" in done.stdout
@@ -80,14 +81,90 @@ def test_a_stage_of_the_round_that_fails_does_not_stop_the_others(tmp_path):
     )
 
 
+def program(folder: Path, commands: str) -> Path:
+    """One that stands in for Python."""
+    found = folder / "python"
+    found.write_text(f"#!/bin/bash\n{commands}\n")
+    found.chmod(0o755)
+    return found
+
+
 def test_a_round_without_a_gpu_says_so_and_writes_nothing(tmp_path):
-    python = tmp_path / "python"
-    python.write_text("#!/bin/sh\nexit 1\n")
-    python.chmod(0o755)
-    done = round_of(out=tmp_path / "out", seconds=60, python=str(python))
+    done = round_of(out=tmp_path / "out", seconds=60, python=str(program(tmp_path, "exit 1")))
     assert done.returncode == 2 and not done.stdout
     assert "no PyTorch that sees a GPU, so nothing was run" in done.stderr
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_round_that_is_stopped_ends_its_stage_and_keeps_what_was_found(number, tmp_path):
+    out, started = tmp_path / "out", tmp_path / "started"
+    out.mkdir()
+    out.joinpath("results.md").write_text("of a round before")
+    python = program(
+        tmp_path,
+        f"""case $* in
+    *bench_gpu_step*) echo '{{}}' > {shlex.quote(str(out / "step.json"))}
+        echo $$ > {shlex.quote(str(started))}; while true; do sleep 0.1; done ;;
+    *gpu.py*) cp "$2" "$4" ;;
+esac""",
+    )
+    command = ["benchmarks/gpu_round.sh", "--device", "emulator", "--python", str(python)]
+    round_ = subprocess.Popen(
+        [*command, "step", "smoke"],
+        cwd=BENCHMARKS.parent,
+        env={**os.environ, "OUT": str(out)},
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    while not started.exists() or not started.read_text():
+        assert round_.poll() is None
+        time.sleep(0.05)
+    os.killpg(round_.pid, number)
+    text, _ = round_.communicate(timeout=60)
+    assert round_.returncode == 1 and out.joinpath("log.txt").read_text() == text
+    ended = subprocess.CompletedProcess(command, 1, text)
+    assert verdicts(ended) == {"step": "stopped", "smoke": "stopped"}
+    assert out.joinpath("results.md").read_text() == "{}\n"
+    assert not Path("/proc", started.read_text().strip()).exists()
+
+
+def test_a_stage_that_is_killed_is_not_out_of_time(tmp_path):
+    python = program(tmp_path, "[[ $* != *bench_numbers* ]] || kill -9 $$")
+    done = round_of("--device", "emulator", "smoke", out=tmp_path, seconds=60, python=str(python))
+    assert done.returncode == 1 and verdicts(done) == {"smoke": "FAILED"}
+    assert "smoke was killed before its time was up" in done.stdout
+
+
+def test_tables_that_cannot_be_written_fail_the_round(tmp_path):
+    """Python by a path from the repository's root, as in `--python .venv/bin/python`."""
+    out = tmp_path / "out"
+    python = program(
+        tmp_path,
+        f"""case $* in
+    *bench_numbers*) echo '{{}}' > {shlex.quote(str(out / "smoke.json"))} ;;
+    *gpu.py*) exit 1 ;;
+esac""",
+    )
+    relative = os.path.relpath(python, BENCHMARKS.parent)
+    done = round_of("--device", "emulator", "smoke", out=out, seconds=60, python=relative)
+    assert verdicts(done) == {"smoke": "ok"}
+    assert done.returncode == 1 and "the tables cannot be written" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "out", "message"),
+    [
+        (["--minutes", "0.5"], "out", "--minutes is a whole number from 1 on, not 0.5"),
+        (["--device", "tpu"], "out", "--device is cuda or emulator, not tpu"),
+        (["--device", "emulator"], "file/out", "file/out: name another folder in OUT"),
+    ],
+)
+def test_a_round_that_cannot_begin_says_why(options, out, message, tmp_path):
+    tmp_path.joinpath("file").touch()
+    done = round_of(*options, "step", out=tmp_path / out, seconds=60)
+    assert done.returncode == 2 and message in done.stderr and not done.stdout
 
 
 def test_the_round_explains_itself():
