@@ -1,4 +1,6 @@
 // Named barriers of the running block.
+#include <utility>
+
 #include "races.h"
 #include "report.h"
 #include "threads.h"
@@ -16,11 +18,18 @@ struct Call {
     Site site;
 };
 
+// A warp that has come to a barrier, and when.
+struct Comer {
+    unsigned warp;
+    Call call;
+    uint64_t time;
+};
+
 // A barrier is open as long as some warps have come, and not all.
 struct Barrier {
-    std::vector<unsigned> warps;  // that have come
-    std::vector<Call> calls;      // of each
-    Seen seen;                    // by all of them
+    std::vector<Comer> here;    // that have come
+    std::vector<Comer> before;  // that it let go last
+    Seen seen;                  // by all who are here
 };
 
 Barrier barriers[BARRIERS];
@@ -35,14 +44,13 @@ std::string describe(const Call& call) {
 
 // Lets all go on who wait at a barrier to which the last warp has come.
 void complete(Barrier& barrier) {
-    for (size_t i = 0; i < barrier.warps.size(); ++i) {
-        if (!barrier.calls[i].waits) continue;
-        const unsigned warp = barrier.warps[i];
-        acquire(warp, barrier.seen);
+    for (const Comer& comer : barrier.here) {
+        if (!comer.call.waits) continue;
+        acquire(comer.warp, barrier.seen);
         for (unsigned lane = 0; lane < WARP; ++lane)
-            threads[warp * WARP + lane].state = State::ready;
+            threads[comer.warp * WARP + lane].state = State::ready;
     }
-    barrier = {};
+    barrier = {{}, std::move(barrier.here), {}};
 }
 
 // The running warp, whose lanes have met, comes to a barrier.
@@ -59,23 +67,31 @@ void come(void* const* operands) {
         return;
     }
     Barrier& barrier = barriers[call.barrier];
-    for (size_t i = 0; i < barrier.warps.size(); ++i) {
-        const bool again = barrier.warps[i] == warp;
-        if (!again && barrier.calls[i].count == call.count) continue;
-        fault = "warp " + std::to_string(warp) + " comes to " + describe(call) + ", to which " +
+    const std::string comes = "warp " + std::to_string(warp) + " comes to " + describe(call);
+    for (const Comer& other : barrier.here) {
+        const bool again = other.warp == warp;
+        if (!again && other.call.count == call.count) continue;
+        fault = comes + ", to which " +
                 (again ? "it has come already, and not all others"
-                       : "warp " + std::to_string(barrier.warps[i]) + " has come as " +
-                             describe(barrier.calls[i]));
+                       : "warp " + std::to_string(other.warp) + " has come as " +
+                             describe(other.call));
         return;
     }
-    barrier.warps.push_back(warp);
-    barrier.calls.push_back(call);
+    // Else it may be the first of the two.
+    for (const Comer& other : barrier.before) {
+        if (other.warp == warp || has_seen(warp, other.warp, other.time)) continue;
+        fault = comes + ", to which warp " + std::to_string(other.warp) + " came before by " +
+                name_of(other.call) + " (" + describe(other.call.site) +
+                ") with nothing that orders the two";
+        return;
+    }
+    barrier.here.push_back({warp, call, time_of(warp)});
     release(warp, barrier.seen);
     if (call.waits) {
         for (unsigned lane = 0; lane < WARP; ++lane)
             threads[first + lane].state = State::named_barrier;
     }
-    if (barrier.warps.size() * WARP == static_cast<size_t>(call.count)) complete(barrier);
+    if (barrier.here.size() * WARP == static_cast<size_t>(call.count)) complete(barrier);
 }
 
 }  // namespace
@@ -87,14 +103,15 @@ void close_barriers() {
 std::string open_barriers() {
     std::string text;
     for (const Barrier& barrier : barriers) {
-        if (barrier.warps.empty()) continue;
-        const Call& call = barrier.calls.front();
+        if (barrier.here.empty()) continue;
+        const Call& call = barrier.here.front().call;
         text += "; barrier " + std::to_string(call.barrier) + " waits for " +
                 std::to_string(call.count) + " threads, of which " +
-                std::to_string(barrier.warps.size() * WARP) + " have come:";
-        for (size_t i = 0; i < barrier.warps.size(); ++i) {
-            text += (i ? ", warp " : " warp ") + std::to_string(barrier.warps[i]) + " by " +
-                    name_of(barrier.calls[i]) + " (" + describe(barrier.calls[i].site) + ")";
+                std::to_string(barrier.here.size() * WARP) + " have come:";
+        for (const Comer& comer : barrier.here) {
+            text += (&comer == &barrier.here.front() ? " warp " : ", warp ") +
+                    std::to_string(comer.warp) + " by " + name_of(comer.call) + " (" +
+                    describe(comer.call.site) + ")";
         }
     }
     return text;

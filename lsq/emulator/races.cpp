@@ -185,6 +185,10 @@ void acquire(unsigned warp, const Seen& barrier) {
     for (size_t i = 0; i < SEVERAL; ++i) seen[warp][i] = std::max(seen[warp][i], barrier[i]);
 }
 
+uint64_t time_of(unsigned warp) { return seen[warp][warp]; }
+
+bool has_seen(unsigned warp, unsigned other, uint64_t time) { return seen[warp][other] >= time; }
+
 void begin_copy(const void* to, size_t size, const void* site) {
     touch(to, size, true, site);
     const uint64_t copying = COPYING | current;
@@ -276,6 +280,8 @@ namespace emulator {
 void order_accesses() {}
 void release(unsigned, Seen&) {}
 void acquire(unsigned, const Seen&) {}
+uint64_t time_of(unsigned) { return 0; }
+bool has_seen(unsigned, unsigned, uint64_t) { return true; }
 void begin_copy(const void*, size_t, const void*) {}
 void end_copy(const void*, size_t) {}
 void begin_reading(const void*, size_t) {}

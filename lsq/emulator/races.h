@@ -20,6 +20,10 @@ using Seen = std::array<uint64_t, 64>;
 void release(unsigned warp, Seen& seen);
 void acquire(unsigned warp, const Seen& seen);
 
+// A warp's time, and whether another warp has acquired what it had done until then.
+uint64_t time_of(unsigned warp);
+bool has_seen(unsigned warp, unsigned other, uint64_t time);
+
 // The running thread begins a copy to shared memory, by an instruction before `site`: nobody may
 // touch that memory until it ends; then the thread's warp counts as its writer.
 void begin_copy(const void* to, size_t size, const void* site);

@@ -9,6 +9,7 @@ SOURCE = "barriers.cu"
 RACE = r"shared memory that warp \d (wrote|read) with no barrier between the two"
 COPY = r"shared memory that a copy of thread \d+ still fills"
 AGAIN = r"to which it has come already, and not all others"
+BEFORE = r"to which warp \d came before by bar.sync \(.*\) with nothing that orders the two"
 
 
 def added_up(order, steps=7, fault=0):
@@ -32,8 +33,8 @@ def test_a_ring_that_one_warp_fills_and_others_read(order, steps):
     [
         (1, 2, f"{RACE}|{COPY}"),  # readers only arrive
         (2, 2, f"{RACE}|{COPY}"),  # no barrier that says "full"
-        (3, 3, f"{RACE}|{AGAIN}"),  # the writer only arrives
-        (4, 3, f"{RACE}|{AGAIN}"),  # no barrier that says "empty"
+        (3, 3, f"{RACE}|{AGAIN}|{BEFORE}"),  # the writer only arrives
+        (4, 3, f"{RACE}|{AGAIN}|{BEFORE}"),  # no barrier that says "empty"
         (5, 2, COPY),
         (6, 2, f"thread .5, 0, 0. writes {RACE}|thread .* reads {RACE}"),
     ],
@@ -44,9 +45,8 @@ def test_a_barrier_that_is_missing_from_a_ring(order, fault, steps, message):
 
 
 @pytest.mark.parametrize("fault", [3, 4])
-def test_a_stage_that_is_filled_too_early_is_a_race(fault):
-    """Readers come first."""
-    with fails(rf"reads {RACE}"):
+def test_a_stage_that_is_filled_too_early_is_named_if_readers_come_first(fault):
+    with fails(rf"warp 0 comes to barrier 1 of 96 threads by bar.arrive .*{BEFORE}"):
         added_up(1, 3, fault)
 
 
@@ -57,6 +57,16 @@ def test_groups_that_take_turns(order):
     assert torch.equal(out, 2 * rounds * torch.arange(64, 0, -1, dtype=torch.int32))
     with fails(rf"kernel turns, .*{RACE}, after it waited at barriers.cuh:\d+"):
         Module(SOURCE, order).launch("turns", 1, 128, out, rounds, 1)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_barrier_that_others_may_come_to_first(order):
+    """Two groups of warps: one group's first warp could meet the other's."""
+    out = torch.zeros(128, dtype=torch.int32)
+    Module(SOURCE, order).launch("groups", 1, 128, out, 0)
+    assert torch.equal(out, torch.arange(128, dtype=torch.int32) ^ 63)
+    with fails(rf"kernel groups, block \(0, 0, 0\): .*({BEFORE}|{RACE})"):
+        Module(SOURCE, order).launch("groups", 1, 128, out, 1)
 
 
 @pytest.mark.parametrize("order", ORDERS)

@@ -154,6 +154,18 @@ def test_faults_of_warps_that_take_turns(fault, order):
         added_up(2, fault, order)
 
 
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_barrier_that_others_may_come_to_first(order):
+    """Two groups of warps: one group's first warp could meet the other's."""
+    out = torch.zeros(128, dtype=torch.int32)
+    given = module(FOLDER / "barriers.cu")
+    given.launch("groups", out, 0, block=(128, 1, 1), order=order)
+    assert torch.equal(out, torch.arange(128, dtype=torch.int32) ^ 63)
+    early = "warp . came to this barrier before, and nothing orders the two"
+    with fails(f"{early}|no barrier lies|nobody has written it"):
+        given.launch("groups", out, 1, block=(128, 1, 1), order=order)
+
+
 FAULTS_OF_COPIES = {
     1: "cp.async to it has not been waited for",
     2: "nobody has written it|cp.async to it has not been waited for",

@@ -229,11 +229,14 @@ def test_an_instruction_that_is_left_out_is_missed(instruction, interpreted, mon
         compare_cuda(rounded_project(41, 80))
 
 
+@pytest.mark.parametrize("tile", [MMA, WGMMA])
 @pytest.mark.parametrize("instruction", [None, "membar.gl"])
-def test_a_fence_between_blocks_that_is_left_out_is_missed(instruction, interpreted, monkeypatch):
+def test_a_fence_between_blocks_that_is_left_out_is_missed(
+    tile, instruction, interpreted, monkeypatch
+):
     """The last of three blocks reads what the others have left."""
     operation = test_weight_gradient.case(341, columns=16, outputs=13, padded=16)
-    with gemm.ended_by(in_parts(MMA, 3)):
+    with gemm.ended_by(in_parts(tile, 3)):
         if instruction is None:
             compare_cuda(operation)
             return

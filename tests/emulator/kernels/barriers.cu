@@ -59,6 +59,16 @@ LSQ_KERNEL turns(Out<uint32_t> out, int64_t rounds, int64_t fault) {
 }
 LSQ_EXPORT(turns)
 
+// out [128]: what other threads of a group of two warps have left there; 1: with one barrier for both
+// groups.
+LSQ_KERNEL groups(Out<uint32_t> out, int64_t fault) {
+    __shared__ uint32_t words[128];
+    words[threadIdx.x] = threadIdx.x;
+    sync_barrier<64>(fault ? 1 : 1 + threadIdx.x / 64);
+    out[threadIdx.x] = words[threadIdx.x ^ 63];
+}
+LSQ_EXPORT(groups)
+
 // Three warps read a word, which warp 0 overwrites when `readers` of them have come.
 template <int READERS>
 LSQ_INLINE void read_and_overwrite(uint32_t* out) {

@@ -132,7 +132,9 @@ struct Warp {
 struct Barrier {
     std::vector<Thread*> waiting;
     size_t arrived = 0, wanted = 0;
-    std::vector<uint32_t> clock;  // of those that have arrived
+    std::vector<uint32_t> clock;           // of those that have arrived
+    std::vector<uint32_t> arrivals, last;  // by warp: its own clock when it came, 0 for none; last
+                                           // time the barrier let them go
     SeenOfBlocks blocks;
 };
 

@@ -44,7 +44,13 @@ Barrier& come(Thread& thread, const Instruction& i) {
     if (barrier.arrived && barrier.wanted != wanted)
         fault(thread, i, "another number of threads than others wait for");
     barrier.wanted = wanted;
-    barrier.clock.resize(block.warps.size());
+    const int own = thread.warp->number;
+    for (size_t w = 0; w < barrier.last.size(); ++w)
+        if (static_cast<int>(w) != own && barrier.last[w] > thread.warp->clock[w])
+            fault(thread, i, "warp " + std::to_string(w) +
+                                 " came to this barrier before, and nothing orders the two");
+    barrier.clock.resize(block.warps.size()), barrier.arrivals.resize(block.warps.size());
+    barrier.arrivals[own] = thread.warp->clock[own];
     for (size_t w = 0; w < barrier.clock.size(); ++w)
         barrier.clock[w] = std::max(barrier.clock[w], thread.warp->clock[w]);
     barrier.blocks.join(thread.warp->blocks);
@@ -70,7 +76,9 @@ void try_to_pass(Barrier& barrier) {
         }
     }
     for (Thread* other : barrier.waiting) other->state = State::RUNNING, other->waits = nullptr;
-    barrier = {};
+    Barrier next;
+    next.last = std::move(barrier.arrivals);
+    barrier = std::move(next);
 }
 
 // Value number `v` of a fragment whose values have `bits` bits.
