@@ -95,8 +95,9 @@ WITHOUT_OVERLAP = {"sm_80", "sm_89"}
 LONG_STEPS = {"FIELD_BITS", "WGMMA"}
 """Defines of products with 128 values along K in a stage, and bytes of a row of a; others have 64.
 """
-COPYING_REGISTERS = 40
-"""Of a thread that copies for wgmma."""
+FIRST_REGISTERS, COPYING_REGISTERS = 168, 40
+"""Of a thread of a product by wgmma: kFirstRegisters of product_wgmma.cuh, and what is left to one
+that copies."""
 
 
 @functools.cache
@@ -137,8 +138,10 @@ def one_of(name: str, target: str) -> Kernel:
 
 def assert_lean(kernel: Kernel, target: str) -> None:
     """Nothing is wrong with a kernel's machine code."""
-    image = compiler.compile_kernels(kernel.source, kernel.defines, target).image
-    assert not list(faults(kernel, image, target)), (kernel, target)
+    compiled = compiler.compile_kernels(kernel.source, kernel.defines, target)
+    assert not list(faults(kernel, compiled.image, target)), (kernel, target)
+    if "WGMMA" in dict(kernel.defines):
+        assert compiled.resources[kernel.name].registers == FIRST_REGISTERS, kernel
 
 
 def faults(kernel: Kernel, image: bytes, target: str) -> Iterator[str]:

@@ -16,7 +16,9 @@ namespace lsq {
 constexpr int kTilesAtOnce = 2, kTileThreads = kWarpgroup, kCopyThreads = kWarpgroup;
 constexpr int kProductThreads = kTilesAtOnce * kTileThreads + kCopyThreads;
 constexpr int kProductBlocks = 1;  // that a multiprocessor is to hold
-// Registers of threads that copy, and that multiply: at most 65,536 of a block.
+// Registers of all threads at first, as __launch_bounds__ leaves them of 65,536, and then of threads
+// that copy, and that multiply.
+constexpr int kFirstRegisters = 65536 / kProductThreads / 8 * 8;
 constexpr int kCopyRegisters = 40, kTileRegisters = 232;
 constexpr int kWarpsDown = 4, kWarpsAcross = 1;
 constexpr int kWarpColumns = TILE_N;
@@ -28,6 +30,9 @@ constexpr int kEndBytes = kWarpsDown * 8 * 16 * (kWarpColumns / 4 + 2) + 36 * TI
 // fewer announces a step earlier than that.
 constexpr int kCopiesAhead = STAGES > 3 ? STAGES - 3 : 1;
 
+static_assert(kCopyThreads * kCopyRegisters + kTilesAtOnce * kTileThreads * kTileRegisters <=
+                  kProductThreads * kFirstRegisters,
+              "a warpgroup would wait for ever for registers that no other gives up");
 static_assert(TILE_M % 64 == 0, "whole warpgroups");
 static_assert(TILE_M * TILE_N <= 128 * 128, "128 sums of a thread");
 static_assert(STAGES >= 3 && STAGES <= 5, "one is filled while two are read; 16 barriers");
