@@ -151,8 +151,19 @@ void touch_global(const void* address, size_t size, bool writes) {
     if (!fault.empty()) fail_thread(fault);
 }
 
+// The memory of blocks that have more.
+inline void check_beyond_shared(const void* address, size_t size, bool writes) {
+    const auto begin = reinterpret_cast<uintptr_t>(emulator_dynamic_shared);
+    const size_t offset = reinterpret_cast<uintptr_t>(address) - begin;
+    if (offset >= LARGEST_SHARED || offset + size <= launched->shared) return;
+    fail_thread((writes ? "writes " : "reads ") + std::to_string(size) + " bytes from byte " +
+                std::to_string(offset) + " on of dynamic shared memory, of which its block has " +
+                std::to_string(launched->shared) + waited());
+}
+
 inline void touch(const void* address, size_t size, bool writes, const void* site) {
     if (counting) count_access(address, size, writes ? Access::write : Access::read, site);
+    check_beyond_shared(address, size, writes);
     if (in_shared(address)) {
         const uint64_t warp = running_warp();
         if (writes && all_readers) check_readers(address, size);

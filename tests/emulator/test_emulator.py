@@ -129,6 +129,15 @@ def test_much_shared_memory_must_be_asked_for():
     assert list(out) == [9] * 64 and static.value > 0
 
 
+def test_accesses_beyond_a_block_s_dynamic_shared_memory():
+    out = memory(64)
+    Module("faulty.cu").launch("write_beyond_dynamic", 1, 64, out, 0, shared=256)
+    assert list(out) == [1] * 64
+    beyond = "4 bytes from byte 256 on of dynamic shared memory, of which its block has 256"
+    with fails(rf"thread \(63, 0, 0\) writes {beyond}"):
+        Module("faulty.cu").launch("write_beyond_dynamic", 1, 64, out, 1, shared=256)
+
+
 def test_what_is_not_there():
     with fails("no kernel absent", 500):
         Module("sound.cu").function("absent")
