@@ -77,9 +77,10 @@ limited() {
     timeout --signal="${signal:-TERM}" --kill-after=10 "$@" &
     set +m
     child=$!
-    wait "$child" && return
+    wait "$child"
     local status=$?
     [[ -z $stopped ]] || wait "$child" # the signal has ended the wait before
+    child=""
     return $status
 }
 child="" stopped=""
