@@ -63,7 +63,8 @@ failures=0
 
 OUT=${OUT:-$(mktemp -d /tmp/gpu_round.XXXXXX)}
 # Of a round before in the same folder nothing may stay.
-if ! mkdir -p "$OUT" || ! : >"$OUT/log.txt" || ! rm -f "$OUT"/{probe,step,operations,smoke,tuned}.json "$OUT/results.md"; then
+if ! mkdir -p "$OUT" || ! : >"$OUT/log.txt" ||
+    ! rm -f "$OUT"/{probe,step,operations,smoke,tuned}.json "$OUT/results.md"; then
     echo "nothing can be kept in $OUT: name another folder in OUT" >&2 && exit 2
 fi
 work=$(mktemp -d)
@@ -101,6 +102,7 @@ install_wheels() {
 build_libraries() {
     local load="from lsq.native import loader, runtime; loader.library(), runtime.library()"
     limited "$setup_seconds" "$python" -c "$load" 2>/dev/null && return
+    [[ -z $stopped ]] || return
     if compgen -G ".carry/libraries/*.so" >/dev/null; then
         cp --remove-destination .carry/libraries/*.so lsq/native/
         limited "$setup_seconds" "$python" -c "$load" && return
@@ -234,7 +236,8 @@ main() {
     for stage in probe step operations smoke; do
         [[ ! -e $OUT/$stage.json ]] || files+=("$OUT/$stage.json")
     done
-    if ((${#files[@]})) && ! limited "$close_seconds" "$python" benchmarks/gpu.py "${files[@]}" --output "$OUT/results.md"; then
+    if ((${#files[@]})) &&
+        ! limited "$close_seconds" "$python" benchmarks/gpu.py "${files[@]}" --output "$OUT/results.md"; then
         echo "the tables cannot be written" && failures=1
     fi
     for stage in "${stages[@]}"; do
