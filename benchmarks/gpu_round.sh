@@ -233,6 +233,7 @@ main() {
         run_stage "$stage" "$(left "${shares[$stage]}" "$total")"
         total=$((total - shares[$stage]))
     done
+    rm -f "$OUT"/{probe,step,operations,smoke}.partial # of a benchmark that was ended as it wrote
     for stage in probe step operations smoke; do
         [[ ! -e $OUT/$stage.json ]] || files+=("$OUT/$stage.json")
     done

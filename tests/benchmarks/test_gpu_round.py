@@ -105,6 +105,7 @@ def test_a_round_that_is_stopped_ends_its_stage_and_keeps_what_was_found(number,
         tmp_path,
         f"""case $* in
     *bench_gpu_step*) echo '{{}}' > {shlex.quote(str(out / "step.json"))}
+        touch {shlex.quote(str(out / "step.partial"))}
         echo $$ > {shlex.quote(str(started))}; while true; do sleep 0.1; done ;;
     *gpu.py*) cp "$2" "$4" ;;
 esac""",
@@ -127,6 +128,7 @@ esac""",
     ended = subprocess.CompletedProcess(command, 1, text)
     assert verdicts(ended) == {"step": "stopped", "smoke": "stopped"}
     assert out.joinpath("results.md").read_text() == "{}\n"
+    assert {path.name for path in out.iterdir()} == {"log.txt", "results.md", "step.json"}
     assert not Path("/proc", started.read_text().strip()).exists()
 
 
