@@ -2,6 +2,7 @@
 
 import math
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -38,6 +39,7 @@ from tests.ops.tiles import (
     assert_nothing_spills,
     assert_two_blocks_fit,
     assert_whole_sectors,
+    few_blocks,
     in_one,
     in_parts,
     largest_tile,
@@ -82,6 +84,20 @@ def test_codes_of_a_project_are_exact(tile, rows, inner, outputs):
     found = in_one(rounded(rows, inner, outputs), tile)
     assert torch.equal(found.rounded.scale, found.rounded.clip / found.rounded.largest)
     assert rows < 7 or found.rounded.clipped.any()
+
+
+def test_blocks_make_several_tiles_on_a_large_gpu_too(monkeypatch):
+    large = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: large)
+
+    def grid():
+        return kernel_of(rounded(300, 272, 144), WARPGROUPS[-1], "lsq_project_product").grid
+
+    assert grid() == (15, 1, 1)
+    with few_blocks():
+        assert grid() == (2, 1, 1)
 
 
 def test_a_scale_for_each_row_by_warpgroups():

@@ -13,8 +13,9 @@ from lsq import gemm
 from lsq.emulator import profile
 from lsq.emulator.profile import Limits, Operand, fitting_blocks
 from lsq.gemm.configuration import TileConfiguration
-from lsq.native import compiler, geometry
+from lsq.native import compiler
 from lsq.native.launch import Launch
+from lsq.ops import launches as of_operations
 from lsq.program.operation import Operation
 from lsq.program.tensor import VirtualTensor
 from tests.ops.cuda import compare_cuda
@@ -64,15 +65,19 @@ def in_parts(tile: TileConfiguration, split: int) -> TileConfiguration:
     return dataclasses.replace(tile, split=split)
 
 
+def few_blocks():
+    """Two blocks that stay (wgmma) and make several tiles each, on a GPU, too."""
+    return mock.patch.object(of_operations, "multiprocessors", lambda: 2)
+
+
 def in_one(
     operation: Operation,
     tile: TileConfiguration | None,
     dtype: torch.dtype = torch.float32,
     exact: bool = True,
 ) -> Operation:
-    """`compare_cuda` of an operation whose product and end are one launch; of two for None. Blocks
-    that stay, by wgmma, make several tiles each."""
-    with mock.patch.object(geometry, "MULTIPROCESSORS", 2), gemm.ended_by(tile):
+    """`compare_cuda` of an operation whose product and end are one launch; of two for None."""
+    with few_blocks(), gemm.ended_by(tile):
         return compare_cuda(operation, dtype, exact)
 
 
