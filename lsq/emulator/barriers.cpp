@@ -19,7 +19,7 @@ struct Call {
 };
 
 // A warp that has come to a barrier, and when.
-struct Comer {
+struct Arrival {
     unsigned warp;
     Call call;
     uint64_t time;
@@ -27,9 +27,9 @@ struct Comer {
 
 // A barrier is open as long as some warps have come, and not all.
 struct Barrier {
-    std::vector<Comer> here;    // that have come
-    std::vector<Comer> before;  // that it let go last
-    Seen seen;                  // by all who are here
+    std::vector<Arrival> here;    // that have come
+    std::vector<Arrival> before;  // that it let go last
+    Seen seen;                    // by all who are here
 };
 
 Barrier barriers[BARRIERS];
@@ -44,11 +44,11 @@ std::string describe(const Call& call) {
 
 // Lets all go on who wait at a barrier to which the last warp has come.
 void complete(Barrier& barrier) {
-    for (const Comer& comer : barrier.here) {
-        if (!comer.call.waits) continue;
-        acquire(comer.warp, barrier.seen);
+    for (const Arrival& arrival : barrier.here) {
+        if (!arrival.call.waits) continue;
+        acquire(arrival.warp, barrier.seen);
         for (unsigned lane = 0; lane < WARP; ++lane)
-            threads[comer.warp * WARP + lane].state = State::ready;
+            threads[arrival.warp * WARP + lane].state = State::ready;
     }
     barrier = {{}, std::move(barrier.here), {}};
 }
@@ -67,23 +67,21 @@ void come(void* const* operands) {
         return;
     }
     Barrier& barrier = barriers[call.barrier];
-    const std::string comes = "warp " + std::to_string(warp) + " comes to " + describe(call);
-    for (const Comer& other : barrier.here) {
-        const bool again = other.warp == warp;
-        if (!again && other.call.count == call.count) continue;
-        fault = comes + ", to which " +
-                (again ? "it has come already, and not all others"
-                       : "warp " + std::to_string(other.warp) + " has come as " +
-                             describe(other.call));
-        return;
+    const auto fail = [&](const std::string& words) {
+        fault = "warp " + std::to_string(warp) + " comes to " + describe(call) + ", to which " + words;
+    };
+    for (const Arrival& other : barrier.here) {
+        if (other.warp == warp) return fail("it has come already, and not all others");
+        if (other.call.count != call.count)
+            return fail("warp " + std::to_string(other.warp) + " has come as " +
+                        describe(other.call));
     }
     // Else it may be the first of the two.
-    for (const Comer& other : barrier.before) {
+    for (const Arrival& other : barrier.before) {
         if (other.warp == warp || has_seen(warp, other.warp, other.time)) continue;
-        fault = comes + ", to which warp " + std::to_string(other.warp) + " came before by " +
-                name_of(other.call) + " (" + describe(other.call.site) +
-                ") with nothing that orders the two";
-        return;
+        return fail("warp " + std::to_string(other.warp) + " came before by " +
+                    name_of(other.call) + " (" + describe(other.call.site) +
+                    ") with nothing that orders the two");
     }
     barrier.here.push_back({warp, call, time_of(warp)});
     release(warp, barrier.seen);
@@ -108,10 +106,10 @@ std::string open_barriers() {
         text += "; barrier " + std::to_string(call.barrier) + " waits for " +
                 std::to_string(call.count) + " threads, of which " +
                 std::to_string(barrier.here.size() * WARP) + " have come:";
-        for (const Comer& comer : barrier.here) {
-            text += (&comer == &barrier.here.front() ? " warp " : ", warp ") +
-                    std::to_string(comer.warp) + " by " + name_of(comer.call) + " (" +
-                    describe(comer.call.site) + ")";
+        for (const Arrival& arrival : barrier.here) {
+            text += (&arrival == &barrier.here.front() ? " warp " : ", warp ") +
+                    std::to_string(arrival.warp) + " by " + name_of(arrival.call) + " (" +
+                    describe(arrival.call.site) + ")";
         }
     }
     return text;

@@ -16,7 +16,7 @@ namespace lsq {
 constexpr int kTilesAtOnce = 2, kTileThreads = kWarpgroup, kCopyThreads = kWarpgroup;
 constexpr int kProductThreads = kTilesAtOnce * kTileThreads + kCopyThreads;
 constexpr int kProductBlocks = 1;  // that a multiprocessor is to hold
-// Registers of all threads at first, as __launch_bounds__ leaves them of 65,536, and then of threads
+// Registers of all threads at first, as __launch_bounds__ leaves them of 65,536, and then of those
 // that copy, and that multiply.
 constexpr int kFirstRegisters = 65536 / kProductThreads / 8 * 8;
 constexpr int kCopyRegisters = 40, kTileRegisters = 232;

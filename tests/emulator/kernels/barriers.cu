@@ -59,7 +59,7 @@ LSQ_KERNEL turns(Out<uint32_t> out, int64_t rounds, int64_t fault) {
 }
 LSQ_EXPORT(turns)
 
-// out [128]: what other threads of a group of two warps have left there; 1: with one barrier for both
+// out [128]: what other threads of a group of two warps have left; 1: with one barrier for both
 // groups.
 LSQ_KERNEL groups(Out<uint32_t> out, int64_t fault) {
     __shared__ uint32_t words[128];
