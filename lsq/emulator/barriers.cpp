@@ -68,7 +68,8 @@ void come(void* const* operands) {
     }
     Barrier& barrier = barriers[call.barrier];
     const auto fail = [&](const std::string& words) {
-        fault = "warp " + std::to_string(warp) + " comes to " + describe(call) + ", to which " + words;
+        fault = "warp " + std::to_string(warp) + " comes to " + describe(call) + ", to which ";
+        fault += words;
     };
     for (const Arrival& other : barrier.here) {
         if (other.warp == warp) return fail("it has come already, and not all others");
