@@ -4,6 +4,7 @@ the reference.
 Products run by mma.sync, by wgmma, and by cuBLASLt with kernels that apply the epilogue.
 """
 
+import dataclasses
 import itertools
 import re
 import shutil
@@ -20,24 +21,24 @@ from lsq.ops.nonlinearity import Activation
 from lsq.ops.sums import FinishSums, PartialSums
 from lsq.quant.tables import lookup
 from lsq.run.cuda import launched_by_operation
-from tests.ops import test_input_gradient, test_weight_gradient
+from tests.ops import cuda, test_input_gradient, test_weight_gradient
 from tests.ops.compare import empty, on_cpu
 from tests.ops.cuda import DTYPES, compare_cuda
 from tests.ops.test_adam import codes_of, numbers, state, step
 from tests.ops.test_attention import compare_both
 from tests.ops.test_embedding import embed, embed_gradient
 from tests.ops.test_kept_gradient import input_gradient, losses, weight_gradient
-from tests.ops.test_project import rounded_project
+from tests.ops.test_project import operands, rounded_project
 from tests.ops.test_residual_norm import compare_gradients, norm
 from tests.ops.test_rounding import round_of
 from tests.ops.test_sums import scales
 from tests.ops.test_turns_cuda import BLOCKS, SOURCES
 from tests.ops.test_vocabulary_loss import of_codes, rounded_of
-from tests.ops.tiles import SMALL, WARPGROUPS, in_parts
+from tests.ops.tiles import SMALL, WARPGROUPS, in_parts, launches
 from tests.ops.turns import EXPORT
 from tests.optim import test_updates_cuda as updates
 from tests.ptx import interpreter
-from tests.ptx.interpreter import InterpretedCUDA, ptx_of
+from tests.ptx.interpreter import InterpretedCUDA, Interpreter, ptx_of
 from tests.sampling import first, in_turn
 
 pytestmark = [
@@ -227,6 +228,34 @@ def test_an_instruction_that_is_left_out_is_missed(instruction, interpreted, mon
     leave_out(instruction, monkeypatch)
     with gemm.ended_by(WGMMA), pytest.raises(RuntimeError, match=LEFT_OUT[instruction]):
         compare_cuda(rounded_project(41, 80))
+
+
+TURNS = (
+    r"bar\.arrive",
+    r"bar\.sync\s+%\w+, 256",
+    r"cp\.async\.wait_group",
+    r"wgmma\.fence",
+    r"wgmma\.wait_group",
+)
+"""Instructions by which warpgroups take turns; all but fence.proxy.async: of those of the last two
+steps one may go, since a fence covers all copies that have been waited for."""
+
+
+@pytest.mark.parametrize("instruction", TURNS)
+def test_one_that_is_left_out_alone_is_missed(instruction, interpreted, monkeypatch):
+    """Nine tiles in a block, with more steps than stages."""
+    operation = rounded_project(150, 144, **operands(150, 704, 144))
+    tile = dataclasses.replace(WGMMA, stages=5)
+    (entry,) = launches(operation, tile)
+    text = ptx_of(entry.kernel, "compute_90a")
+    places = list(re.finditer(rf"\b{instruction}\b[^;]*;", text))
+    assert places
+    for place in places:
+        device, without = Interpreter(), text[: place.start()] + text[place.end() :]
+        monkeypatch.setattr(cuda, "current_device", lambda device=device: device)
+        monkeypatch.setattr(interpreter, "ptx_of", lambda *of, without=without: without)
+        with gemm.ended_by(tile), pytest.raises(RuntimeError):
+            compare_cuda(operation)
 
 
 @pytest.mark.parametrize("tile", [MMA, WGMMA])
