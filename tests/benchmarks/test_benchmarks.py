@@ -20,7 +20,7 @@ MARKS = {
     "bench_local_updates": pytest.mark.slow,  # starts processes that import transformers
     "bench_gradients_wire": pytest.mark.thorough,  # starts processes
     "bench_memory": pytest.mark.thorough,  # trains a model in several ways
-    "bench_gpu_step": pytest.mark.thorough,  # torch.compile traces a model of fairseq's
+    "bench_gpu_step": pytest.mark.slow,  # test_gpu_round.py runs it
     "bench_models": pytest.mark.slow,  # test_bench_models.py runs all sides but torch.compile
     "bench_numbers": pytest.mark.slow,  # trains two models, for two minutes
     "bench_network": pytest.mark.slow,  # starts processes on pretended machines, again and again
@@ -29,7 +29,7 @@ MARKS = {
     "bench_planned_memory": pytest.mark.slow,  # starts processes that import transformers
     "bench_training_bytes": pytest.mark.slow,  # starts processes that import PyTorch
     "bench_stored": pytest.mark.thorough,  # stores weights in every format
-    "bench_step": pytest.mark.thorough,  # test_transformer.py runs every side
+    "bench_step": pytest.mark.slow,  # test_transformer.py runs every side
 }
 QUICK = [pytest.param(name, marks=MARKS.get(name, ())) for name in NAMES]
 

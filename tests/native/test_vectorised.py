@@ -33,6 +33,7 @@ def marked(path: Path) -> dict[tuple[str, int], str]:
     }
 
 
+@pytest.mark.timeout(400)  # a minute on a quiet machine
 @pytest.mark.parametrize("level", first(["libcpu_v3", "libcpu_v4"], 0, 1))
 def test_every_loop_that_asks_for_it_is_vectorised(build, level):  # noqa: F811
     if level not in build.LEVELS:

@@ -17,6 +17,7 @@ from lsq.ops.sums import FinishSums
 from lsq.program.tensor import VirtualTensor
 from lsq.program.values import Weight
 from lsq.quant import WEIGHT_FORMATS, Grain
+from tests.ops import cuda
 from tests.ops.compare import (
     by_row,
     empty,
@@ -40,6 +41,7 @@ from tests.ops.tiles import (
     assert_two_blocks_fit,
     assert_whole_sectors,
     few_blocks,
+    here,
     in_one,
     in_parts,
     largest_tile,
@@ -98,6 +100,13 @@ def test_blocks_make_several_tiles_on_a_large_gpu_too(monkeypatch):
     assert grid() == (15, 1, 1)
     with few_blocks():
         assert grid() == (2, 1, 1)
+
+
+def test_a_gpu_without_wgmma_takes_another_tile(monkeypatch):
+    monkeypatch.setattr(cuda, "place", "gpu")
+    for capability, tile in (((8, 0), in_parts(SMALL, 3)), ((9, 0), in_parts(WARPGROUPS[0], 3))):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda found=capability: found)
+        assert here(in_parts(WARPGROUPS[0], 3)) == tile and here(TILES[0]) == TILES[0]
 
 
 def test_a_scale_for_each_row_by_warpgroups():

@@ -12,12 +12,13 @@ import torch
 from lsq import gemm
 from lsq.emulator import profile
 from lsq.emulator.profile import Limits, Operand, fitting_blocks
-from lsq.gemm.configuration import TileConfiguration
+from lsq.gemm.configuration import WGMMA_SM, TileConfiguration
 from lsq.native import compiler
 from lsq.native.launch import Launch
 from lsq.ops import launches as of_operations
 from lsq.program.operation import Operation
 from lsq.program.tensor import VirtualTensor
+from tests.ops import cuda
 from tests.ops.cuda import compare_cuda
 from tests.sampling import first
 
@@ -65,6 +66,14 @@ def in_parts(tile: TileConfiguration, split: int) -> TileConfiguration:
     return dataclasses.replace(tile, split=split)
 
 
+def here(tile: TileConfiguration | None) -> TileConfiguration | None:
+    """It, or the smallest by mma.sync on a GPU without wgmma."""
+    if tile is None or tile.instruction == "mma" or cuda.place == "emulator":
+        return tile
+    hopper = torch.cuda.get_device_capability() == divmod(WGMMA_SM, 10)
+    return tile if hopper else in_parts(SMALL, tile.split)
+
+
 def few_blocks():
     """Two blocks that stay (wgmma) and make several tiles each, on a GPU, too."""
     return mock.patch.object(of_operations, "multiprocessors", lambda: 2)
@@ -77,7 +86,7 @@ def in_one(
     exact: bool = True,
 ) -> Operation:
     """`compare_cuda` of an operation whose product and end are one launch; of two for None."""
-    with few_blocks(), gemm.ended_by(tile):
+    with few_blocks(), gemm.ended_by(here(tile)):
         return compare_cuda(operation, dtype, exact)
 
 
