@@ -392,6 +392,8 @@ class Clock:
         cycles = gpu.multiprocessors * gpu.gigahertz * GIGA
         ended = instruction_cycles(end.instructions, gpu) / cycles / gpu.reached
         of_tiles = tile_bytes(product, tile.rows, tile.columns)
+        parts = 2 * tile.split - 1 if tile.split > 1 else 0  # written, and all but one read
+        of_parts = 4.0 * product.m * product.n * parts
         if tile.instruction == "mma":
             multiplied = work / peak / tile_rate(product, shape, gpu.multiprocessors, tile.split)
             taken = multiplied + ended - gpu.beside * min(multiplied, ended)
@@ -401,12 +403,12 @@ class Clock:
             rate = tile_rate(product, shape, gpu.multiprocessors, tile.split, RAMP / turns)
             multiplied, ended = work / peak / rate, ended / ONE_WARPGROUP
             taken = max(multiplied + ended / turns, ended)
-        parts = {
-            "products": taken,
+        times = {
+            "products": taken + of_parts / gpu.l2,
             "memory": traffic / gpu.copy,
-            "L2 cache": (touched - sum(product.reads.values()) + of_tiles) / gpu.l2,
+            "L2 cache": (touched - sum(product.reads.values()) + of_tiles + of_parts) / gpu.l2,
         }
-        return self._slowest(parts, traffic, gpu.overlapped)
+        return self._slowest(times, traffic, gpu.overlapped)
 
     def kernel(self, work: Work, registers: int, shared: int) -> Time:
         """A kernel that was counted; registers of a thread, bytes of shared memory of a block."""

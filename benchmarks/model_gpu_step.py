@@ -162,7 +162,7 @@ class Step:
                     key = ProductKey(
                         op=ALONE[entry.kernel.name], m=product.m, n=product.n, k=product.k
                     )
-                    tile = default_tile(key, gpu.sm)
+                    tile = default_tile(key, gpu.sm, gpu.multiprocessors)
                     yield entry.kernel.name, part.times, clock.ended_product(product, end, tile)
                     continue
                 if isinstance(entry, Launch):
@@ -171,7 +171,7 @@ class Step:
                         work = without_transposition(work, entry)
                     yield entry.kernel.name, part.times, clock.kernel(work, *taken)
                     continue
-                tile = default_tile(key_of_product(entry), gpu.sm)
+                tile = default_tile(key_of_product(entry), gpu.sm, gpu.multiprocessors)
                 if tile is None:
                     yield "product", part.times, clock.product(multiplied(entry))
                 else:
@@ -197,7 +197,7 @@ def by_mma(entry: Launch | Product | None, gpu: Gpu) -> bool:
     """Whether tiles of mma.sync make this product, untuned."""
     if not isinstance(entry, Product):
         return False
-    tile = default_tile(key_of_product(entry), gpu.sm)
+    tile = default_tile(key_of_product(entry), gpu.sm, gpu.multiprocessors)
     return tile is not None and tile.instruction == "mma"
 
 

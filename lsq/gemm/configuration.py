@@ -13,6 +13,7 @@ from typing import ClassVar
 from lsq.files.json_file import check_choice, check_number, check_whole, shown
 from lsq.gemm.operations import OVER_TOKENS, TILED, TILED_ALONE
 from lsq.gemm.product_key import EXACT_TOKENS, MATMUL, TOKEN_STEP, ProductKey
+from lsq.native.geometry import MULTIPROCESSORS
 
 ALGORITHM_BYTES = 64
 TILE_ROWS = (64, 128)
@@ -35,8 +36,6 @@ LARGEST_SPREAD = 1e6
 
 # The rule follows a model of GPUs (benchmarks/model_gpu_step.py, docs/gpu.md); nothing of it is
 # measured.
-BLOCKS = 128
-"""Blocks that fill a GPU, about its multiprocessors. Tiles shrink until there are this many."""
 SIDES = {
     "mma": ((128, 128), (128, 64), (64, 64)),
     "wgmma": ((128, 128), (128, 64), (64, 64)),
@@ -50,7 +49,11 @@ of every GPU; with wgmma one block takes a multiprocessor, and no tile needs mor
 STAGES = {"mma": 4, "wgmma": 5}
 INNER_OF_A_PART = 1024
 """Least values along K in a part."""
+INNER_OF_SUMS = 128
+"""Values along K that a block multiplies while it writes the sums of a part, or reads another's."""
 MOST_PARTS = 8
+MOST_TURNS = 5
+"""Of multiprocessors that make parts: with more, the last one's rest is not worth the memory."""
 FASTER_LIBRARIES = range(90, 120)
 """10 times the compute capabilities of GPUs whose libraries multiply faster."""
 LONGEST_BESIDE_FASTER_PRODUCTS = {"mma": 512, "wgmma": 4096}
@@ -189,9 +192,17 @@ class TileConfiguration:
 Configuration = CublasConfiguration | TileConfiguration
 
 
-def default_tile(key: ProductKey, sm: int | None = None) -> TileConfiguration | None:
+def default_tile(
+    key: ProductKey, sm: int | None = None, multiprocessors: int = MULTIPROCESSORS
+) -> TileConfiguration | None:
     """Return the tile for an untuned product; None: cuBLASLt multiplies (never for TILED_ALONE).
-    `sm`: compute capability, e.g. 90; None: a GPU that multiplies int8 fastest by mma.sync."""
+    Tiles shrink, and K is split, until they keep most multiprocessors busy.
+
+    Args:
+        key: the product.
+        sm: compute capability, e.g. 90; None: a GPU that multiplies int8 fastest by mma.sync.
+        multiprocessors: of the GPU.
+    """
     instruction = "wgmma" if sm == WGMMA_SM else "mma"
     if key.op not in TILED_ALONE and _is_left_to_cublaslt(key, sm, instruction):
         return None
@@ -200,14 +211,25 @@ def default_tile(key: ProductKey, sm: int | None = None) -> TileConfiguration | 
     for rows, columns in SIDES[instruction]:
         rows = FEW_ROWS if key.m <= FEW_ROWS else rows
         tiles = -(-key.m // rows) * -(-key.n // columns)
-        if tiles * parts >= BLOCKS:
+        if tiles * parts >= multiprocessors:
             break
     stages = SHARED_BYTES["mma"] // (TILE_STEP["mma"] * (rows + columns))
     stages = STAGES["wgmma"] if instruction == "wgmma" else min(STAGES["mma"], stages)
-    split = min(parts, math.ceil(BLOCKS / tiles))
+    splits = range(1, parts + 1)
+    split = min(splits, key=lambda split: _length(key.k, tiles, split, multiprocessors))
     return TileConfiguration(
         rows=rows, columns=columns, stages=stages, split=split, instruction=instruction
     )
+
+
+def _length(k: int, tiles: int, split: int, multiprocessors: int) -> float:
+    """Return how long all tiles take, in values along K of one, with K in so many parts."""
+    turns = math.ceil(tiles * split / multiprocessors)
+    if split == 1:
+        return turns * k
+    if turns > MOST_TURNS:
+        return math.inf
+    return turns * (k / split + INNER_OF_SUMS) + (split - 1) * INNER_OF_SUMS
 
 
 def _is_left_to_cublaslt(key: ProductKey, sm: int | None, instruction: str) -> bool:

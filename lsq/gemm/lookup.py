@@ -18,6 +18,7 @@ from lsq.gemm.configuration import Configuration, Entry, TileConfiguration, defa
 from lsq.gemm.configuration_file import ConfigurationFile, SearchedFile, Validators, difference
 from lsq.gemm.operations import TILED_ALONE, is_long
 from lsq.gemm.product_key import MATMUL, ProductKey
+from lsq.native.geometry import multiprocessors
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +89,7 @@ class Table:
 
     def _look_up(self, key: ProductKey) -> Use:
         entry = self._entries.get(key) or self._nearest_entry(key)
-        return Use(key, entry, default_tile(key, self.here.sm))
+        return Use(key, entry, default_tile(key, self.here.sm, multiprocessors()))
 
     def _nearest_entry(self, key: ProductKey) -> Entry | None:
         """Return the entry for the next larger batch, or else for the largest.
@@ -159,7 +160,7 @@ def _tuned_tile(generation: int, op: str, m: int, n: int, k: int) -> TileConfigu
     except RuntimeError:  # no GPU: a program is planned, or runs in the emulator
         return default_tile(key)
     if op in TILED_ALONE:
-        return default_tile(key, found.here.sm)
+        return default_tile(key, found.here.sm, multiprocessors())
     configuration = found.configuration(key)
     if not isinstance(configuration, TileConfiguration):
         return None  # TunedChoice lists it when it looks up the algorithm

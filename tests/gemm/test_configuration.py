@@ -1,10 +1,11 @@
 """Configurations and entries as data: what they refuse; the rule for untuned products."""
 
 import dataclasses
+import math
 
 import pytest
 
-from lsq.gemm.configuration import BLOCKS, MOST_TILE_ROWS, default_tile
+from lsq.gemm.configuration import MOST_TILE_ROWS, default_tile
 from lsq.gemm.operations import TILED, TILED_ALONE
 from tests.gemm.operands import asked, matmul
 from tests.gemm.tuned import TIMES, cublas, cublas_entry, entry, key, tile
@@ -145,20 +146,29 @@ def test_tiles_become_smaller_until_they_fill_a_gpu(m, n, wanted):
 
 
 @pytest.mark.parametrize(
-    ("n", "columns", "k", "split"),
+    ("n", "columns", "k", "multiprocessors", "split"),
     [
-        (512, 512, 8192, 8),
-        (1024, 1024, 8192, 2),
-        (4096, 1024, 8192, 1),
-        (512, 512, 4096, 4),
-        (512, 512, 64, 1),
+        (512, 512, 8192, 128, 8),
+        (512, 512, 8192, 108, 6),
+        (1024, 1024, 8192, 128, 2),
+        (1024, 1024, 8192, 108, 5),
+        (4096, 1024, 8192, 128, 1),
+        (4096, 1024, 8192, 108, 2),
+        (4096, 4096, 8192, 108, 1),
+        (512, 512, 4096, 128, 4),
+        (512, 512, 64, 128, 1),
     ],
 )
-def test_gradients_of_weights_split_many_tokens(n, columns, k, split):
-    found = default_tile(asked("project_weight_gradient", n, columns, k))
+def test_gradients_of_weights_split_many_tokens(n, columns, k, multiprocessors, split):
+    found = default_tile(
+        asked("project_weight_gradient", n, columns, k), multiprocessors=multiprocessors
+    )
     assert found.split == split
-    width, height = found.blocks(n, columns)
-    assert width * height * split >= BLOCKS or found.rows == found.columns == 64
+    tiles = math.prod(found.blocks(n, columns))
+    if (found.rows, found.columns) != (64, 64):
+        assert tiles * min(8, k // 1024) >= multiprocessors
+    turns, whole = (-(-tiles * parts // multiprocessors) for parts in (split, 1))
+    assert turns / split <= whole
 
 
 @pytest.mark.parametrize("sm", [None, 80, 86, 89, 90, 100, 120])

@@ -28,6 +28,7 @@ from lsq.gemm.cublaslt import ChosenProduct
 from lsq.gemm.operations import OVER_TOKENS
 from lsq.gemm.product_key import ProductKey
 from lsq.native.device import Device
+from lsq.native.geometry import multiprocessors
 from lsq.native.launch import TICKETS, Launch, Product
 from lsq.native.launch_list import LaunchList
 from lsq.program.operation import Operation, Spec
@@ -90,7 +91,7 @@ class EndedTrial:
     def candidates(self) -> Sequence[Configuration]:
         sm = self._by_itself.backend.sm
         ways = [*self._by_itself.candidates(), *tiles(self.key, sm)]
-        default = default_tile(self.key, sm) or ways[0]
+        default = default_tile(self.key, sm, multiprocessors()) or ways[0]
         return [default, *(way for way in ways if way != default)]
 
     def fault(self, configuration: Configuration) -> str | None:

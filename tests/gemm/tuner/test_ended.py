@@ -47,7 +47,7 @@ def test_the_default_comes_first_then_algorithms_and_tiles(backend, trial, monke
     assert [each for each in found if isinstance(each, CublasConfiguration)] == backend.candidates(
         KEY
     )
-    monkeypatch.setattr(ended, "default_tile", lambda key, sm: None)
+    monkeypatch.setattr(ended, "default_tile", lambda key, sm, multiprocessors: None)
     assert trial.candidates()[0] == backend.candidates(KEY)[0]
 
 
