@@ -13,7 +13,7 @@ import torch
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 NAMES = sorted(path.stem for path in BENCHMARKS.glob("bench_*.py"))
 MARKS = {
-    "bench_allocation_time": pytest.mark.thorough,  # searches again and again
+    "bench_allocation_time": pytest.mark.slow,  # searches again and again
     "bench_bits": pytest.mark.thorough,  # multiplies by every instruction
     "bench_decode": pytest.mark.thorough,  # makes models and searches with them
     "bench_language": pytest.mark.thorough,  # imports transformers

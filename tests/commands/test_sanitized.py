@@ -18,7 +18,7 @@ from tests.sampling import first
 from tests.test_setup import ROOT, build  # noqa: F401
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
-FLAGS = "-O1 -g1 -fno-omit-frame-pointer -fsanitize=address,undefined".split()
+FLAGS = "-O0 -g1 -fno-omit-frame-pointer -fsanitize=address,undefined".split()
 FLAGS += ["-fno-sanitize-recover=undefined"]
 OURS = re.compile(r"lsq/csrc/|/lsq/emulator/|libcpu_|libruntime")
 """Functions of ours in a line of a stack: Python and PyTorch keep some memory for good."""
