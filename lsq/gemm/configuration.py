@@ -41,6 +41,8 @@ SIDES = {
     "wgmma": ((128, 128), (128, 64), (64, 64)),
 }
 """Rows and columns of tiles, the fastest first."""
+FILLED = 7 / 8
+"""Least part of the multiprocessors that get a tile; smaller tiles multiply more slowly."""
 FEW_ROWS = 64
 """Products of at most this many rows have tiles of this many rows."""
 SHARED_BYTES = {"mma": 48 * 1024, "wgmma": 227 * 1024}
@@ -211,7 +213,7 @@ def default_tile(
     for rows, columns in SIDES[instruction]:
         rows = FEW_ROWS if key.m <= FEW_ROWS else rows
         tiles = -(-key.m // rows) * -(-key.n // columns)
-        if tiles * parts >= multiprocessors:
+        if tiles * parts >= FILLED * multiprocessors:
             break
     stages = SHARED_BYTES["mma"] // (TILE_STEP["mma"] * (rows + columns))
     stages = STAGES["wgmma"] if instruction == "wgmma" else min(STAGES["mma"], stages)
