@@ -12,8 +12,8 @@ namespace emulator {
 // All threads have met at a barrier, or the next block begins.
 void order_accesses();
 
-// By warp: its time when it did the last accesses that come before what somebody does next. The
-// last one is of races.cpp.
+// A vector clock: the time of each warp up to which its accesses come before the next one of the
+// clock's owner. races.cpp alone uses the last element.
 using Seen = std::array<uint64_t, 64>;
 
 // A warp comes to a barrier: who acquires `seen` later comes after all that it has done or seen.

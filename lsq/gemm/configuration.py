@@ -36,13 +36,10 @@ LARGEST_SPREAD = 1e6
 
 # The rule follows a model of GPUs (benchmarks/model_gpu_step.py, docs/gpu.md); nothing of it is
 # measured.
-SIDES = {
-    "mma": ((128, 128), (128, 64), (64, 64)),
-    "wgmma": ((128, 128), (128, 64), (64, 64)),
-}
+SIDES = ((128, 128), (128, 64), (64, 64))
 """Rows and columns of tiles, the fastest first."""
 FILLED = 7 / 8
-"""Least part of the multiprocessors that get a tile; smaller tiles multiply more slowly."""
+"""Part of the multiprocessors that must have a tile; else tiles get smaller, and slower."""
 FEW_ROWS = 64
 """Products of at most this many rows have tiles of this many rows."""
 SHARED_BYTES = {"mma": 48 * 1024, "wgmma": 227 * 1024}
@@ -55,7 +52,8 @@ INNER_OF_SUMS = 128
 """Values along K that a block multiplies while it writes the sums of a part, or reads another's."""
 MOST_PARTS = 8
 MOST_TURNS = 5
-"""Of multiprocessors that make parts: with more, the last one's rest is not worth the memory."""
+"""Most turns that multiprocessors take where K is split. With more turns, an idle last one costs
+less than the memory of the parts."""
 FASTER_LIBRARIES = range(90, 120)
 """10 times the compute capabilities of GPUs whose libraries multiply faster."""
 LONGEST_BESIDE_FASTER_PRODUCTS = {"mma": 512, "wgmma": 4096}
@@ -210,7 +208,7 @@ def default_tile(
         return None
     parts = MOST_PARTS if key.op == OVER_TOKENS else 1
     parts = max(1, min(parts, key.k // INNER_OF_A_PART))
-    for rows, columns in SIDES[instruction]:
+    for rows, columns in SIDES:
         rows = FEW_ROWS if key.m <= FEW_ROWS else rows
         tiles = -(-key.m // rows) * -(-key.n // columns)
         if tiles * parts >= FILLED * multiprocessors:
@@ -225,7 +223,8 @@ def default_tile(
 
 
 def _length(k: int, tiles: int, split: int, multiprocessors: int) -> float:
-    """Return how long all tiles take, in values along K of one, with K in so many parts."""
+    """Return the time of all tiles with K in `split` parts. Its unit is that in which a block
+    multiplies one value along K."""
     turns = math.ceil(tiles * split / multiprocessors)
     if split == 1:
         return turns * k

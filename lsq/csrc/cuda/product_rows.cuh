@@ -22,7 +22,7 @@ constexpr int kRowQuads = kWarpColumns / 4 + 2;
 constexpr int kRowsBytes = kTileThreads / kWarp * 8 * kRowQuads * 16;
 
 static_assert(kWarpColumns % 32 == 0 && kWarpColumns <= 256, "as the places of quads are chosen");
-static_assert(kRowsBytes <= kEndBytes, "fits");
+static_assert(kRowsBytes <= kEndBytes, "the shared memory to end a tile holds them");
 
 LSQ_INLINE int4* quad_of(int4* rows, int row, int quad) {
     return rows + row * kRowQuads + (quad ^ ((quad / 8 ^ row) & 1));
